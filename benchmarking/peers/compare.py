@@ -1,0 +1,229 @@
+"""Install the peers, then time them and evogrpo in turn on the same work, and compare their peak memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import environments
+import workload
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+ANCHOR = "evogrpo-8"  # every ratio is against evogrpo with a population of 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contestant:
+    """One row of the table.
+
+    Attributes:
+        script: Runner beside this file.
+        peer: Key of `environments.REQUIREMENTS`; None for the Python that runs this script, where evogrpo is installed.
+        agents: Agents in the process.
+        micro_batches: Samples per pass of a learning step to try before the rounds; the fastest is kept.
+    """
+
+    script: str
+    peer: str | None
+    agents: int
+    micro_batches: tuple[int, ...]
+
+
+# One agent's whole batch is 16. It is AgileRL's default; TRL's is 8. A population's whole batch is 16 for each agent.
+CONTESTANTS: dict[str, Contestant] = {
+    ANCHOR: Contestant(script="run_evogrpo.py", peer=None, agents=8, micro_batches=(16, 32, 128)),
+    "trl": Contestant(script="run_trl.py", peer="trl", agents=1, micro_batches=(16, 8)),
+    "agilerl": Contestant(script="run_agilerl.py", peer="agilerl", agents=1, micro_batches=(16, 8)),
+    "evogrpo-1": Contestant(script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16,)),
+    "agilerl-8": Contestant(script="run_agilerl.py", peer="agilerl", agents=8, micro_batches=(16,)),
+}
+DEFAULT_SYSTEMS = tuple(name for name in CONTESTANTS if name != "agilerl-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where runs happen and how long they are.
+
+    Attributes:
+        folder: Cache for environments and the runs' logs.
+        base_model: Folder of the base model.
+        pythons: The interpreter of each contestant.
+        threads: Threads for every system alike.
+        steps: Learning steps to measure in a run, after one that is left out.
+    """
+
+    folder: Path
+    base_model: Path
+    pythons: Mapping[str, Path]
+    threads: int
+    steps: int
+
+    def run(self, name: str, micro_batch: int, label: str) -> dict[str, Any]:
+        """Run one contestant once, alone on the machine as far as this script decides.
+
+        Returns:
+            What its runner reports, with `seconds`: its median wall seconds per agent per learning step.
+
+        Raises:
+            SystemExit: If the runner fails; the message ends with its last lines.
+        """
+        contestant = CONTESTANTS[name]
+        out, log = (self.folder / "logs" / f"{name}-{label}.{suffix}" for suffix in ("json", "log"))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.unlink(missing_ok=True)
+        command = [str(self.pythons[name]), str(HERE / contestant.script), "--model", str(self.base_model)]
+        command += ["--steps", str(self.steps), "--micro-batch", str(micro_batch), "--agents", str(contestant.agents)]
+        command += ["--threads", str(self.threads), "--out", str(out)]
+        print(f"{label}: {name}, micro-batch {micro_batch} ...", end=" ", flush=True)
+        environment = dict(os.environ)
+        if contestant.peer is not None:
+            environment.pop("PYTHONPATH", None)  # a peer sees its own packages only
+        with log.open("w", encoding="utf-8") as stream:
+            done = subprocess.run(command, stdout=stream, stderr=subprocess.STDOUT, env=environment, check=False)
+        if done.returncode != 0:
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:])
+            raise SystemExit(f"{name} failed with status {done.returncode}; its whole output is in {log}\n{tail}")
+        report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+        report["seconds"] = statistics.median(report["step_seconds"]) / report["agents"]
+        print(f"{report['seconds']:.2f} s per agent per step", flush=True)
+        return report
+
+
+def prepare(systems: Sequence[str], folder: Path, constraints: Path) -> dict[str, Path]:
+    """Install what the contestants need and return the interpreter of each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".gitignore").write_text("*\n", encoding="utf-8")
+    pythons = {}
+    for name in systems:
+        peer = CONTESTANTS[name].peer
+        pythons[name] = Path(sys.executable) if peer is None else environments.install(peer, folder, constraints)
+    return pythons
+
+
+def demo_model() -> Path:
+    """Return the folder of evogrpo's demo model, unpacked by another process: none of its memory stays in this one."""
+    code = "from evogrpo.policies.models import demo_model_folder; print(demo_model_folder())"
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    return Path(done.stdout.splitlines()[-1])
+
+
+def measure(bench: Bench, systems: Sequence[str], rounds: int, out: Path) -> dict[str, Any]:
+    """Choose each contestant's micro-batch, then run all of them in turn, round after round.
+
+    Taking turns spreads the machine's noise over all of them. What is known is written after every run.
+    """
+    result: dict[str, Any] = {
+        "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "threads": bench.threads},
+        "work": {
+            "prompts": len(workload.PROMPTS),
+            "prompt_tokens": workload.PROMPT_TOKENS,
+            "group_size": workload.GROUP_SIZE,
+            "completion_tokens": workload.COMPLETION_TOKENS,
+            "beta": workload.BETA,
+            "lora_rank": workload.LORA_RANK,
+        },
+        "trials": {name: [] for name in systems},
+        "runs": {name: [] for name in systems},
+    }
+    chosen = {}
+    for name in systems:
+        candidates = CONTESTANTS[name].micro_batches
+        trials = result["trials"][name]
+        for micro_batch in candidates if len(candidates) > 1 else ():
+            trials.append(bench.run(name, micro_batch, f"trial-{micro_batch}"))
+            write_json(out, result)
+        chosen[name] = min(trials, key=lambda trial: trial["seconds"])["micro_batch"] if trials else candidates[0]
+    for number in range(1, rounds + 1):
+        for name in systems:
+            result["runs"][name].append(bench.run(name, chosen[name], f"round-{number}"))
+            write_json(out, result)
+    return result
+
+
+def table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return the comparison as a Markdown table.
+
+    Seconds are medians over all measured steps, with the smallest and largest median of a round; ratios are taken
+    between medians, with the smallest and largest ratio within a round. Memory is the largest peak of a run.
+    """
+    lines = [
+        "| system | agents | micro-batch | s / agent / step | times evogrpo, population 8 | peak memory | versions |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, reports in runs.items():
+        of_rounds = [report["seconds"] for report in reports]
+        seconds = pooled(reports)
+        ratio = "–"
+        if ANCHOR in runs:
+            within = [own / report["seconds"] for own, report in zip(of_rounds, runs[ANCHOR], strict=True)]
+            ratio = f"{seconds / pooled(runs[ANCHOR]):.2f} ({min(within):.2f} to {max(within):.2f})"
+        first = reports[0]
+        peak = max(report["peak_bytes"] for report in reports) / 2**30
+        versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
+        lines.append(
+            f"| {name} | {first['agents']} | {first['micro_batch']} "
+            f"| {seconds:.2f} ({min(of_rounds):.2f} to {max(of_rounds):.2f}) | {ratio} | {peak:.2f} GiB | {versions} |"
+        )
+    return "\n".join(lines)
+
+
+def pooled(reports: Sequence[Mapping[str, Any]]) -> float:
+    """Return the median seconds per agent over the measured steps of all rounds."""
+    seconds: list[float] = [step / report["agents"] for report in reports for step in report["step_seconds"]]
+    return statistics.median(seconds)
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file in one go, so that a stop in between leaves the file of before."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    scratch.replace(path)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--systems", nargs="+", choices=CONTESTANTS, default=DEFAULT_SYSTEMS, metavar="NAME",
+                        help=f"which to run, in this order, of {', '.join(CONTESTANTS)}")  # fmt: skip
+    parser.add_argument("--rounds", type=int, default=3, help="times that each system is run, in turn with the others")
+    parser.add_argument("--steps", type=int, default=3, help="learning steps measured in a run, after one left out")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads for every system alike")
+    parser.add_argument("--cache", type=Path, default=HERE.parent / ".peers", help="folder for environments and logs")
+    parser.add_argument("--constraints", type=Path, default=REPOSITORY / "constraints.txt", help="file that pins torch")
+    parser.add_argument("--model", type=Path, help="folder of the base model; evogrpo's demo model if not given")
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "runs" / "peers.json", help="JSON file to write")
+    parser.add_argument("--install-only", action="store_true", help="prepare the environments and stop")
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if min(arguments.rounds, arguments.steps, arguments.threads) < 1:
+        raise SystemExit("--rounds, --steps and --threads must be at least 1")
+    folder = arguments.cache.absolute()  # not resolved: a virtual environment's python is a link
+    pythons = prepare(arguments.systems, folder, arguments.constraints)
+    if arguments.install_only:
+        return
+    base_model = (arguments.model or demo_model()).absolute()
+    bench = Bench(
+        folder=folder, base_model=base_model, pythons=pythons, threads=arguments.threads, steps=arguments.steps
+    )
+    out = arguments.out.absolute()
+    result = measure(bench, arguments.systems, arguments.rounds, out)
+    text = table(result["runs"])
+    out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
+    print(f"\n{text}\n\nwritten to {out} and {out.with_suffix('.md')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Time AgileRL's GRPO on the fixed work; runs inside AgileRL's own environment.
+
+AgileRL trains the agents of a population one after another, each through `get_action` and `learn`; so does this runner.
+"""
+
+from __future__ import annotations
+
+import time
+
+import workload
+
+arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
+
+import torch  # noqa: E402
+from agilerl.algorithms import GRPO  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
+
+
+def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
+    """AgileRL's defaults, but for what the fixed work sets and the cheaper choice where the result is the same."""
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    # AgileRL swaps in Triton kernels wherever liger-kernel is installed, and its language-model extra requires that
+    # package; those kernels cannot run on a CPU. This mark of its own says that the model needs no such treatment.
+    setattr(model, "_agilerl_liger_patched", True)  # noqa: B010
+    return GRPO(
+        actor_network=model,
+        pad_token_id=tokenizer.convert_tokens_to_ids(workload.PAD_TOKEN),
+        pad_token=workload.PAD_TOKEN,
+        batch_size=len(workload.PROMPTS),
+        group_size=workload.GROUP_SIZE,
+        micro_batch_size_per_gpu=arguments.micro_batch,
+        mini_batch_size=workload.SAMPLES_PER_STEP,
+        beta=workload.BETA,
+        lr=workload.LEARNING_RATE,
+        clip_coef=workload.CLIP_COEF,
+        max_grad_norm=workload.MAX_GRAD_NORM,
+        temperature=1.0,
+        top_k=0,
+        min_output_tokens=workload.COMPLETION_TOKENS,
+        max_output_tokens=workload.COMPLETION_TOKENS,
+        lora_config=LoraConfig(
+            r=workload.LORA_RANK,
+            lora_alpha=workload.LORA_ALPHA,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        ),
+        use_separate_reference_adapter=False,  # the base is the reference: one adapter less to run
+        old_logprobs_source="trainer",  # old log-probs from the update's own forward: one pass less
+        gradient_checkpointing=False,
+        use_liger_loss=False,
+        device="cpu",
+        seed=0,
+    )
+
+
+def learning_step(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> None:
+    """One learning step of one agent: sample, decode, reward, update."""
+    prompts = tokenizer(list(workload.PROMPTS), return_tensors="pt")
+    workload.check_tokens("a prompt", prompts["input_ids"].shape[1], workload.PROMPT_TOKENS)
+    # Groups repeated here are sampled in one batch; repeated by get_action, each prompt is a batch of its own: slower.
+    rows = {key: tensor.repeat_interleave(workload.GROUP_SIZE, dim=0) for key, tensor in prompts.items()}
+    action = agent.get_action([rows], training=True, repeat_prompts=False)
+    token_ids, action_masks = action[0], action[1]
+    workload.check_tokens(
+        "a step", int(sum(mask.sum() for mask in action_masks)), workload.SAMPLES_PER_STEP * workload.COMPLETION_TOKENS
+    )
+    completions = tokenizer.batch_decode(torch.cat(token_ids)[:, workload.PROMPT_TOKENS :], skip_special_tokens=True)
+    rewards = torch.tensor([workload.reward(completion) for completion in completions])
+    agent.learn((token_ids, action_masks, rewards.view(len(workload.PROMPTS), workload.GROUP_SIZE)))
+
+
+def main() -> None:
+    torch.set_num_threads(arguments.threads)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    agents = [create_agent(tokenizer)]
+    agents.extend(agents[0].clone(index) for index in range(1, arguments.agents))
+    step_seconds = []
+    for _ in range(arguments.steps + 1):
+        start = time.perf_counter()
+        for agent in agents:
+            learning_step(agent, tokenizer)
+        step_seconds.append(time.perf_counter() - start)
+    settings: dict[str, object] = {
+        "reference": "adapters switched off",
+        "trained_parameters": sum(p.numel() for p in agents[0].actor.parameters() if p.requires_grad),
+    }
+    workload.write_report(arguments, step_seconds, ["agilerl", "transformers", "peft", "torch"], settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Time a population of evogrpo on the fixed work; runs in the Python that evogrpo is installed in."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import workload
+
+arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
+
+import torch  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+
+from evogrpo import GRPO, HuggingFaceGym, evolve  # noqa: E402
+from evogrpo.evolution.strategies import NoEvolution  # noqa: E402
+from evogrpo.persistence.journal import read_journal  # noqa: E402
+
+
+def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Reward every completion, and check that each has the number of tokens that every system processes."""
+    for ids in completion_ids:
+        workload.check_tokens("a completion", len(ids), workload.COMPLETION_TOKENS)
+    return [workload.reward(completion) for completion in completions]
+
+
+def micro_batch_tokens() -> int:
+    """Return the token budget that holds the micro-batch asked for, each prompt counted once per group."""
+    groups = math.ceil(arguments.micro_batch / workload.GROUP_SIZE)
+    return arguments.micro_batch * workload.COMPLETION_TOKENS + groups * workload.PROMPT_TOKENS
+
+
+def step_seconds(run_dir: Path) -> list[float]:
+    """Return the wall seconds of every learning step, between the journal's notes of their ends."""
+    events = read_journal(run_dir / "journal.jsonl")
+    ends = [number for number, event in enumerate(events) if event["event"] == "step"]
+    times = [events[number]["time"] for number in (ends[0] - 1, *ends)]
+    return [end - start for start, end in pairwise(times)]
+
+
+def main() -> None:
+    torch.set_num_threads(arguments.threads)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer.pad_token = workload.PAD_TOKEN
+    for prompt in workload.PROMPTS:
+        workload.check_tokens("a prompt", len(tokenizer(prompt)["input_ids"]), workload.PROMPT_TOKENS)
+    env = HuggingFaceGym(
+        [{"prompt": prompt} for prompt in workload.PROMPTS],
+        [{"prompt": workload.TEMPLATE.format(11, 22)}],
+        tokenizer,
+        reward_funcs=share_of_digits,
+        validation_dataset=[{"prompt": workload.TEMPLATE.format(33, 44)}],
+        seed=0,
+    )
+    population = GRPO.population(
+        size=arguments.agents,
+        actor_network=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
+        pad_token_id=tokenizer.pad_token_id,
+        batch_size=workload.SAMPLES_PER_STEP,
+        group_size=workload.GROUP_SIZE,
+        lr=workload.LEARNING_RATE,
+        beta=workload.BETA,
+        clip_coef=workload.CLIP_COEF,
+        max_grad_norm=workload.MAX_GRAD_NORM,
+        min_output_tokens=workload.COMPLETION_TOKENS,
+        max_output_tokens=workload.COMPLETION_TOKENS,
+        micro_batch_tokens=micro_batch_tokens(),
+        lora_config=LoraConfig(
+            r=workload.LORA_RANK,
+            lora_alpha=workload.LORA_ALPHA,
+            target_modules="all-linear",
+            task_type="CAUSAL_LM",
+        ),
+        seed=0,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in evolve(
+            population,
+            env,
+            strategy=NoEvolution(),
+            generations=1,
+            steps_per_generation=arguments.steps + 1,
+            samples_per_step=workload.SAMPLES_PER_STEP,
+            run_dir=folder,
+        ):
+            pass
+        seconds = step_seconds(Path(folder))
+    settings: dict[str, object] = {"reference": "adapters switched off", "micro_batch_tokens": micro_batch_tokens()}
+    workload.write_report(arguments, seconds, ["evogrpo", "transformers", "peft", "torch"], settings)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""The fixed work that every system does, and what each runner reports; standard library only, as it runs everywhere."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TEMPLATE = (
+    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+    "<|im_start|>user\nWhat is {} + {}? Reply with the sum and nothing else.<|im_end|>\n<|im_start|>assistant\n"
+)
+# Both prompts have the same number of tokens, so that no system pays for padding.
+PROMPTS = (TEMPLATE.format(27, 45), TEMPLATE.format(63, 18))
+ANSWERS = ("72", "81")
+PROMPT_TOKENS = 49
+GROUP_SIZE = 8
+SAMPLES_PER_STEP = len(PROMPTS) * GROUP_SIZE
+COMPLETION_TOKENS = 24  # the minimum and the maximum, so that every system processes the same number of tokens
+
+BETA = 0.04
+LEARNING_RATE = 1e-4
+CLIP_COEF = 0.2
+MAX_GRAD_NORM = 0.5
+LORA_RANK = 16
+LORA_ALPHA = 32
+# A reserved token that the model practically never samples: a completion that held the padding token would be cut.
+PAD_TOKEN = "<jupyter_script>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What every runner is told on its command line.
+
+    Attributes:
+        model: Folder of the base model.
+        steps: Learning steps to measure; one more is run before them and left out.
+        micro_batch: Samples per forward and backward pass of the learning step.
+        agents: Agents in the process.
+        threads: Threads that torch may use.
+        out: JSON file to write.
+    """
+
+    model: Path
+    steps: int
+    micro_batch: int
+    agents: int
+    threads: int
+    out: Path
+
+
+def reward(completion: str) -> float:
+    """Return the share of digits in a text, in [0, 1]: cheap, and it differs between samples of a group."""
+    return sum(character.isdigit() for character in completion) / max(1, len(completion))
+
+
+def parse_arguments(description: str | None) -> Arguments:
+    """Read a runner's command line, and set the number of threads before torch is imported."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--model", type=Path, required=True, help="folder of the base model")
+    parser.add_argument("--steps", type=int, default=3, help="learning steps to measure, after one that is left out")
+    parser.add_argument("--micro-batch", type=int, default=SAMPLES_PER_STEP, help="samples per pass of a learning step")
+    parser.add_argument("--agents", type=int, default=1, help="agents in the process")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that torch may use")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    arguments = Arguments(**vars(parser.parse_args()))
+    os.environ.update(OMP_NUM_THREADS=str(arguments.threads), MKL_NUM_THREADS=str(arguments.threads))
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
+    return arguments
+
+
+def check_tokens(what: str, found: int, wanted: int) -> None:
+    """Stop a run whose work differs from the others'.
+
+    Raises:
+        ValueError: If the two numbers of tokens differ.
+    """
+    if found != wanted:
+        raise ValueError(f"{what} must have {wanted} tokens, got {found}: the systems would not do the same work")
+
+
+def version(package: str) -> str:
+    """Return the version of an imported package, installed or not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return str(sys.modules[package].__version__)
+
+
+def write_report(
+    arguments: Arguments, step_seconds: Sequence[float], packages: Sequence[str], settings: dict[str, object]
+) -> None:
+    """Write what a run measured.
+
+    Args:
+        arguments: What the runner was told.
+        step_seconds: Wall seconds of every learning step of all agents together, the first included.
+        packages: Imported packages whose versions belong to the result.
+        settings: What is particular to the system, as plain JSON values.
+
+    Raises:
+        ValueError: If the number of steps is not the one asked for.
+    """
+    if len(step_seconds) != arguments.steps + 1:
+        raise ValueError(f"expected {arguments.steps + 1} learning steps, the system reported {len(step_seconds)}")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    report = {
+        "agents": arguments.agents,
+        "micro_batch": arguments.micro_batch,
+        "threads": arguments.threads,
+        "first_step_seconds": step_seconds[0],
+        "step_seconds": list(step_seconds[1:]),
+        "peak_bytes": peak,
+        "versions": {name: version(name) for name in packages},
+        "settings": settings,
+    }
+    arguments.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report))

@@ -1,0 +1,1 @@
+"""The public face: agents, populations of them, and what they do with environments."""

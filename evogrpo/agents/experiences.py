@@ -1,0 +1,131 @@
+"""AgileRL's shapes: prompts as tensors, completions with their prompts in front, masks one token shorter."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.records import Batch, Rollout, TokenInputs
+
+Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]
+"""(completion ids per prompt `[g, P + C]`, action masks per prompt `[g, P + C - 1]`, rewards `[prompts, g]`)."""
+
+
+def prompt_tokens(states: Sequence[Mapping[str, Tensor]]) -> "list[tuple[int, ...]]":
+    """Return the token ids of prompts given as `{"input_ids": [1, P], "attention_mask": [1, P]}`.
+
+    Raises:
+        ValueError: If a prompt is missing, empty or of another shape.
+    """
+    if not states:
+        raise ValueError("get_action needs at least one prompt, got none")
+    prompts = []
+    for number, state in enumerate(states):
+        if not isinstance(state, Mapping) or "input_ids" not in state:
+            raise ValueError(f"prompt {number} must be a mapping with input_ids [1, P], got {type(state).__name__}")
+        ids = torch.as_tensor(state["input_ids"]).reshape(-1)
+        mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids))).reshape(-1).bool()
+        if mask.shape != ids.shape:
+            raise ValueError(f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}")
+        prompts.append(tuple(ids[mask].tolist()))
+        if not prompts[-1]:
+            raise ValueError(f"prompt {number} holds no tokens")
+    return prompts
+
+
+def as_completions(
+    prompts: "Sequence[tuple[int, ...]]", rollout: Rollout, group_size: int, pad_id: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a rollout of whole groups as completion ids and action masks per prompt.
+
+    Args:
+        prompts: The prompts, one per group.
+        rollout: `prompts * group_size` rows, groups next to each other.
+        group_size: Rows per prompt.
+        pad_id: Fills up after the end.
+
+    Returns:
+        Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks: mask j says whether token j + 1 was sampled.
+    """
+    ids, masks = [], []
+    for number, prompt in enumerate(prompts):
+        own = slice(number * group_size, (number + 1) * group_size)
+        present = rollout.present[own]
+        width = int(present.sum(1).max())
+        head = torch.tensor(prompt, device=present.device).expand(group_size, -1)
+        tail = torch.where(present, rollout.actions[own], pad_id)[:, :width]
+        ids.append(torch.cat([head, tail], dim=1))
+        before = torch.zeros((group_size, len(prompt) - 1), dtype=torch.bool, device=present.device)
+        masks.append(torch.cat([before, present[:, :width]], dim=1))
+    return ids, masks
+
+
+def as_batch(
+    experiences: Experiences, slot: int, hyperparameters: Hyperparameters, min_new_tokens: int, device: torch.device
+) -> Batch:
+    """Read `(completion_ids, action_masks, rewards)` of one member.
+
+    A prompt ends at the first token that any of its completions' masks counts. Whatever follows up to the last counted
+    token takes part in attention, so masks may leave gaps for text that the member did not write.
+
+    Raises:
+        ValueError: If the three parts do not fit together, or a prompt has no counted action.
+    """
+    if len(experiences) != 3:
+        raise ValueError(f"experiences are (completion_ids, action_masks, rewards), got {len(experiences)} parts")
+    completion_ids, action_masks, rewards = experiences
+    rewards = torch.as_tensor(rewards, dtype=torch.float32)
+    if not len(completion_ids) == len(action_masks) == len(rewards) or rewards.dim() != 2:
+        raise ValueError(
+            "experiences hold completion_ids and action_masks per prompt and rewards [prompts, group_size], got "
+            f"{len(completion_ids)}, {len(action_masks)} and {tuple(rewards.shape)}"
+        )
+    prompts, rows = [], []
+    for number, (ids, mask) in enumerate(zip(completion_ids, action_masks, strict=True)):
+        mask = mask.bool()
+        if ids.dim() != 2 or mask.shape != (ids.shape[0], ids.shape[1] - 1) or len(ids) != rewards.shape[1]:
+            raise ValueError(
+                f"prompt {number}: completion_ids must be [{rewards.shape[1]}, P + C] and action_masks one token "
+                f"shorter, got {tuple(ids.shape)} and {tuple(mask.shape)}"
+            )
+        if not bool(mask.any()):
+            raise ValueError(f"prompt {number}: no action is True in its mask, so there is nothing to learn from")
+        start = int(mask.any(0).nonzero()[0]) + 1
+        prompts.append(tuple(ids[0, :start].tolist()))
+        if not bool((ids[:, :start] == ids[:1, :start]).all()):
+            raise ValueError(f"prompt {number}: the rows of completion_ids must begin with the same prompt")
+        rows.extend(zip(ids[:, start:], mask[:, start - 1 :], strict=True))
+    return _batch(prompts, rows, rewards, slot, hyperparameters, min_new_tokens, device)
+
+
+def _batch(
+    prompts: "list[tuple[int, ...]]",
+    rows: "list[tuple[Tensor, Tensor]]",
+    rewards: Tensor,
+    slot: int,
+    hyperparameters: Hyperparameters,
+    min_new_tokens: int,
+    device: torch.device,
+) -> Batch:
+    width = max(len(ids) for ids, _ in rows)
+    actions = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids, _ in rows]).to(device)
+    mask = torch.stack([torch.nn.functional.pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
+    columns = torch.arange(1, width + 1, device=device)
+    present = columns <= (mask * columns).amax(1, keepdim=True)
+    group_ids = torch.arange(len(prompts), device=device).repeat_interleave(rewards.shape[1])
+    return Batch(
+        inputs=TokenInputs(
+            prompts=tuple(prompts),
+            prompt_ids=group_ids,
+            temperature=torch.full((len(rows),), hyperparameters.temperature, device=device),
+            min_new_tokens=min_new_tokens,
+        ),
+        actions=actions,
+        present=present,
+        action_mask=mask,
+        rewards=rewards.reshape(-1).to(device),
+        group_ids=group_ids,
+        member_ids=torch.full((len(rows),), slot, device=device),
+    )

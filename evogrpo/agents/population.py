@@ -1,0 +1,136 @@
+"""Population: agents that share one bank, learning, evaluated and selected together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+from evogrpo.agents.collecting import Collected, collect, evaluate
+from evogrpo.agents.learning import learn
+from evogrpo.agents.shared import Shared
+from evogrpo.envs.groups import GroupEnvironment, Split
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.lineage import Lineage
+from evogrpo.evolution.strategies import Plan
+from evogrpo.hyperparameters import HyperparameterConfig
+from evogrpo.records import Batch, LearnReport
+
+if TYPE_CHECKING:
+    from evogrpo.agents.base import EvolvableAlgorithm
+
+
+class Population(Sequence[Any]):
+    """A sequence of agents over one bank: `population[i]` is the agent in slot i.
+
+    Made by `GRPO.population`.
+
+    Attributes:
+        agents: The agents in slot order, without wrappers.
+        lineage: Every birth so far.
+        next_index: The first index that no member has had.
+    """
+
+    def __init__(
+        self,
+        agents: "Sequence[EvolvableAlgorithm]",
+        shared: Shared,
+        *,
+        wrapper_cls: type[Any] | None = None,
+        wrapper_kwargs: Mapping[str, Any] | None = None,
+        lineage: Lineage | None = None,
+    ) -> None:
+        self.agents = list(agents)
+        self.shared = shared
+        self.lineage = lineage or Lineage.of_founders([agent.record() for agent in self.agents])
+        self.next_index = 1 + max(agent.index for agent in self.agents)
+        self._handed_out = [wrapper_cls(agent, **(wrapper_kwargs or {})) if wrapper_cls else agent for agent in agents]
+
+    def __len__(self) -> int:
+        return len(self.agents)
+
+    @overload
+    def __getitem__(self, slot: int) -> Any: ...
+    @overload
+    def __getitem__(self, slot: slice) -> list[Any]: ...
+    def __getitem__(self, slot: int | slice) -> Any:
+        return self._handed_out[slot]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._handed_out)
+
+    @property
+    def space(self) -> HyperparameterConfig:
+        """What evolves; empty when nothing does."""
+        return self.shared.hp_config or HyperparameterConfig()
+
+    @property
+    def best(self) -> Any:
+        """The agent with the highest fitness at the last evaluation, the lowest slot among equals.
+
+        Raises:
+            ValueError: If no member has been evaluated.
+        """
+        evaluated = [agent for agent in self.agents if agent.fitness is not None]
+        if not evaluated:
+            raise ValueError("no member has a fitness yet: call evaluate or evolve first")
+        best = max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.slot))
+        return self._handed_out[best.slot]
+
+    @property
+    def healthy(self) -> "list[EvolvableAlgorithm]":
+        """The agents that have not failed."""
+        return [agent for agent in self.agents if agent.failed is None]
+
+    def collect(self, env: GroupEnvironment, *, step: int, samples_per_step: int, block: int) -> Collected:
+        """Let every healthy member answer its share of one learning step's questions; see `collecting.collect`."""
+        learners = [agent.learner(step) for agent in self.healthy]
+        return collect(self.shared, learners, env, samples_per_step=samples_per_step, block=block)
+
+    def learn(self, batch: Batch, *, step: int) -> dict[int, LearnReport]:
+        """Let the healthy members learn from a batch, and mark those that fail.
+
+        Args:
+            batch: Rows of every healthy member.
+            step: Number of the learning step; names the random streams.
+
+        Returns:
+            One report per member, by slot.
+        """
+        reports = learn(self.shared, [agent.learner(step) for agent in self.healthy], batch)
+        for slot, report in reports.items():
+            self.agents[slot].failed = report.failed
+        return reports
+
+    def evaluate(self, env: GroupEnvironment, split: Split = "validation", *, questions: int | None = None) -> None:
+        """Set every healthy member's fitness, all on the same questions; failed members get None.
+
+        Args:
+            env: Where the questions come from.
+            split: "validation" for selection.
+            questions: Only the first so many; None = the whole split.
+        """
+        healthy = self.healthy
+        for agent in self.agents:
+            agent.fitness = None
+        if healthy:
+            scores = evaluate(self.shared, [agent.slot for agent in healthy], env, split, questions=questions)
+            for agent, row in zip(healthy, scores, strict=True):
+                agent.fitness = Fitness.from_scores(row.tolist())
+
+    def apply(self, plan: Plan) -> None:
+        """Carry a plan out: copy learner states, then give every child its identity and hyperparameters.
+
+        Raises:
+            ValueError: If the plan is for another number of members, or repeats an index.
+        """
+        if len(plan.parents) != len(self):
+            raise ValueError(f"the plan is for {len(plan.parents)} members, this population has {len(self)}")
+        lineage = self.lineage.extended(plan.children, generation=plan.generation)
+        self.shared.bank.inherit(plan.parents)
+        self.lineage = lineage
+        for child in plan.children:
+            agent = self.agents[child.slot]
+            agent.index, agent.parent, agent.born = child.index, child.parent, plan.generation
+            agent.hyperparameters = child.hyperparameters
+            agent.fitness, agent.failed, agent.steps = None, None, 0
+            self.next_index = max(self.next_index, child.index + 1)
+            if child.changes:
+                agent.mutated()

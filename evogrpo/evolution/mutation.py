@@ -1,0 +1,200 @@
+"""Proposing hyperparameter values: the spread of a first population and the mutation of a child."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from evogrpo.hyperparameters import (
+    HyperparameterConfig,
+    Hyperparameters,
+    RLParameter,
+    feasible_group_sizes,
+    finite_number,
+    is_integer,
+    refuse_unknown,
+    whole_number,
+)
+
+Changes = Mapping[str, tuple[float, float]]
+"""Each hyperparameter that changed, by name: (old value, new value)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """How a child's hyperparameters differ from its parent's.
+
+    Attributes:
+        probability: Chance, in (0, 1], that each evolving hyperparameter moves, independently of the others. Where
+            none would, one drawn uniformly moves: a mutation always changes something.
+
+    Raises:
+        ValueError: If `probability` lies outside (0, 1].
+    """
+
+    probability: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < finite_number("probability", self.probability) <= 1:
+            raise ValueError(
+                f"probability must lie in (0, 1], got {self.probability}: for no mutation use Tournament(mutation=None)"
+            )
+
+    def __call__(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+    ) -> tuple[Hyperparameters, Changes]:
+        """Move some hyperparameters to a neighbouring value, up or down with equal chance.
+
+        Args:
+            hyperparameters: The parent's.
+            space: What evolves, and the size of a step (see `neighbour`).
+            rng: The generator of these draws; the number of draws depends on the space alone.
+
+        Returns:
+            The child's hyperparameters, and what changed: at least one entry unless the space is empty.
+        """
+        names = list(space)
+        if not names:
+            return hyperparameters, {}
+        moves = rng.random(len(names)) < self.probability
+        upward = rng.random(len(names)) < 0.5
+        spare = rng.integers(len(names))
+        if not moves.any():
+            moves[spare] = True
+        proposed: dict[str, Any] = {
+            name: neighbour(space[name], getattr(hyperparameters, name), upward=bool(up), integer=is_integer(name))
+            for name, move, up in zip(names, moves, upward, strict=True)
+            if move
+        }
+        child = dataclasses.replace(hyperparameters, **proposed)
+        return child, {name: (getattr(hyperparameters, name), getattr(child, name)) for name in proposed}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {"probability": self.probability}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from fields by name.
+
+        Raises:
+            ValueError: If a field is unknown or refused.
+        """
+        refuse_unknown("field of Mutation", values, ["probability"])
+        return cls(**values)
+
+
+def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bool) -> float:
+    """Return the value one step away, which always differs from `value`.
+
+    A log step multiplies or divides by `factor`, so that a step up and a step down cancel; a linear step adds or
+    subtracts (`factor` - 1) times the range. Integers are rounded and move by at least 1; a ladder moves one rung.
+    A step that would leave the range is taken the other way, so no bound is absorbing; in a range too narrow for
+    either, the value moves to the farther bound. A value outside the range moves to the nearer bound or rung.
+
+    Args:
+        parameter: The range or ladder.
+        value: Where to start.
+        upward: The direction to try first.
+        integer: Whether only whole numbers count.
+
+    Returns:
+        A value of the range or ladder.
+    """
+    if parameter.choices is not None:
+        above = [rung for rung in parameter.choices if rung > value]
+        below = [rung for rung in parameter.choices if rung < value]
+        return above[0] if above and (upward or not below) else below[-1]
+    low, high = parameter.bounds
+    if not low <= value <= high:
+        return low if value < low else high
+    for direction in (upward, not upward):
+        moved = _step(parameter, value, upward=direction, integer=integer)
+        for bound in (low, high):
+            # 0.05 + 5 x 0.07 is a hair above 0.4: rounding must not keep a lattice from its own bound.
+            if not integer and math.isclose(moved, bound, rel_tol=1e-9):
+                moved = bound
+        if low <= moved <= high and moved != value:
+            return moved
+    upper_half = value / low > high / value if parameter.scale == "log" else value - low > high - value
+    return low if upper_half else high
+
+
+def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool) -> float:
+    low, high = parameter.bounds
+    if parameter.scale == "log":
+        moved = value * parameter.factor if upward else value / parameter.factor
+    else:
+        size = (parameter.factor - 1) * (high - low)
+        moved = value + size if upward else value - size
+    if not integer:
+        return moved
+    return max(round(moved), value + 1) if upward else min(round(moved), value - 1)
+
+
+def spread_members(
+    defaults: Hyperparameters,
+    space: HyperparameterConfig,
+    size: int,
+    rng: np.random.Generator,
+    samples_per_step: int,
+) -> tuple[Hyperparameters, ...]:
+    """Choose the hyperparameters of a first population: the defaults, then a Latin hypercube over the space.
+
+    Each evolving hyperparameter's range is cut into `size` - 1 parts of equal width on its scale and every part gets
+    one member, so that even a small population covers every range; each value alone is (log-)uniform.
+
+    Args:
+        defaults: The first member, untouched even where it lies outside the space; also the values that stay fixed.
+        space: What evolves.
+        size: Members.
+        rng: The generator of these draws.
+        samples_per_step: Samples each member collects per learning step; group sizes divide it.
+
+    Returns:
+        One record per member.
+
+    Raises:
+        ValueError: If `size` is below 1, or group sizes do not divide `samples_per_step`.
+
+    Source: McKay, Beckman and Conover, Technometrics 21 (1979), for the Latin hypercube.
+    """
+    if whole_number("size", size) < 1:
+        raise ValueError(f"a population needs at least one member, got size={size}")
+    space = space.for_samples_per_step(samples_per_step)
+    if samples_per_step % defaults.group_size:
+        valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
+        raise ValueError(
+            f"group_size must divide samples_per_step={samples_per_step}, got {defaults.group_size}: use one of {valid}"
+        )
+    others: list[dict[str, Any]] = [{} for _ in range(size - 1)]
+    for name, parameter in space.items():
+        fractions = (rng.permutation(size - 1) + rng.random(size - 1)) / max(size - 1, 1)
+        for member, fraction in zip(others, fractions, strict=True):
+            member[name] = quantile(parameter, float(fraction), integer=is_integer(name))
+    return (defaults, *(dataclasses.replace(defaults, **member) for member in others))
+
+
+def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float:
+    """Return the value with `fraction`, in [0, 1], of the range below it, measured on the range's scale.
+
+    Args:
+        parameter: The range or ladder.
+        fraction: 0 gives the smallest value, 1 the largest.
+        integer: Whether only whole numbers count.
+
+    Returns:
+        A value of the range or ladder.
+    """
+    if parameter.choices is not None:
+        return parameter.choices[min(int(fraction * len(parameter.choices)), len(parameter.choices) - 1)]
+    low, high = parameter.bounds
+    if parameter.scale == "log":
+        value = low * math.pow(high / low, fraction)
+        value = round(value) if integer else value
+    else:
+        value = low + int(fraction * (high - low + 1)) if integer else low + fraction * (high - low)
+    return min(max(value, low), high)

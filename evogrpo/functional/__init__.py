@@ -1,0 +1,1 @@
+"""Pure tensor functions: no state, no input or output, no configuration objects."""

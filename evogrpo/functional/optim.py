@@ -1,0 +1,76 @@
+"""One AdamW step, gradient clipping and learning-rate schedules as in-place functions of plain tensors."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def clip_by_norm_(gradient: Tensor, max_norm: float) -> float:
+    """Scale a flat gradient in place so that its 2-norm is at most `max_norm`, as `clip_grad_norm_` does.
+
+    Args:
+        gradient: `[k]`, changed in place.
+        max_norm: Above 0.
+
+    Returns:
+        The norm before clipping.
+    """
+    norm = float(torch.linalg.vector_norm(gradient))
+    gradient.mul_(min(1.0, max_norm / (norm + 1e-6)))
+    return norm
+
+
+def adamw_step_(
+    weights: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take one AdamW step in place, equal to `torch.optim.AdamW`.
+
+    Args:
+        weights: `[k]` parameters, changed in place.
+        gradient: `[k]`; used as scratch space afterwards.
+        exp_avg: `[k]` first moment, changed in place.
+        exp_avg_sq: `[k]` second moment, changed in place.
+        step: Which step this is, from 1.
+        lr: Step size.
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay, per unit of lr.
+
+    Source: Decoupled weight decay regularization (arXiv:1711.05101), algorithm 2.
+    """
+    weights.mul_(1.0 - lr * weight_decay)
+    exp_avg.lerp_(gradient, 1.0 - betas[0])
+    exp_avg_sq.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
+    root = torch.sqrt(exp_avg_sq, out=gradient)
+    root.div_(math.sqrt(1.0 - betas[1] ** step)).add_(eps)
+    weights.addcdiv_(exp_avg, root, value=-lr / (1.0 - betas[0] ** step))
+
+
+def schedule_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int | None) -> float:
+    """Return the fraction of the learning rate that optimizer step number `step` uses.
+
+    Args:
+        step: Optimizer steps taken so far by this member's lineage, from 0.
+        kind: "constant", "linear" (to 0 at `total_steps`) or "cosine" (likewise).
+        warmup_steps: Steps over which the factor rises linearly to 1; the first step uses 1 / (warmup_steps + 1).
+        total_steps: End of the decay; needed by "linear" and "cosine".
+
+    Returns:
+        A factor in [0, 1].
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    if kind == "constant" or total_steps is None:
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,43 @@
+"""Files that are on disk, whole, when the call returns: sync, write, replace."""
+
+import os
+from pathlib import Path
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's list of names is on disk (Windows cannot wait; it orders such changes itself)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents where missing; the new names are on disk when the call returns."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in reversed(missing):
+        sync_folder(place.parent)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Create a file that must not exist yet, and wait until its bytes are on disk."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file new content in one step: a reader, or a kill, meets the old bytes or the new, never a mixture."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")
+    temporary.unlink(missing_ok=True)
+    try:
+        write_synced(temporary, content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)

@@ -1,0 +1,95 @@
+"""The generation checkpoints of a run: where they lie, the newest that is whole, and how many are kept."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from evogrpo.persistence.checkpoint import verify_checkpoint
+from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.persistence.placement import remove_folder, stored_at
+
+_GENERATION = re.compile(r"\.?generation-(\d{4,})(?:\.previous)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatestCheckpoint:
+    """The newest generation of a run that can be resumed.
+
+    Attributes:
+        generation: Its number, or None if the run has no whole checkpoint.
+        folder: Its folder, or None likewise.
+        skipped: Why each newer generation cannot be used, newest first.
+    """
+
+    generation: int | None
+    folder: Path | None
+    skipped: tuple[CheckpointError, ...]
+
+
+def generation_folder(run_dir: Path | str, generation: int) -> Path:
+    """Return the checkpoint folder of one generation, at least 0; it need not exist."""
+    if generation < 0:
+        raise ValueError(f"a generation is numbered from 0, got {generation}")
+    return Path(run_dir) / "checkpoints" / f"generation-{generation:04d}"
+
+
+def latest_complete(run_dir: Path | str) -> LatestCheckpoint:
+    """Find the newest generation whose checkpoint is whole and unchanged; half-written ones are never seen.
+
+    Args:
+        run_dir: The folder of the run.
+
+    Returns:
+        That generation, and what is wrong with the newer ones.
+    """
+    skipped = []
+    for generation in _stored_generations(run_dir):
+        folder = generation_folder(run_dir, generation)
+        try:
+            verify_checkpoint(folder)
+        except CheckpointError as error:
+            skipped.append(error)
+        else:
+            return LatestCheckpoint(generation=generation, folder=folder, skipped=tuple(skipped))
+    return LatestCheckpoint(generation=None, folder=None, skipped=tuple(skipped))
+
+
+def prune(run_dir: Path | str, keep: int = 2, protect: Collection[int] = ()) -> tuple[int, ...]:
+    """Remove old generation checkpoints; the newest `keep` whole ones, anything newer, and protected ones stay.
+
+    Args:
+        run_dir: The folder of the run.
+        keep: How many whole checkpoints stay, at least 1; damaged ones do not count.
+        protect: Generations that stay whatever their age, such as the best ever.
+
+    Returns:
+        The generations that were removed, newest first.
+
+    Raises:
+        ValueError: If `keep` is below 1.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}: a run without a checkpoint cannot be resumed")
+    whole, removed = 0, list[int]()
+    for generation in _stored_generations(run_dir):
+        folder = generation_folder(run_dir, generation)
+        if whole < keep:
+            try:
+                verify_checkpoint(folder)
+            except CheckpointError:
+                continue
+            whole += 1
+        elif generation not in protect:
+            remove_folder(stored_at(folder))
+            removed.append(generation)
+    return tuple(removed)
+
+
+def _stored_generations(run_dir: Path | str) -> list[int]:
+    """Return the generations that have a folder, newest first."""
+    parent = generation_folder(run_dir, 0).parent
+    if not parent.is_dir():
+        return []
+    names = (_GENERATION.fullmatch(entry.name) for entry in parent.iterdir() if entry.is_dir())
+    return sorted({int(match[1]) for match in names if match}, reverse=True)

@@ -1,0 +1,184 @@
+"""The manifest of a checkpoint folder: which files it holds, and the checks that they are whole and as written."""
+
+import hashlib
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evogrpo.persistence.strict_json import dump_json, load_json
+
+FORMAT = "evogrpo-checkpoint"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+_KIND = re.compile(r"[a-z][a-z0-9_]{0,49}")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SIZE_LIMIT = 1 << 20  # bytes; the manifest of a thousand files is far smaller
+_CHUNK = 1 << 20  # bytes read at a time
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names the file, the rule it breaks and the remedy."""
+
+
+class NewerCheckpointError(CheckpointError):
+    """A checkpoint in a format that a later version of evogrpo wrote."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Attributes:
+        size: Length in bytes.
+        sha256: Hash of the content, hexadecimal.
+    """
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        kind: What was saved, such as "population"; names the two main files.
+        files: Every file of the folder, by name, except the manifest itself.
+    """
+
+    kind: str
+    files: Mapping[str, FileEntry]
+
+
+def main_names(kind: str) -> tuple[str, str]:
+    """Return the names of the tensor file and the record file of a kind of checkpoint."""
+    if not _KIND.fullmatch(kind) or kind == "manifest":
+        raise ValueError(f"a kind of checkpoint is a short lower-case word other than 'manifest', got {kind!r}")
+    return f"{kind}.safetensors", f"{kind}.json"
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a name stays inside its folder: letters, digits, dot, underscore and dash, no leading dot."""
+    return _NAME.fullmatch(name) is not None and name != MANIFEST_NAME
+
+
+def dump_manifest(kind: str, contents: Mapping[str, bytes]) -> bytes:
+    """Write the manifest of a folder that holds these files."""
+    files = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
+    manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "files": files}
+    return dump_json(manifest, what="manifest", indent=1).encode("ascii")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check a folder's manifest; the files themselves are not looked at.
+
+    Raises:
+        CheckpointError: If there is none, or it is not one that this version can use.
+    """
+    path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise CheckpointError(f"there is no checkpoint folder at {folder}: check the path")
+    try:
+        manifest = load_json(_read_plain(path, limit=_SIZE_LIMIT))
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise damaged(path, f"must be strict JSON ({error})") from error
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise damaged(path, f'must say "format": "{FORMAT}"')
+    _check_version(path, manifest.get("version"))
+    if manifest.keys() != {"format", "version", "kind", "files"}:
+        raise damaged(path, f"must have exactly format, version, kind and files, but has {sorted(manifest)}")
+    kind, files = manifest["kind"], manifest["files"]
+    if not isinstance(kind, str) or not _KIND.fullmatch(kind):
+        raise damaged(path, f"must name the kind of checkpoint by a short word, not {kind!r:.80}")
+    if not isinstance(files, dict):
+        raise damaged(path, "must list files by name")
+    if missing := [name for name in main_names(kind) if name not in files]:
+        raise damaged(path, f"must list {' and '.join(missing)}")
+    return Manifest(kind=kind, files={name: _file_entry(path, name, entry) for name, entry in files.items()})
+
+
+def read_checked(path: Path, entry: FileEntry) -> bytes:
+    """Return the bytes of a file, after checking those very bytes against the manifest."""
+    content = _read_plain(path, size=entry.size)
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise _changed(path)
+    return content
+
+
+def check_file(path: Path, entry: FileEntry) -> None:
+    """Check a file against the manifest, holding only a small part of it in memory."""
+    digest = hashlib.sha256()
+    try:
+        with open(_open_plain(path, size=entry.size), "rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if digest.hexdigest() != entry.sha256:
+        raise _changed(path)
+
+
+def damaged(path: Path, rule: str) -> CheckpointError:
+    """Return the error for a file that breaks a rule."""
+    return CheckpointError(
+        f"{path} {rule}: this checkpoint was cut off or changed after it was written, use another one or a copy"
+    )
+
+
+def _check_version(path: Path, version: Any) -> None:
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise damaged(path, f"must have a whole-number version of at least 1, not {version!r:.80}")
+    if version > VERSION:
+        raise NewerCheckpointError(
+            f"{path} has format version {version}, but this evogrpo reads up to version {VERSION}: upgrade evogrpo"
+        )
+
+
+def _file_entry(path: Path, name: str, entry: Any) -> FileEntry:
+    """Check one line of the manifest."""
+    if not is_plain_name(name):
+        raise damaged(path, f"must list plain file names, not {name!r:.80}")
+    size, digest = (entry.get("size"), entry.get("sha256")) if isinstance(entry, dict) else (None, None)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise damaged(path, f"must give the size of {name} in bytes, not {size!r:.80}")
+    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        raise damaged(path, f"must give the SHA-256 of {name}, not {digest!r:.80}")
+    return FileEntry(size=size, sha256=digest)
+
+
+def _read_plain(path: Path, *, size: int | None = None, limit: int | None = None) -> bytes:
+    try:
+        with open(_open_plain(path, size=size, limit=limit), "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _open_plain(path: Path, *, size: int | None = None, limit: int | None = None) -> int:
+    """Open a file that is a file: no link is followed, and no pipe or device is waited for."""
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise damaged(path, "must be a plain file, not a link, folder or device")
+    if size is not None and status.st_size != size:
+        raise damaged(path, f"must have {size} bytes, but has {status.st_size}")
+    if limit is not None and status.st_size > limit:
+        raise damaged(path, f"must have at most {limit} bytes, but has {status.st_size}")
+    return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+
+
+def _changed(path: Path) -> CheckpointError:
+    return damaged(path, "must have the SHA-256 that the manifest gives, but its content differs")
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return damaged(path, "must exist, but is missing")
+    return CheckpointError(f"{path} cannot be read ({error.strerror}): check the disk and the permissions")

@@ -1,0 +1,89 @@
+"""Strict JSON: what is written reads back equal, and nothing ambiguous is accepted."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def dump_json(value: Any, *, what: str = "record", indent: int | None = None) -> str:
+    """Write a value as ASCII JSON that any JSON reader accepts.
+
+    Args:
+        value: Mappings with text keys, lists or tuples (read back as lists), text, integers, finite floats, booleans
+            and None, nested in any way.
+        what: What the value is called in error messages.
+        indent: Spaces per level, or None for one line.
+
+    Returns:
+        JSON text without a final newline.
+
+    Raises:
+        ValueError: If something in the value has no exact JSON form; the message names the place.
+    """
+    try:
+        return json.dumps(_plain(value, what), allow_nan=False, ensure_ascii=True, indent=indent)
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested too deeply for JSON (or contains itself): flatten it") from error
+
+
+def load_json(text: bytes | str) -> Any:
+    """Read JSON, refusing what strict JSON does not have.
+
+    Args:
+        text: UTF-8 bytes or text.
+
+    Returns:
+        The value: dictionaries, lists, text, integers, finite floats, booleans and None.
+
+    Raises:
+        ValueError: If it is not UTF-8, not JSON, nested too deeply, or holds NaN, an infinity or a repeated key.
+    """
+    decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+    try:
+        return json.loads(
+            decoded, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_keys
+        )
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
+
+
+def _plain(value: Any, place: str) -> Any:
+    """Copy a value into plain JSON types, or say where that is impossible."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{place} is {value}, but JSON has only finite numbers: pass None for a missing value")
+        return float(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{place} has the key {key!r}, but JSON keys are text: pass str(key)")
+        return {key: _plain(item, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{place}[{position}]") for position, item in enumerate(value)]
+    raise ValueError(
+        f"{place} is a {type(value).__name__}, which JSON cannot hold: "
+        "convert it to text, a number, a boolean, None, a list or a mapping"
+    )
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} does not fit a float")
+    return number
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise ValueError("an object repeats a key")
+    return mapping

@@ -1,0 +1,112 @@
+"""The figure of a run: fitness by lineage above, the evolving hyperparameters below."""
+
+import io
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evogrpo.persistence.durable import replace_file
+from evogrpo.persistence.journal import read_journal
+from evogrpo.report.marks import Drawing, draw_legend, drawing
+from evogrpo.report.panels import draw_fitness, draw_hyperparameter, generation_ticks
+from evogrpo.report.summary import RunSummary, summarise
+from evogrpo.report.text import count_text, duration_text, printable, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.labelcolor": "#333333",
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "axes.grid": True,
+    "grid.color": "#e8e8e8",
+    "axes.axisbelow": True,
+}
+_WIDTH, _HEADER, _FITNESS, _ROW = 11.0, 1.15, 4.8, 2.35  # inches
+
+
+def draw_report(run_dir: Path | str) -> Path:
+    """Draw a run's journal as `report.png` in its folder; matplotlib's global settings and backend stay as they are.
+
+    Args:
+        run_dir: The folder of the run; it may still be running.
+
+    Returns:
+        The path of the figure.
+
+    Raises:
+        ValueError: If there is no journal, or it cannot be read.
+    """
+    run_dir = Path(run_dir)
+    path = run_dir / "report.png"
+    replace_file(path, figure_png(summarise(read_journal(run_dir / "journal.jsonl"))))
+    return path
+
+
+def figure_png(summary: RunSummary) -> bytes:
+    """Draw a run.
+
+    Args:
+        summary: The run.
+
+    Returns:
+        The figure as a PNG file.
+    """
+    import matplotlib.style
+
+    # The backend is chosen by the canvas of this one figure; pyplot, which has a global one, is never imported.
+    with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a task may be named in any script
+        buffer = io.BytesIO()
+        _figure(drawing(summary)).savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
+
+
+def _figure(run: Drawing) -> "Figure":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    results = [result for line in run.lines for result in line.results]
+    names = [name for name in run.summary.evolvable if any(name in result.hyperparameters for result in results)]
+    columns = {1: 1, 2: 2, 4: 2}.get(len(names), 3)
+    rows = -(-len(names) // columns)
+    height = _HEADER + _FITNESS + _ROW * rows
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - _HEADER / height), h_pad=0.06, w_pad=0.06)
+    figure = Figure(figsize=(_WIDTH, height), layout=layout)
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(1 + rows, columns, height_ratios=[_FITNESS] + [_ROW] * rows)
+    draw_fitness(figure.add_subplot(grid[0, :]), run)
+    for position, name in enumerate(names):
+        axes = figure.add_subplot(grid[1 + position // columns, position % columns])
+        draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+        axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
+        axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation))
+        if position + columns >= len(names):
+            axes.set_xlabel("generation")
+    _draw_title(figure, run.summary, height)
+    draw_legend(figure, run, births=bool(names), y=1 - 0.62 / height)
+    return figure
+
+
+def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
+    facts = summary.facts
+    title = " · ".join(_fact(facts, name) for name in ("task", "model") if facts.get(name)) or "run"
+    parts = [f"population of {_fact(facts, 'population_size')}", f"seed {_fact(facts, 'seed')}"]
+    parts.append(f"{_fact(facts, 'samples_per_step')} samples per member and step")
+    if summary.generations:
+        last = summary.generations[-1]
+        parts += [f"{count_text(last.tokens)} tokens", duration_text(last.seconds)]
+    look: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # a dollar sign is a dollar sign
+    figure.text(0.012, 1 - 0.10 / height, title, size=13.5, weight="bold", **look)
+    figure.text(0.012, 1 - 0.37 / height, " · ".join(parts), size=9.5, **look)
+
+
+def _fact(facts: Mapping[str, Any], name: str) -> str:
+    return shorten(printable(str(facts.get(name, "?"))).replace("\n", " "), 60)

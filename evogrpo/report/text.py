@@ -1,0 +1,59 @@
+"""Text for readers: untrusted text made visible, numbers made short."""
+
+import unicodedata
+
+# Control characters, format characters (they reorder text or hide), lone surrogates, private use, line separators.
+_UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
+_MISSING = "–"
+
+
+def printable(text: str) -> str:
+    r"""Spell out every character that a terminal or a browser would act on instead of showing it.
+
+    Args:
+        text: Any text, such as a completion.
+
+    Returns:
+        The text with control and invisible characters as `\x1b` or `\u202e`; newlines and tabs stay.
+    """
+    return "".join(
+        character
+        if character in "\n\t" or unicodedata.category(character) not in _UNSAFE_CATEGORIES
+        else character.encode("unicode_escape", "surrogatepass").decode("ascii")
+        for character in text
+    )
+
+
+def shorten(text: str, limit: int) -> str:
+    """Cut text to `limit` characters, saying how many are left out."""
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} more characters)"
+
+
+def number_text(value: float | None) -> str:
+    """Write a number with three significant digits (whole numbers in full), and a dash for a missing one."""
+    if value is None:
+        return _MISSING
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def count_text(count: float | None) -> str:
+    """Write a large count, such as one of tokens, with thousands separated, and a dash for a missing one."""
+    return _MISSING if count is None else f"{count:,.0f}"
+
+
+def score_text(mean: float | None, standard_error: float | None) -> str:
+    """Write a fitness with its standard error, both in reward units, such as `0.412 ± 0.031`."""
+    if mean is None:
+        return _MISSING
+    return f"{mean:.3f}" if standard_error is None else f"{mean:.3f} ± {standard_error:.3f}"
+
+
+def duration_text(seconds: float | None) -> str:
+    """Write a duration in its two largest units, such as `1 h 05 min`."""
+    if seconds is None:
+        return _MISSING
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

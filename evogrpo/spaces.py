@@ -1,0 +1,144 @@
+"""Observation and action spaces: their dimensions, and observations as batched tensors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor
+
+ObservationDim = tuple[int, ...] | tuple["ObservationDim", ...] | dict[str, "ObservationDim"]
+ActionDim = int | tuple["ActionDim", ...] | dict[str, "ActionDim"]
+TensorTree = Tensor | tuple["TensorTree", ...] | dict[str, "TensorTree"]
+
+
+def observation_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) -> ObservationDim:
+    """Return the shape of one preprocessed observation, without its batch dimension.
+
+    Box: its shape. Discrete: (number of values,), as it is one-hot encoded. MultiDiscrete: (sum of the numbers of
+    values,). MultiBinary: (number of bits,). Sequence: that of one element. Dict: a dict; Tuple or a list of spaces: a
+    tuple.
+
+    Raises:
+        ValueError: If the space is None or of another kind.
+    """
+    match space:
+        case spaces.Dict():
+            return {str(key): observation_dim(part) for key, part in space.spaces.items()}
+        case spaces.Tuple() | list() | tuple():
+            return tuple(observation_dim(part) for part in space)
+        case spaces.Box():
+            return tuple(int(length) for length in space.shape)
+        case spaces.Discrete():
+            return (int(space.n),)
+        case spaces.MultiDiscrete():
+            return (int(space.nvec.sum()),)
+        case spaces.MultiBinary():
+            return (int(np.prod(space.shape)),)
+        case spaces.Sequence():
+            return observation_dim(space.feature_space)
+    raise _unsupported("observation", space)
+
+
+def action_dim(space: spaces.Space[Any] | Sequence[spaces.Space[Any]] | None) -> ActionDim:
+    """Return how many outputs a policy needs for one action.
+
+    Box: the number of its entries. Discrete: the number of values. MultiDiscrete: the sum of the numbers of values.
+    MultiBinary: the number of bits. Sequence: that of one element (for tokens, the vocabulary). Dict: a dict; Tuple or
+    a list of spaces: a tuple.
+
+    Raises:
+        ValueError: If the space is None or of another kind.
+    """
+    match space:
+        case spaces.Dict():
+            return {str(key): action_dim(part) for key, part in space.spaces.items()}
+        case spaces.Tuple() | list() | tuple():
+            return tuple(action_dim(part) for part in space)
+        case spaces.Box() | spaces.MultiBinary():
+            return int(np.prod(space.shape))
+        case spaces.Discrete():
+            return int(space.n)
+        case spaces.MultiDiscrete():
+            return int(space.nvec.sum())
+        case spaces.Sequence():
+            return action_dim(space.feature_space)
+    raise _unsupported("action", space)
+
+
+def preprocess_observation(
+    observation: Any, space: spaces.Space[Any], device: torch.device | str = "cpu"
+) -> TensorTree:
+    """Return observations as float32 tensors [batch, *observation_dim(space)].
+
+    Discrete and MultiDiscrete values are one-hot encoded (the latter side by side). A single observation gets a batch
+    dimension of 1. Values are not rescaled.
+
+    Args:
+        observation: One observation of the space, or a batch along a leading dimension: numbers, arrays or tensors;
+            a mapping for Dict, a sequence for Tuple.
+        space: The space it belongs to.
+        device: Where the tensors go.
+
+    Returns:
+        A tensor; a dict of them for Dict; a tuple for Tuple.
+
+    Raises:
+        ValueError: If the space is None or of another kind, or the observation does not fit it.
+    """
+    match space:
+        case spaces.Dict():
+            if not isinstance(observation, Mapping) or set(observation) != set(space.spaces):
+                got = sorted(observation) if isinstance(observation, Mapping) else type(observation).__name__
+                raise ValueError(f"an observation of this Dict must have the keys {sorted(space.spaces)}, got {got}")
+            return {
+                str(key): preprocess_observation(observation[key], part, device) for key, part in space.spaces.items()
+            }
+        case spaces.Tuple():
+            if not isinstance(observation, Sequence) or len(observation) != len(space):
+                raise ValueError(f"an observation of this Tuple must be a sequence of {len(space)} parts")
+            parts = zip(observation, space.spaces, strict=True)
+            return tuple(preprocess_observation(value, part, device) for value, part in parts)
+        case spaces.Box():
+            return _batched(observation, space.shape, device).to(torch.float32)
+        case spaces.MultiBinary():
+            return _batched(observation, space.shape, device).to(torch.float32).flatten(1)
+        case spaces.Discrete():
+            return _one_hot(_batched(observation, (), device)[:, None], [int(space.n)], [int(space.start)])
+        case spaces.MultiDiscrete():
+            values = _batched(observation, space.shape, device).flatten(1)
+            return _one_hot(values, space.nvec.ravel().tolist(), space.start.ravel().tolist())
+    raise _unsupported("preprocessed observation", space)
+
+
+def _batched(observation: Any, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    tensor = observation if isinstance(observation, Tensor) else torch.as_tensor(np.asarray(observation))
+    if tuple(tensor.shape) == shape:
+        tensor = tensor[None]
+    if tuple(tensor.shape[1:]) != shape or tensor.ndim != len(shape) + 1:
+        raise ValueError(
+            f"an observation must have the shape {shape}, or [batch, ...] of it, got {tuple(tensor.shape)}"
+        )
+    return tensor.to(device)
+
+
+def _one_hot(values: Tensor, counts: Sequence[int], starts: Sequence[int]) -> Tensor:
+    """Return the one-hot codes of integer columns side by side: [batch, len(counts)] to [batch, sum(counts)]."""
+    codes = []
+    for column, count, start in zip(values.long().unbind(1), counts, starts, strict=True):
+        if column.numel() and not (start <= int(column.min()) and int(column.max()) < start + count):
+            raise ValueError(
+                f"a discrete observation must lie in [{start}, {start + count - 1}], got {column.tolist()}"
+            )
+        codes.append(torch.nn.functional.one_hot(column - start, count))
+    return torch.cat(codes, dim=1).to(torch.float32)
+
+
+def _unsupported(kind: str, space: object) -> ValueError:
+    if space is None:
+        return ValueError(f"the {kind} space is None: an agent over a language model has none unless it is given one")
+    return ValueError(
+        f"the {kind} space must be a Box, Discrete, MultiDiscrete, MultiBinary, Dict or Tuple, "
+        f"got {type(space).__name__}: wrap the environment so that it has one of these"
+    )

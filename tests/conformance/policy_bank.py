@@ -1,0 +1,443 @@
+"""What every PolicyBank promises: subclass the test case, say how to build a bank, and inherit every test."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from evogrpo.functional.advantages import group_advantages
+from evogrpo.functional.losses import action_weights, clipped_surrogate, kl_k3
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.policies.bank import LossFunction, PolicyBank
+from evogrpo.records import Batch
+
+SIZE = 3
+HYPERPARAMETERS = (
+    Hyperparameters(lr=1e-2, max_grad_norm=0.5),
+    Hyperparameters(lr=3e-3, max_grad_norm=1e6),
+    Hyperparameters(lr=2e-2, max_grad_norm=0.05),
+)
+CLIPS = (0.2, 0.1, 0.3)
+
+
+class PolicyBankTestCase(ABC):
+    """The contract of PolicyBank. Members of the banks under test must differ, and their groups be ragged."""
+
+    @abstractmethod
+    def make_bank(self, size: int) -> PolicyBank:
+        """Build a bank of `size` members that all differ."""
+
+    @abstractmethod
+    def act(
+        self, bank: PolicyBank, members: Sequence[int], *, seed: int = 0, nudge: float = 0.0, equal_shapes: bool = False
+    ) -> Batch:
+        """Let slot i act as member number `members[i]`, whose group size, settings and draws are its own.
+
+        `nudge` is added to every uniform draw. With `equal_shapes` the batch's shape does not depend on what the
+        members do. The rewards are a function of what was chosen.
+        """
+
+    # ---- building blocks
+
+    def bank_of(self, *states: dict[str, Tensor]) -> PolicyBank:
+        """Build a bank of members with the given learner states."""
+        bank = self.make_bank(len(states))
+        for slot, state in enumerate(states):
+            bank.load_state(slot, state)
+        return bank
+
+    def states(self, bank: PolicyBank) -> list[dict[str, Tensor]]:
+        """Return all learner states."""
+        return [bank.state(slot) for slot in range(bank.size)]
+
+    def clear_seed(self, bank: PolicyBank) -> int:
+        """Find draws that lie at least 1e-5 from every boundary between two actions, where rounding cannot matter."""
+        for seed in range(50):
+            low, high = (self.act(bank, range(bank.size), seed=seed, nudge=nudge) for nudge in (-1e-5, 1e-5))
+            if torch.equal(low.actions, high.actions):
+                return seed
+        raise AssertionError("no seed keeps clear of the boundaries")
+
+    def loss(self, batch: Batch, clips: Sequence[float] = CLIPS) -> LossFunction:
+        """Return a clipped GRPO loss with a KL term, off policy so that clips bind, `clips` by slot."""
+        advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
+        weights = action_weights(batch.action_mask, batch.member_ids, per_token=False)
+        assert batch.sampler_log_probs is not None
+        # Depends on each action's own log-probability alone, so it is the same whoever shares the batch.
+        old = batch.sampler_log_probs + 0.4 * torch.sin(1000.0 * batch.sampler_log_probs.round(decimals=2))
+        clip = torch.tensor([clips[slot] for slot in batch.member_ids.tolist()])[:, None]
+
+        def loss(rows: Tensor, log_probs: Tensor) -> Tensor:
+            surrogate = clipped_surrogate(log_probs - old[rows], advantages[rows], clip[rows], clip[rows])
+            return (weights[rows] * (surrogate + 0.1 * kl_k3(log_probs, old[rows]))).sum(1)
+
+        return loss
+
+    def learn(self, bank: PolicyBank, batch: Batch, hyperparameters: Sequence[Hyperparameters] = HYPERPARAMETERS):
+        """Take one optimizer step for all members."""
+        return bank.update(batch, self.loss(batch), dict(enumerate(hyperparameters[: bank.size])))
+
+    @staticmethod
+    def alone(batch: Batch, slot: int) -> Batch:
+        """Return one member's rows as the batch of a bank in which it is slot 0."""
+        own = batch.of_members([slot])
+        return replace(own, member_ids=torch.zeros_like(own.member_ids))
+
+    @staticmethod
+    def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+        """Check that two learner states agree bit for bit; NaN equals NaN."""
+        assert set(one) == set(other)
+        for name, values in one.items():
+            assert torch.equal(values.nan_to_num(7.5), other[name].nan_to_num(7.5)), name
+
+    @staticmethod
+    def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], lr: float) -> None:
+        """Check that two learner states agree but for rounding, which AdamW's division may blow up to part of lr."""
+        assert set(one) == set(other)
+        for name, values in one.items():
+            if values.is_floating_point():
+                scale = float(values.abs().max())
+                torch.testing.assert_close(other[name], values, rtol=1e-3, atol=1e-5 * scale + 0.02 * lr, msg=name)
+                torch.testing.assert_close(other[name].norm(), values.norm(), rtol=1e-4, atol=1e-6)
+            else:
+                assert torch.equal(values, other[name]), name
+
+    # ---- together equals alone
+
+    def test_acting_together_equals_acting_alone(self) -> None:
+        bank = self.make_bank(SIZE)
+        seed = self.clear_seed(bank)
+        together = self.act(bank, range(SIZE), seed=seed)
+        sizes = [len(together.of_members([slot])) for slot in range(SIZE)]
+        assert len(set(sizes)) == SIZE, "the test needs ragged groups"
+        for slot in range(SIZE):
+            apart = self.act(self.bank_of(bank.state(slot)), [slot], seed=seed)
+            own = together.of_members([slot])
+            assert torch.equal(own.actions, apart.actions)
+            assert torch.equal(own.present, apart.present)
+            assert own.sampler_log_probs is not None
+            assert apart.sampler_log_probs is not None
+            torch.testing.assert_close(own.sampler_log_probs, apart.sampler_log_probs, rtol=1e-4, atol=1e-4)
+
+    def test_log_probs_together_equal_log_probs_alone(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        scored, reference = bank.log_probs(batch), bank.reference_log_probs(batch)
+        for slot in range(SIZE):
+            own, apart = self.alone(batch, slot), self.bank_of(bank.state(slot))
+            mine = batch.member_ids == slot
+            torch.testing.assert_close(scored[mine], apart.log_probs(own), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(reference[mine], apart.reference_log_probs(own), rtol=1e-4, atol=1e-4)
+
+    def test_learning_together_equals_learning_alone(self) -> None:
+        """Different learning rates, clip norms, clip coefficients and group sizes, over three steps."""
+        bank = self.make_bank(SIZE)
+        apart = [self.bank_of(state) for state in self.states(bank)]
+        start = self.states(bank)
+        clipped = []
+        for seed in range(3):
+            batch = self.act(bank, range(SIZE), seed=seed)
+            reports = self.learn(bank, batch)
+            assert sorted(reports) == list(range(SIZE))
+            for slot in range(SIZE):
+                own = self.alone(batch, slot)
+                report = apart[slot].update(own, self.loss(own, CLIPS[slot:]), {0: HYPERPARAMETERS[slot]})[0]
+                assert report.grad_norm == pytest.approx(reports[slot].grad_norm, rel=1e-3)
+                assert report.loss == pytest.approx(reports[slot].loss, rel=1e-3, abs=1e-5)
+                assert report.lr == reports[slot].lr == HYPERPARAMETERS[slot].lr
+                self.assert_close(bank.state(slot), apart[slot].state(0), HYPERPARAMETERS[slot].lr)
+                clipped.append(report.grad_norm > HYPERPARAMETERS[slot].max_grad_norm)
+        assert 0 < sum(clipped) < len(clipped), "the test needs gradients on both sides of the bound"
+        for slot in range(SIZE):
+            with pytest.raises(AssertionError):
+                self.assert_same(bank.state(slot), start[slot])
+
+    # ---- a neighbour never changes a member
+
+    def spoil(self, bank: PolicyBank, slot: int, how: str) -> None:
+        """Change one member: make its weights NaN, or give it those of another."""
+        state = bank.state(slot)
+        if how == "NaN":
+            state = {name: torch.full_like(v, torch.nan) if v.is_floating_point() else v for name, v in state.items()}
+        else:
+            state = self.make_bank(SIZE + 1).state(SIZE)
+        bank.load_state(slot, state)
+
+    @pytest.mark.parametrize("how", ["NaN", "other weights"])
+    @pytest.mark.parametrize("spoilt", range(SIZE))
+    def test_a_neighbours_weights_never_change_a_member(self, spoilt: int, how: str) -> None:
+        clean, dirty = self.make_bank(SIZE), self.make_bank(SIZE)
+        self.spoil(dirty, spoilt, how)
+        rest = [slot for slot in range(SIZE) if slot != spoilt]
+        acted = [self.act(bank, range(SIZE), equal_shapes=True) for bank in (clean, dirty)]
+        own, same = (batch.of_members(rest) for batch in acted)
+        assert torch.equal(own.actions, same.actions)
+        assert own.sampler_log_probs is not None
+        assert same.sampler_log_probs is not None
+        assert torch.equal(own.sampler_log_probs, same.sampler_log_probs)
+        batch = acted[0]
+        mine = torch.isin(batch.member_ids, torch.tensor(rest))
+        assert torch.equal(clean.log_probs(batch)[mine], dirty.log_probs(batch)[mine])
+        before = dirty.state(spoilt)
+        reports = [self.learn(bank, batch) for bank in (clean, dirty)]
+        for slot in rest:
+            assert reports[0][slot] == reports[1][slot]
+            self.assert_same(clean.state(slot), dirty.state(slot))
+        if how == "NaN":
+            assert not reports[1][spoilt].grad_norm < torch.inf
+            self.assert_same(dirty.state(spoilt), before)
+
+    def test_a_neighbours_rewards_and_hyperparameters_never_change_a_member(self) -> None:
+        one, other = self.make_bank(SIZE), self.make_bank(SIZE)
+        batch = self.act(one, range(SIZE))
+        changed = replace(batch, rewards=torch.where(batch.member_ids == 1, -3.0 * batch.rewards, batch.rewards))
+        wild = (HYPERPARAMETERS[0], Hyperparameters(lr=0.5, max_grad_norm=1e-3), HYPERPARAMETERS[2])
+        one_reports = self.learn(one, batch)
+        other_reports = other.update(changed, self.loss(changed, (CLIPS[0], 0.9, CLIPS[2])), dict(enumerate(wild)))
+        for slot in (0, 2):
+            assert one_reports[slot] == other_reports[slot]
+            self.assert_same(one.state(slot), other.state(slot))
+        with pytest.raises(AssertionError):
+            self.assert_same(one.state(1), other.state(1))
+
+    def test_a_loss_that_is_not_finite_fails_its_member_alone(self) -> None:
+        one, other = self.make_bank(SIZE), self.make_bank(SIZE)
+        batch = self.act(one, range(SIZE))
+        before = other.state(1)
+        good = self.loss(batch)
+
+        def bad(rows: Tensor, log_probs: Tensor) -> Tensor:
+            spoilt = torch.where(batch.member_ids[rows] == 1, torch.nan, 1.0)
+            return good(rows, log_probs) * spoilt
+
+        expected = self.learn(one, batch)
+        got = other.update(batch, bad, dict(enumerate(HYPERPARAMETERS)))
+        assert not got[1].grad_norm < torch.inf
+        self.assert_same(other.state(1), before)
+        for slot in (0, 2):
+            assert expected[slot] == got[slot]
+            self.assert_same(one.state(slot), other.state(slot))
+        # The failure leaves nothing behind: the next, healthy step is the one it would have been.
+        assert self.learn(other, batch)[1] == expected[1]
+        self.assert_same(one.state(1), other.state(1))
+
+    # ---- who takes a step
+
+    def test_a_member_that_is_not_named_is_untouched(self) -> None:
+        bank, control = self.make_bank(SIZE), self.make_bank(SIZE)
+        for learner in (bank, control):
+            self.learn(learner, self.act(learner, range(SIZE)))
+        before = bank.state(1)
+        batch = self.act(bank, range(SIZE), seed=1)
+        reports = bank.update(batch, self.loss(batch), {0: HYPERPARAMETERS[0], 2: HYPERPARAMETERS[2]})
+        assert sorted(reports) == [0, 2]
+        self.assert_same(bank.state(1), before)
+        # Nor has its gradient piled up: its next step is as if it had never been in that batch.
+        self.learn(control, batch)
+        control.load_state(1, before)
+        last = self.act(bank, range(SIZE), seed=2)
+        assert self.learn(bank, last)[1] == self.learn(control, last)[1]
+        self.assert_same(bank.state(1), control.state(1))
+
+    def test_a_named_member_without_rows_steps_with_a_zero_gradient(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        self.learn(bank, batch)
+        before = bank.state(1)
+        others = batch.of_members([0, 2])
+        reports = self.learn(bank, others)
+        assert (reports[1].grad_norm, reports[1].loss) == (0.0, 0.0)
+        # Its moments alone still carry it on.
+        with pytest.raises(AssertionError):
+            self.assert_same(bank.state(1), before)
+        assert reports[0].grad_norm > 0
+
+    def test_no_rows_at_all_are_a_zero_gradient_for_everyone(self) -> None:
+        bank = self.make_bank(SIZE)
+        empty = self.act(bank, range(SIZE)).select(torch.zeros(0, dtype=torch.long))
+        reports = bank.update(empty, lambda rows, log_probs: log_probs.sum(1), dict(enumerate(HYPERPARAMETERS)))
+        assert [report.grad_norm for report in reports.values()] == [0.0] * SIZE
+        assert bank.log_probs(empty).shape == empty.actions.shape
+
+    # ---- rows
+
+    def test_the_order_of_rows_does_not_matter(self) -> None:
+        bank, shuffled = self.make_bank(SIZE), self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+        mixed = batch.select(order)
+        torch.testing.assert_close(bank.log_probs(mixed), bank.log_probs(batch)[order], rtol=1e-5, atol=1e-5)
+        reports, again = self.learn(bank, batch), self.learn(shuffled, mixed)
+        for slot in range(SIZE):
+            assert reports[slot].grad_norm == pytest.approx(again[slot].grad_norm, rel=1e-4)
+            self.assert_close(bank.state(slot), shuffled.state(slot), HYPERPARAMETERS[slot].lr)
+
+    def test_log_probs_are_those_of_sampling_and_zero_where_masked(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        assert batch.sampler_log_probs is not None
+        torch.testing.assert_close(bank.log_probs(batch), batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
+        mask = batch.action_mask.clone()
+        mask[::2, 0] = False
+        mask[1] = False
+        part = bank.log_probs(replace(batch, action_mask=mask))
+        assert torch.equal(part[~mask], torch.zeros(int((~mask).sum())))
+        torch.testing.assert_close(part[mask], bank.log_probs(batch)[mask], rtol=1e-5, atol=1e-5)
+
+    def test_the_loss_sees_every_row_with_actions_once_and_the_log_probs_are_its_own(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        mask = batch.action_mask.clone()
+        mask[3] = False
+        batch = replace(batch, action_mask=mask)
+        scored = bank.log_probs(batch)
+        seen: list[int] = []
+
+        def watching(rows: Tensor, log_probs: Tensor) -> Tensor:
+            seen.extend(rows.tolist())
+            torch.testing.assert_close(log_probs.detach(), scored[rows], rtol=1e-5, atol=1e-5)
+            return log_probs.sum(1)
+
+        bank.update(batch, watching, dict(enumerate(HYPERPARAMETERS)))
+        assert sorted({*seen, 3}) == list(range(len(batch)))
+        assert len(seen) == len(set(seen))
+
+    def test_scoring_and_acting_change_nothing_that_was_learnt(self) -> None:
+        bank = self.make_bank(SIZE)
+        before = self.states(bank)
+        batch = self.act(bank, range(SIZE))
+        bank.log_probs(batch)
+        bank.reference_log_probs(batch)
+        for slot in range(SIZE):
+            self.assert_same(bank.state(slot), before[slot])
+
+    def test_the_reference_does_not_learn(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        before = bank.reference_log_probs(batch)
+        self.learn(bank, batch)
+        assert torch.equal(bank.reference_log_probs(batch), before)
+
+    def test_a_small_step_lowers_the_loss_by_what_the_gradient_predicts(self) -> None:
+        bank = self.make_bank(1)
+        batch = self.act(bank, [0])
+        direction = torch.sin(torch.arange(batch.actions.numel()).view(batch.actions.shape) + 0.3)
+
+        def loss(rows: Tensor, log_probs: Tensor) -> Tensor:
+            return (direction[rows] * log_probs).sum(1)
+
+        def value() -> float:
+            return float((direction * bank.log_probs(batch)).double().sum())
+
+        before = value()
+        report = bank.update(batch, loss, {0: Hyperparameters(lr=1e-6, max_grad_norm=1e6)})[0]
+        assert report.loss == pytest.approx(before, rel=1e-4)
+        assert value() < before
+
+    # ---- inheritance
+
+    @pytest.mark.parametrize("parents", [(1, 0, 2), (1, 2, 0), (2, 2, 2), (0, 0, 1), (0, 1, 2)])
+    def test_inherit_moves_whole_learner_states_all_at_once(self, parents: tuple[int, ...]) -> None:
+        bank = self.make_bank(SIZE)
+        self.learn(bank, self.act(bank, range(SIZE)))
+        bank.update(batch := self.act(bank, range(SIZE)), self.loss(batch), {2: HYPERPARAMETERS[2]})
+        before = self.states(bank)
+        bank.inherit(parents)
+        for slot, parent in enumerate(parents):
+            self.assert_same(bank.state(slot), before[parent])
+
+    def test_none_is_a_fresh_initialisation(self) -> None:
+        bank = self.make_bank(SIZE)
+        fresh = self.make_bank(SIZE)
+        fresh.inherit([None] * SIZE)
+        self.learn(bank, self.act(bank, range(SIZE)))
+        before = self.states(bank)
+        bank.inherit([2, None, 0])
+        self.assert_same(bank.state(0), before[2])
+        self.assert_same(bank.state(1), fresh.state(1))
+        self.assert_same(bank.state(2), before[0])
+
+    def test_a_child_learns_on_as_its_parent_would_have_and_leaves_it_alone(self) -> None:
+        bank = self.make_bank(2)
+        self.learn(bank, self.act(bank, [0, 1]))
+        control = self.bank_of(*self.states(bank))
+        batch = self.act(bank, [0, 1], seed=1)
+        bank.inherit([0, 0])
+        parent = bank.state(0)
+        swapped = replace(batch, member_ids=1 - batch.member_ids)
+        same_clip = (0.2, 0.2)
+        bank.update(swapped, self.loss(swapped, same_clip), {1: HYPERPARAMETERS[0]})
+        control.update(batch, self.loss(batch, same_clip), {0: HYPERPARAMETERS[0]})
+        self.assert_close(bank.state(1), control.state(0), HYPERPARAMETERS[0].lr)
+        self.assert_same(bank.state(0), parent)
+        with pytest.raises(AssertionError):
+            self.assert_same(bank.state(0), bank.state(1))
+
+    @pytest.mark.parametrize("parents", [(0, 1), (0, 1, 2, 0), (0, 1, 3), (0, -1, 2), ()])
+    def test_parents_that_do_not_exist_are_refused_and_nothing_changes(self, parents: tuple[int, ...]) -> None:
+        bank = self.make_bank(SIZE)
+        before = self.states(bank)
+        with pytest.raises(ValueError, match="parents"):
+            bank.inherit(parents)
+        for slot in range(SIZE):
+            self.assert_same(bank.state(slot), before[slot])
+
+    # ---- states
+
+    def test_a_state_goes_out_and_in_again(self) -> None:
+        bank = self.make_bank(SIZE)
+        self.learn(bank, self.act(bank, range(SIZE)))
+        again = self.bank_of(*self.states(bank))
+        batch = self.act(bank, range(SIZE), seed=1)
+        assert torch.equal(bank.log_probs(batch), again.log_probs(batch))
+        assert self.learn(bank, batch) == self.learn(again, batch)
+        for slot in range(SIZE):
+            self.assert_same(bank.state(slot), again.state(slot))
+
+    def test_a_state_is_a_copy_both_ways(self) -> None:
+        bank = self.make_bank(SIZE)
+        state, before = bank.state(0), bank.state(0)
+        for values in state.values():
+            values.zero_()
+        self.assert_same(bank.state(0), before)
+        bank.load_state(1, state)
+        for values in state.values():
+            values.fill_(3)
+        for values in bank.state(1).values():
+            assert not values.any()
+
+    REFUSED: tuple[tuple[str, Callable[[dict[str, Tensor]], object]], ...] = (
+        ("a missing name", lambda state: state.popitem()),
+        ("an unknown name", lambda state: state.update(extra=torch.zeros(1))),
+        ("longer vectors", lambda state: state.update({n: torch.cat([v.view(-1)] * 2) for n, v in state.items()})),
+        ("another type", lambda state: state.update({n: v.double() for n, v in state.items()})),
+    )
+
+    @pytest.mark.parametrize("change", [change for _, change in REFUSED], ids=[name for name, _ in REFUSED])
+    def test_a_state_of_another_kind_is_refused_and_nothing_changes(
+        self, change: Callable[[dict[str, Tensor]], object]
+    ) -> None:
+        bank = self.make_bank(SIZE)
+        self.learn(bank, self.act(bank, range(SIZE)))
+        before = self.states(bank)
+        state = self.make_bank(SIZE).state(2)
+        change(state)
+        with pytest.raises(ValueError, match="state"):
+            bank.load_state(0, state)
+        for slot in range(SIZE):
+            self.assert_same(bank.state(slot), before[slot])
+
+    def test_each_entry_of_a_state_is_checked_by_itself(self) -> None:
+        """The last entry spoilt as well as the first: what comes before it must not have been written."""
+        bank = self.make_bank(SIZE)
+        self.learn(bank, self.act(bank, range(SIZE)))
+        before = bank.state(0)
+        for name in before:
+            for spoilt in (torch.cat([before[name].view(-1)] * 3), before[name].to(torch.complex64)):
+                state = self.make_bank(SIZE).state(2) | {name: spoilt}
+                with pytest.raises(ValueError, match="state"):
+                    bank.load_state(0, state)
+                self.assert_same(bank.state(0), before)

@@ -1,0 +1,116 @@
+"""The built-in arithmetic task."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.envs import TASKS
+from evogrpo.envs.arithmetic import accuracy, final_number, two_digit_questions, two_digit_sums
+
+ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
+
+
+def parsed(rows):
+    for row in rows:
+        a, sign, b = ASKED.fullmatch(row["question"]).groups()
+        yield int(a), sign, int(b), int(row["answer"])
+
+
+def test_every_answer_is_right_and_every_question_distinct_even_with_terms_exchanged():
+    tables = two_digit_questions(0, 64, 256)
+    assert {split: len(rows) for split, rows in tables.items()} == {"train": 7870, "validation": 64, "test": 256}
+    seen = set()
+    for rows in tables.values():
+        for a, sign, b, answer in parsed(rows):
+            assert answer == (a + b if sign == "+" else a - b)
+            assert min(a, b) >= 10
+            seen.add((min(a, b), sign, max(a, b)))
+    assert len(seen) == 8190
+
+
+def test_held_out_questions_are_like_training_questions():
+    tables = two_digit_questions(3, 500, 500)
+    for rows in tables.values():
+        asked = list(parsed(rows))
+        assert 0.4 < sum(sign == "-" for _, sign, _, _ in asked) / len(asked) < 0.6
+        assert 0.15 < sum(answer < 0 for *_, answer in asked) / len(asked) < 0.35
+
+
+def test_splits_depend_on_the_seed_only():
+    assert two_digit_questions(1, 64, 256) == two_digit_questions(1, 64, 256)
+    assert two_digit_questions(1, 64, 256)["test"] != two_digit_questions(2, 64, 256)["test"]
+
+
+@pytest.mark.parametrize(("validation", "test"), [(0, 5), (5, 0), (4095, 4095)])
+def test_impossible_sizes_are_refused(validation, test):
+    with pytest.raises(ValueError, match=f"less than 8190, got {validation} and {test}"):
+        two_digit_questions(0, validation, test)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("68", 68),
+        ("The answer is 68.", 68),
+        ("23 + 45 = 68", 68),
+        ("23 - 45 = -22", -22),
+        ("23-45=-22", -22),
+        ("23 - 45 = - 22", -22),
+        ("- 22", -22),
+        ("-22", -22),
+        ("-22.0", -22),
+        ("The answer is -22", -22),
+        ("**Answer:** \N{MINUS SIGN}22", -22),
+        (r"\boxed{-22}", -22),
+        ("$-22$", -22),
+        ("(-22)", -22),
+        ("45-22", 22),
+        ("45 - 22", 22),
+        ("x = (45)-22", 22),
+        ("First:\n- 45\n- 22", 22),
+        ("1,068", 1068),
+        ("68.5", 68.5),
+        ("no number", None),
+        ("", None),
+        ("\u0666\u0668", None),
+        ("-", None),
+    ],
+)
+def test_the_final_number_is_read_from_free_text(text, number):
+    assert final_number(text) == number
+
+
+@given(st.integers(-89, 198), st.text())
+def test_accuracy_is_one_for_the_answer_at_the_end_whatever_stands_before(answer, before):
+    assert accuracy(f"{before} = {answer}", str(answer), "") == 1.0
+    assert accuracy(f"{before} = {answer + 1}", str(answer), "") == 0.0
+
+
+@given(st.lists(st.integers(-89, 198), min_size=1, max_size=30), st.sampled_from([" ", ", ", "\n", " = "]))
+def test_listing_numbers_earns_at_most_the_last_one(numbers, separator):
+    text = separator.join(map(str, numbers))
+    earned = [answer for answer in range(-89, 199) if accuracy(text, str(answer), "") == 1.0]
+    assert earned == [numbers[-1]]
+
+
+def test_endless_digits_are_no_answer_and_no_error():
+    assert accuracy("9" * 10_000, "9", "") == 0.0
+
+
+def test_the_task_is_declared_and_builds(tokenizer, encode):
+    task = TASKS["two_digit_sums"]
+    assert "\n" not in task.description
+    env = task.build(tokenizer, seed=4, validation_size=8, test_size=16)
+    assert [env.size(split) for split in ("train", "validation", "test")] == [8166, 8, 16]
+    assert not any(counts.duplicates or counts.held_out for counts in env.filtered.values())
+    row = two_digit_questions(4, 8, 16)["test"][2]
+    episodes = env.open("test", [2])
+    assert episodes.prompts == (encode(f"<u>{row['question']}<eos><a>"),)
+    assert episodes.score([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")]).rewards.tolist() == [1.0, 0.0]
+
+
+def test_options_of_the_environment_pass_through(tokenizer):
+    env = two_digit_sums(tokenizer, data_batch_size=5)
+    assert len(env.reset()[0]) == 5

@@ -1,0 +1,220 @@
+"""The hand-written loop: reset, step, eval_mode."""
+
+import pytest
+import torch
+
+from evogrpo.envs import HuggingFaceGym
+from evogrpo.envs.facade import Facade
+
+QA = [{"question": f"{a}+{b}?", "answer": str(a + b)} for a in range(6) for b in range(5)]
+HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a)} for a in range(5)]
+
+
+def exact(completion, answer, question):
+    return float(completion == answer)
+
+
+@pytest.fixture
+def env(tokenizer):
+    return HuggingFaceGym(
+        QA,
+        HELD_OUT,
+        tokenizer,
+        reward_fn=exact,
+        validation_dataset=[{"question": "v", "answer": ""}],
+        data_batch_size=3,
+    )
+
+
+def asked(tokenizer, prompts):
+    return [tokenizer.decode(prompt["input_ids"][0], skip_special_tokens=True) for prompt in prompts]
+
+
+def solve(question):
+    return str(eval(question.rstrip("?")))  # noqa: S307 (our own questions)
+
+
+def respond(tokenizer, prompts, *texts):
+    """Answer each prompt by the given texts, "=" standing for the right one, padded on the right."""
+    groups = []
+    for prompt, question in zip(prompts, asked(tokenizer, prompts), strict=True):
+        ids = [tokenizer((solve(question) if t == "=" else t) + "<eos>")["input_ids"] for t in texts]
+        width = max(map(len, ids))
+        rows = [prompt["input_ids"][0].tolist() + row + [tokenizer.pad_token_id] * (width - len(row)) for row in ids]
+        groups.append(torch.tensor(rows))
+    return groups
+
+
+def test_a_loop_serves_rewards_and_moves_on(env, tokenizer):
+    prompts, served = env.reset()
+    assert [tuple(prompt["input_ids"].shape) for prompt in prompts] == [(1, 7)] * 3
+    assert all(torch.equal(prompt["attention_mask"], torch.ones_like(prompt["input_ids"])) for prompt in prompts)
+    assert served == {"split": "train", "starts": env.deal(0, 3, 3)}
+    after, rewards, terminated, truncated, report = env.step(respond(tokenizer, prompts, "=", "long wrong", "="))
+    assert rewards.dtype == torch.float32
+    assert rewards.tolist() == [[1.0, 0.0, 1.0]] * 3
+    assert terminated.shape == truncated.shape == (3, 3)
+    assert terminated.all()
+    assert not truncated.any()
+    assert report["rewards/exact"].tolist() == rewards.tolist()
+    assert [texts[1] for texts in report["completions"]] == ["long wrong"] * 3
+    assert report["starts"] == env.deal(1, 3, 3)
+    assert asked(tokenizer, after) != asked(tokenizer, prompts)
+
+
+def test_rewards_belong_to_their_prompt_and_row(env, tokenizer):
+    prompts, _ = env.reset()
+    groups = respond(tokenizer, prompts, "no", "=")
+    groups[1] = groups[1].flip(0)
+    assert env.step(groups)[1].tolist() == [[0.0, 1.0], [1.0, 0.0], [0.0, 1.0]]
+
+
+def test_one_pass_serves_every_training_question(env, tokenizer):
+    prompts, _ = env.reset()
+    seen = []
+    for _ in range(len(env) // 3):
+        seen += asked(tokenizer, prompts)
+        prompts = env.step(respond(tokenizer, prompts, "1", "2"))[0]
+    assert sorted(seen) == sorted(row["question"] for row in QA)
+
+
+def test_reset_repeats_the_batch_and_seeds_start_an_order(env, tokenizer):
+    first = asked(tokenizer, env.reset()[0])
+    second = asked(tokenizer, env.step(respond(tokenizer, env.reset()[0], "1", "2"))[0])
+    assert asked(tokenizer, env.reset()[0]) == second != first
+    assert asked(tokenizer, env.reset(seed=0)[0]) == first
+    assert asked(tokenizer, env.reset(options={"step": 1})[0]) == second
+    assert asked(tokenizer, env.reset(seed=5)[0]) != first
+    assert asked(tokenizer, env.reset(seed=5)[0]) == asked(tokenizer, env.reset(seed=5)[0])
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_evaluation_never_moves_the_training_cursor(env, tokenizer, split):
+    twin_prompts = env.step(respond(tokenizer, env.reset()[0], "1", "2"))[0]
+    with env.eval_mode(split):
+        assert len(env) == env.size(split)
+        prompts, _ = env.reset(seed=9, options={"step": 1})
+        for _ in range(3):
+            groups = [torch.cat([p["input_ids"], torch.tensor([[tokenizer.eos_token_id]])], dim=1) for p in prompts]
+            prompts = env.step(groups)[0]
+    assert len(env) == len(QA)
+    # The batch opened before is still the one to be answered, and the one after it is the next of the order.
+    assert env.step(respond(tokenizer, twin_prompts, "=", "2"))[4]["starts"] == env.deal(2, 3, 3)
+
+
+def test_the_training_cursor_survives_an_error_in_evaluation(env, tokenizer):
+    prompts, _ = env.reset()
+    with pytest.raises(ValueError, match="call reset first"), env.eval_mode("test"):
+        env.step([])
+    assert env.step(respond(tokenizer, prompts, "=", "="))[1].tolist() == [[1.0, 1.0]] * 3
+
+
+def test_evaluation_serves_the_split_in_order_from_its_start_each_time(env, tokenizer):
+    for _ in range(2):
+        with env.eval_mode("test"):
+            prompts, served = env.reset()
+            assert served == {"split": "test", "starts": (0, 1, 2)}
+            prompts, rewards, *_, report = env.step(respond(tokenizer, prompts, "="))
+            assert rewards.tolist() == [[1.0]] * 3
+            assert report["starts"] == (3, 4)
+            prompts, rewards, *_, report = env.step(respond(tokenizer, prompts, "no"))
+            assert rewards.tolist() == [[0.0]] * 2
+            assert report["starts"] == (0, 1, 2)
+
+
+def test_selection_is_the_default_of_evaluation(env):
+    with env.eval_mode():
+        assert env.reset()[1]["split"] == "validation"
+    with pytest.raises(ValueError, match="got 'train'"), env.eval_mode("train"):
+        pass
+
+
+def test_padding_is_never_part_of_a_completion(tokenizer):
+    seen = []
+
+    def reward(completion_ids, **_):
+        seen.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    env = HuggingFaceGym(
+        [{"prompt": "ab"}],
+        [{"prompt": "x"}],
+        tokenizer,
+        validation_dataset=[{"prompt": "y"}],
+        reward_funcs=reward,
+        data_batch_size_per_gpu=1,
+    )
+    (prompt,), _ = env.reset()
+    eos, pad, start = tokenizer.eos_token_id, tokenizer.pad_token_id, prompt["input_ids"][0].tolist()
+    rows = [
+        [*start, 9, eos, pad, pad],
+        [*start, 9, 8, pad, pad],
+        [*start, 9, 8, 7, 6],
+        [*start, 9, eos, eos, 5],
+        [*start, eos, pad, pad, pad],
+    ]
+    env.step([torch.tensor(rows)])
+    assert seen == [[9, eos], [9, 8], [9, 8, 7, 6], [9, eos], [eos]]
+
+
+def test_a_pad_that_is_the_eos_ends_a_completion_once(tokenizer):
+    seen = []
+
+    def reward(completion_ids, **_):
+        seen.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    env = HuggingFaceGym(
+        [{"prompt": "ab"}], [{"prompt": "x"}], tokenizer, validation_dataset=[{"prompt": "y"}], reward_funcs=reward
+    )
+    facade = Facade(env, batch_size=1, group_size=2, seed=0, eos_token_id=1, pad_token_id=1)
+    start = facade.reset()[0][0]["input_ids"][0].tolist()
+    facade.step([torch.tensor([[*start, 9, 1, 1, 1], [*start, 9, 8, 7, 6]])])
+    assert seen == [[9, 1], [9, 8, 7, 6]]
+
+
+def test_shapes_that_do_not_fit_are_refused(env, tokenizer):
+    with pytest.raises(ValueError, match="call reset first"):
+        env.step([])
+    prompts, _ = env.reset()
+    good = respond(tokenizer, prompts, "1", "2")
+    for bad, message in [
+        (good[:2], "got 2 for 3"),
+        ([good[0][0], *good[1:]], r"\[group_size, prompt \+ completion\]"),
+        ([good[0][:1], *good[1:]], "of one group_size"),
+        ([group[:1] for group in good], "group_size must be at least 2, got 1"),
+        ([good[1], good[0], good[2]], "keep the served order"),
+        ([group[:, 1:] for group in good], "keep the served order"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            env.step(bad)
+    assert env.step(good)[1].shape == (3, 2)  # a refused step changes nothing
+
+
+def test_a_declared_group_size_is_checked_in_training_only(tokenizer):
+    env = HuggingFaceGym(QA, HELD_OUT, tokenizer, reward_fn=exact, data_batch_size=2, group_size=3)
+    prompts, _ = env.reset()
+    with pytest.raises(ValueError, match="group_size 3 as declared, got 2"):
+        env.step(respond(tokenizer, prompts, "1", "2"))
+    with env.eval_mode("test"):
+        assert env.step(respond(tokenizer, env.reset()[0], "="))[1].tolist() == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("options", [{"cursor": 1}, {"step": -1}, {"step": "1"}])
+def test_unknown_options_are_refused(env, options):
+    with pytest.raises(ValueError, match="reset takes the option"):
+        env.reset(options=options)
+
+
+def test_not_applicable_rewards_stay_nan(tokenizer):
+    env = HuggingFaceGym(
+        [{"prompt": c} for c in "abc"],
+        None,
+        tokenizer,
+        reward_funcs=lambda prompts, **_: [None, 2.0],
+        data_batch_size=1,
+    )
+    (prompt,), _ = env.reset()
+    rewards = env.step([prompt["input_ids"].repeat(2, 1)])[1]
+    assert rewards[0, 0].isnan()
+    assert rewards[0, 1] == 2.0

@@ -1,0 +1,199 @@
+"""HuggingFaceGym as a group environment."""
+
+import datasets
+import numpy as np
+import pytest
+
+from evogrpo.envs import GroupEnvironment, HuggingFaceGym, RewardError
+
+QA = [{"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)]
+HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a), "level": a} for a in range(4)]
+
+
+def exact(completion, answer, question):
+    return float(completion == answer)
+
+
+def agilerl(tokenizer, train=QA, test=HELD_OUT, **options):
+    return HuggingFaceGym(train, test, tokenizer, **{"reward_fn": exact, **options})
+
+
+def messages(*texts):
+    return [{"prompt": [{"role": "user", "content": text}], "answer": text} for text in texts]
+
+
+@pytest.mark.parametrize("form", [list, datasets.Dataset.from_list])
+def test_agilerl_form_asks_and_rewards(tokenizer, encode, form):
+    template = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
+    env: GroupEnvironment = agilerl(tokenizer, form(QA), form(HELD_OUT), conversation_template=template)
+    assert [env.size(split) for split in ("train", "validation", "test")] == [24, 6, 4]
+    episodes = env.open("test", [3, 1])
+    assert episodes.prompts == (encode("<s>Add.<eos><u>Q: 3*3?<eos><a>"), encode("<s>Add.<eos><u>Q: 1*1?<eos><a>"))
+    scores = episodes.score([1, 0, 1, 0], [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")])
+    assert scores.rewards.tolist() == [1.0, 1.0, 0.0, 1.0]
+    assert scores.completions == ("1", "9", "0", "9")
+    assert scores.components["exact"].tolist() == [1.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("form", [list, datasets.Dataset.from_list])
+def test_trl_form_passes_messages_and_columns(tokenizer, encode, form):
+    def reward(prompts, completions, answer, **_):
+        texts = [completion[0]["content"] for completion in completions]
+        asked = [prompt[-1]["content"] for prompt in prompts]
+        assert asked == answer
+        return [None if text == "?" else float(text == a) for text, a in zip(texts, answer, strict=True)]
+
+    env = HuggingFaceGym(form(messages("a", "b", "c", "d")), form(messages("x")), tokenizer, reward_funcs=reward)
+    episodes = env.open("test", [0])
+    assert episodes.prompts == (encode("<u>x<eos><a>"),)
+    scores = episodes.score([0, 0, 0], [encode("x<eos>"), encode("y"), encode("?")])
+    assert scores.rewards[:2].tolist() == [1.0, 0.0]
+    assert np.isnan(scores.rewards[2])
+
+
+def test_trl_form_passes_texts_for_text_prompts(plain_tokenizer):
+    def reward(prompts, completions, completion_ids, **_):
+        return [float(p == c) + len(i) for p, c, i in zip(prompts, completions, completion_ids, strict=True)]
+
+    rows = [{"prompt": text} for text in "abcdef"]
+    env = HuggingFaceGym(rows, None, plain_tokenizer, reward_funcs=[reward], validation_size=1, test_size=2)
+    assert [env.size(split) for split in ("train", "validation", "test")] == [3, 1, 2]
+    episodes = env.open("train", [0])
+    text = plain_tokenizer.decode(episodes.prompts[0])
+    assert episodes.score([0], [[*episodes.prompts[0], plain_tokenizer.eos_token_id]]).rewards.tolist() == [3.0], text
+
+
+def test_without_a_chat_template_a_question_is_plain_text(plain_tokenizer):
+    env = agilerl(plain_tokenizer)
+    assert plain_tokenizer.decode(env.open("test", [0]).prompts[0]) == "0*0?"
+
+
+def test_a_question_full_of_braces_reaches_model_and_reward_unchanged(tokenizer, encode):
+    hostile = '{answer} {0} {{x}} {"a": [1]} %s {question!r}'
+    seen = []
+
+    def reward(completion, answer, question):
+        seen.append((completion, answer, question))
+        return 0.0
+
+    env = agilerl(tokenizer, test=[{"question": hostile, "answer": "SECRET", "level": 0}], reward_fn=reward)
+    episodes = env.open("test", [0])
+    assert episodes.prompts == (encode(f"<u>{hostile}<eos><a>"),)
+    episodes.score([0], [encode("hm")])
+    assert seen == [("hm", "SECRET", hostile)]
+
+
+def test_long_prompts_are_left_out_and_counted(tokenizer):
+    long = {"question": "x" * 50, "answer": "", "level": 0}
+    with pytest.warns(UserWarning, match="train: 1 too long"):
+        env = agilerl(tokenizer, [*QA, long], max_prompt_length=20)
+    assert env.filtered["train"].too_long == 1
+    assert env.filtered["test"].too_long == 0
+    assert env.size("train") + env.size("validation") == len(QA)
+
+
+def test_the_prompt_limit_is_inclusive(tokenizer, encode):
+    length = len(encode("<u>1*1?<eos><a>"))
+    assert agilerl(tokenizer, max_prompt_length=length).size("test") == 4
+    with pytest.raises(ValueError, match="every row of test_dataset was left out"):
+        agilerl(tokenizer, max_prompt_length=length - 1)
+
+
+def test_dealing_depends_on_the_seed_and_covers_train(tokenizer):
+    env, same, other = (agilerl(tokenizer, seed=seed) for seed in (1, 1, 2))
+    assert env.deal(3, 5, 8) == same.deal(3, 5, 8) == env.deal(3, 8, 8)[:5]
+    assert env.deal(0, 24, 24) != other.deal(0, 24, 24)
+    assert sorted(env.deal(0, 24, 24)) == list(range(24))
+    env.open("test", [0, 1])
+    assert env.deal(3, 5, 8) == same.deal(3, 5, 8)
+
+
+def test_spaces_hold_prompts_and_completions(tokenizer):
+    env = agilerl(tokenizer)
+    assert tuple(env.open("train", [0]).prompts[0]) in env.observation_space
+    assert (len(tokenizer),) not in env.action_space
+    assert (len(tokenizer) - 1,) in env.action_space
+
+
+def test_a_failing_reward_is_shown_with_its_completion(tokenizer, encode):
+    def reward(completion, answer, question):
+        return float(completion)
+
+    episodes = agilerl(tokenizer, reward_fn=reward).open("test", [0])
+    with pytest.raises(RewardError, match=r"'reward' raised ValueError: .*for the completion 'no\\nnumber'"):
+        episodes.score([0, 0], [encode("1"), encode("no\nnumber")])
+
+
+def test_a_failing_reward_can_be_excluded(tokenizer, encode):
+    env = agilerl(
+        tokenizer, reward_fn=lambda completion, answer, question: 1 / len(completion), on_reward_error="exclude"
+    )
+    with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
+        scores = env.open("test", [0]).score([0, 0], [encode("abcd"), encode("<eos>")])
+    assert scores.rewards[0] == 0.25
+    assert np.isnan(scores.rewards[1])
+
+
+@pytest.mark.parametrize(
+    ("starts", "completions", "message"),
+    [
+        ([0], [], "got 1 for 0"),
+        ([], [], "got 0 for 0"),
+        ([2], [[1]], r"\[0, 1\], got \[2\]"),
+        ([-1], [[1]], r"got \[-1\]"),
+    ],
+)
+def test_scoring_what_was_not_opened_is_refused(tokenizer, starts, completions, message):
+    with pytest.raises(ValueError, match=message):
+        agilerl(tokenizer).open("test", [0, 1]).score(starts, completions)
+
+
+@pytest.mark.parametrize(
+    ("split", "start", "message"),
+    [("dev", 0, "got 'dev'"), ("test", 4, "starts of test"), ("test", -1, "starts of test")],
+)
+def test_opening_what_does_not_exist_is_refused(tokenizer, split, start, message):
+    with pytest.raises(ValueError, match=message):
+        agilerl(tokenizer).open(split, [start])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reward_fn": None}, "got none"),
+        ({"reward_funcs": exact}, "got both"),
+        ({"reward_fn": None, "reward_funcs": exact}, r"columns \['prompt'\], got"),
+        ({"on_reward_error": "skip"}, "got 'skip'"),
+        ({"max_prompt_length": 0}, "at least 1 token or None, got 0"),
+        ({"data_batch_size": 2, "data_batch_size_per_gpu": 2}, "give one of the two"),
+        ({"data_batch_size": 0}, "data_batch_size must be at least 1, got 0"),
+        ({"group_size": 1}, "group_size must be at least 2, got 1"),
+        ({"test_size": 3}, "test_size says how many"),
+        ({"validation_size": 30}, "validation_size must be at least 1 and less than the 30"),
+        ({"conversation_template": [{"role": "user", "content": "{prompt}"}]}, r"got \{prompt\}"),
+        ({"train": []}, "train_dataset must hold at least one row"),
+        ({"test": [{"question": "a"}]}, "test_dataset must have the columns"),
+        ({"validation_dataset": [{"prompt": "a"}]}, "validation_dataset must have the columns"),
+        ({"train": [*QA, {"question": "x", "answer": ""}]}, "in row 30"),
+        ({"test": QA}, "every row of train_dataset was left out"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        agilerl(tokenizer, **options)
+
+
+def test_a_template_with_ready_prompts_is_refused(tokenizer):
+    with pytest.raises(ValueError, match="put messages into prompt"):
+        HuggingFaceGym(
+            messages("a"),
+            None,
+            tokenizer,
+            reward_funcs=exact,
+            conversation_template=[{"role": "user", "content": "{question}"}],
+        )
+
+
+def test_the_tokenizer_must_be_given():
+    with pytest.raises(ValueError, match="tokenizer must be given"):
+        HuggingFaceGym(QA, reward_fn=exact)

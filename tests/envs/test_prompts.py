@@ -1,0 +1,70 @@
+"""Conversation templates and what becomes of untrusted questions in them."""
+
+import pytest
+
+from evogrpo.envs.prompts import check_template, fill_template, render, tokenize
+
+ASK = [{"role": "system", "content": "Think."}, {"role": "user", "content": "{question}"}]
+
+
+@pytest.mark.parametrize(
+    "question",
+    ["{answer}", "{0}", "{question.__class__}", "{{x}}", "{", "}", r"\1 \g<0>", '{"a": [1, {}]}', "%s {a!r}"],
+)
+def test_braces_in_a_question_stay_as_they_are(question):
+    template = check_template([{"role": "user", "content": "Q: {question} ({answer})"}])
+    assert fill_template(template, question, "SECRET") == [{"role": "user", "content": f"Q: {question} (SECRET)"}]
+
+
+def test_doubled_braces_are_literal_and_values_need_not_be_text():
+    template = check_template([{"role": "user", "content": r"\boxed{{answer}} {{}} {} {question} {answer}"}])
+    assert fill_template(template, 24, [1, 2])[0]["content"] == r"\boxed{answer} {} {} 24 [1, 2]"
+
+
+def test_unknown_fields_are_refused_with_a_remedy():
+    with pytest.raises(ValueError, match=r"got \{context\}: write \{\{context\}\}"):
+        check_template([{"role": "user", "content": "{question} {context}"}])
+
+
+@pytest.mark.parametrize("content", ["no field", "{{question}}", "{answer}"])
+def test_a_template_without_a_question_is_refused(content):
+    with pytest.raises(ValueError, match=r"must contain \{question\}"):
+        check_template([{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("template", [[], "text", [{"role": "user"}], ["{question}"], [{"role": "user", "content": 3}]])
+def test_malformed_templates_are_refused(template):
+    with pytest.raises(ValueError, match="conversation_template must be a non-empty list"):
+        check_template(template)
+
+
+def test_a_conversation_opens_an_assistant_turn(tokenizer):
+    assert render(fill_template(ASK, "2+2?", ""), tokenizer) == "<s>Think.<eos><u>2+2?<eos><a>"
+
+
+def test_a_final_assistant_message_is_continued(tokenizer):
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}]
+    assert render(messages, tokenizer) == "<u>2+2?<eos><a>It is"
+    messages[-1]["content"] = ""
+    assert render(messages, tokenizer) == "<u>2+2?<eos><a>"
+
+
+def test_chat_markers_are_single_tokens_and_specials_are_not_added_twice(tokenizer, encode):
+    (ids,) = tokenize(iter([[{"role": "user", "content": "hi"}]]), tokenizer, "x")
+    assert ids.tolist() == encode("<u>hi<eos><a>")
+    assert len(ids) == 5
+
+
+def test_texts_and_messages_do_not_mix(tokenizer):
+    with pytest.raises(ValueError, match="got both"):
+        tokenize(iter(["hi", [{"role": "user", "content": "hi"}]]), tokenizer, "x")
+
+
+def test_messages_need_a_chat_template(plain_tokenizer):
+    with pytest.raises(ValueError, match="no chat_template: set tokenizer"):
+        tokenize(iter([[{"role": "user", "content": "hi"}]]), plain_tokenizer, "x")
+
+
+def test_empty_prompts_are_refused_by_row(plain_tokenizer):
+    with pytest.raises(ValueError, match="row 1 of x has none"):
+        tokenize(iter(["a", ""]), plain_tokenizer, "x")

@@ -1,0 +1,65 @@
+"""reasoning-gym tasks; those that generate questions need the extra `reasoning`."""
+
+import sys
+
+import pytest
+
+from evogrpo.envs import HuggingFaceGym
+
+SIZES = {"train": 40, "validation": 8, "test": 9}
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch, tokenizer):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ImportError, match=r"'chain_sum' needs reasoning-gym.*pip install evogrpo\[reasoning\]"):
+        HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=tokenizer)
+
+
+@pytest.fixture
+def make(tokenizer):
+    pytest.importorskip("reasoning_gym")
+
+    def make(name="chain_sum", **options):
+        return HuggingFaceGym.from_reasoning_gym(name, tokenizer=tokenizer, **{"sizes": SIZES, "seed": 1, **options})
+
+    return make
+
+
+def test_a_task_asks_and_scores_by_its_own_rule(make, tokenizer, encode):
+    env = make(min_digits=3, max_digits=4)
+    assert [env.size(split) for split in SIZES] == list(SIZES.values())
+    episodes = env.open("test", [0, 1])
+    answers = [row["answer"] for row in episodes.rows]
+    scores = episodes.score([0, 1, 0], [encode(answers[0] + "<eos>"), encode(f" {answers[1]}\n"), encode("none")])
+    assert scores.rewards.tolist() == [1.0, 1.0, 0.0]
+    assert list(scores.components) == ["chain_sum"]
+    assert "State the final answer" in tokenizer.decode(episodes.prompts[0])
+
+
+def test_an_answer_tag_and_a_system_prompt(make, tokenizer, encode):
+    env = make(min_digits=3, max_digits=4, answer_tag="answer", system_prompt="Tag it.", gym_options={"group_size": 2})
+    episodes = env.open("test", [0])
+    answer = episodes.rows[0]["answer"]
+    assert tokenizer.decode(episodes.prompts[0]).startswith("<s>Tag it.")
+    texts = [f"12 <answer>{answer}</answer>", answer]
+    assert episodes.score([0, 0], [encode(text) for text in texts]).rewards.tolist() == [1.0, 0.0]
+
+
+def test_tasks_with_other_metadata_score_too(make, encode):
+    env = make("leg_counting", sizes={"train": 5, "validation": 2, "test": 2})
+    episodes = env.open("train", [0])
+    assert episodes.score([0], [encode(episodes.rows[0]["answer"])]).rewards.tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("chain_sums", {}, "no task of reasoning-gym.*chain_sum"),
+        ("chain_sum", {"terms": 2}, "refuses the settings.*terms"),
+        ("chain_sum", {"min_terms": 0}, "refuses the settings"),
+        ("chain_sum", {"sizes": {"dev": 3}}, r"got \['dev'\]"),
+    ],
+)
+def test_what_the_library_does_not_know_is_refused(make, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        make(name, **options)

@@ -1,0 +1,217 @@
+"""How reward functions are called, checked and combined."""
+
+import functools
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from evogrpo.envs.rewards import Answers, RewardError, evaluate, make_rewards
+
+TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
+
+
+def answers(texts=("one", "two"), rows=TEXT_ROWS):
+    return Answers(rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts])
+
+
+def trl(function, *more, weights=None, on_error="raise", **given):
+    return evaluate(make_rewards(None, [function, *more], weights), answers(**given), on_error)
+
+
+def returning(value):
+    def reward(**_):
+        return value
+
+    return reward
+
+
+def test_trl_functions_see_texts_columns_and_ids_once():
+    seen = []
+
+    def reward(prompts, completions, completion_ids, **columns):
+        seen.append((prompts, completions, completion_ids, columns))
+        return [0.5, 1]
+
+    rewards, components = trl(reward)
+    texts, ids = ["one", "two"], [[111, 110, 101], [116, 119, 111]]
+    assert seen == [(["p", "q"], texts, ids, {"level": [1, 2]})]
+    assert rewards.tolist() == components["reward"].tolist() == [0.5, 1.0]
+    assert rewards.dtype == np.float64
+
+
+def test_trl_functions_see_messages_for_message_prompts():
+    prompts = [[{"role": "user", "content": text}] for text in "pq"]
+    rows = [{"prompt": prompt, "completion": "x", "completion_ids": [0]} for prompt in prompts]
+
+    def reward(**given):
+        assert given == {
+            "prompts": prompts,
+            "completions": [[{"role": "assistant", "content": text}] for text in ("one", "two")],
+            "completion_ids": [[111, 110, 101], [116, 119, 111]],
+        }
+        return [1.0, 0.0]
+
+    assert trl(reward, rows=rows)[0].tolist() == [1.0, 0.0]
+
+
+def test_agilerl_functions_see_completion_answer_question_in_this_order():
+    rows = [{"question": "a?", "answer": "a"}, {"question": "b?", "answer": "b"}]
+    (reward,) = make_rewards(
+        lambda completion, answer, question: float((completion, answer, question) == ("b", "b", "b?")), None, None
+    )
+    assert evaluate([reward], answers(("b", "b"), rows), "raise")[0].tolist() == [0.0, 1.0]
+
+
+def test_weights_multiply_and_none_is_left_out():
+    rewards, components = trl(returning([1.0, None]), returning([2.0, 5.0]), weights=[10, -0.5])
+    assert rewards.tolist() == [9.0, -2.5]
+    assert list(components) == ["reward", "reward_2"]
+    assert components["reward"][0] == 1.0
+    assert math.isnan(components["reward"][1])
+
+
+def test_a_reward_is_nan_only_where_no_function_applies():
+    rewards, _ = trl(returning([None, None]), returning([None, 0.0]))
+    assert np.isnan(rewards).tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [True, 0],
+        (1, 0.0),
+        np.array([1, 0]),
+        torch.tensor([1.0, 0.0]),
+        [torch.tensor(1), np.float32(0)],
+        [np.True_, np.int8(0)],
+    ],
+)
+def test_every_kind_of_number_is_a_reward(value):
+    assert trl(returning(value))[0].tolist() == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1.0], "one reward per completion, got 1 for 2"),
+        ([1.0, 2.0, 3.0], "got 3 for 2"),
+        (1.0, "must return a list of 2 rewards, got 1.0"),
+        (None, "must return a list of 2 rewards, got None"),
+        ("ab", "must return a list of 2 rewards, got 'ab'"),
+        ([1.0, math.nan], r"finite numbers, got nan for the completion 'two': return None"),
+        ([math.inf, 1.0], r"finite numbers, got inf for the completion 'one'"),
+        (["1.0", 1.0], "numbers or None, got '1.0'"),
+        ([1j, 1.0], "numbers or None"),
+        ([[1.0], [2.0]], "numbers or None"),
+    ],
+)
+def test_what_is_no_reward_is_refused_with_the_function_and_the_value(value, message):
+    with pytest.raises(RewardError, match=f"'reward'.*{message}"):
+        trl(returning(value))
+
+
+def fragile(completions, **_):
+    return [1.0 / len(text) for text in completions]
+
+
+def test_an_exception_names_the_function_and_the_completion_and_is_chained():
+    with pytest.raises(RewardError, match=r"'fragile' raised ZeroDivisionError: .*for the completion ''") as caught:
+        trl(fragile, texts=("ab", ""))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_an_exception_in_the_row_form_names_the_completion():
+    rows = [{"question": "", "answer": "7"}, {"question": "", "answer": "7"}]
+    (reward,) = make_rewards(lambda completion, answer, question: float(int(completion) == int(answer)), None, None)
+    with pytest.raises(RewardError, match=r"raised ValueError.*for the completion 'seven'"):
+        evaluate([reward], answers(("7", "seven"), rows), "raise")
+
+
+def test_completions_are_shown_escaped_and_short():
+    hostile = "\x1b[31m" + "\u202e" + "x" * 5000 + "\r\n"
+
+    def reward(completions, **_):
+        raise RuntimeError(completions[0])
+
+    with pytest.raises(RewardError) as caught:
+        trl(reward, texts=(hostile, hostile))
+    message = str(caught.value)
+    assert message.isprintable()
+    assert r"\x1b[31m" in message
+    assert len(message) < 1000
+
+
+def test_a_failure_only_with_all_completions_is_told_as_such():
+    def reward(completions, **_):
+        if len(completions) > 1:
+            raise RuntimeError("too many")
+        return [1.0]
+
+    for on_error in ("raise", "exclude"):
+        with pytest.raises(RewardError, match=r"too many.*alone, none fails"):
+            trl(reward, on_error=on_error)
+
+
+def test_excluding_leaves_out_only_the_failing_completion():
+    with pytest.warns(UserWarning, match=r"1 of 2 completions excluded; the first: .*ZeroDivisionError"):
+        rewards, components = trl(fragile, returning_like_one, texts=("", "ab"), on_error="exclude")
+    assert np.isnan(rewards).tolist() == [True, False]
+    assert rewards[1] == 1.5
+    assert components["returning_like_one"].tolist() == [1.0, 1.0]
+
+
+def returning_like_one(completions, **_):
+    return [1.0] * len(completions)
+
+
+def test_excluding_covers_bad_values_but_never_a_wrong_length():
+    with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
+        assert np.isnan(trl(returning([math.nan, 1.0]), on_error="exclude")[0]).tolist() == [True, False]
+    with pytest.raises(RewardError, match="got 1 for 2"):
+        trl(returning([1.0]), on_error="exclude")
+
+
+def test_nothing_is_told_where_nothing_fails():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trl(fragile, on_error="exclude")
+
+
+def test_names_stay_apart():
+    class Judge:
+        def __call__(self, completions, **_):
+            return [0.0] * len(completions)
+
+    def reward_2(**_):
+        return [0.0, 0.0]
+
+    same = functools.partial(returning_like_one)
+    made = make_rewards(None, [Judge(), same, reward_2, returning([0, 0]), returning([0, 0]), returning([0, 0])], None)
+    assert [reward.name for reward in made][:4] == ["Judge", "returning_like_one", "reward_2", "reward"]
+    assert len({reward.name for reward in made}) == 6
+
+
+async def later(**_):
+    return []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, None, None), "exactly one of reward_fn and reward_funcs must be given, got none"),
+        ((fragile, fragile, None), "got both"),
+        ((fragile, None, [1.0]), "reward_weights go with reward_funcs"),
+        ((None, [], None), "at least one function"),
+        ((None, [fragile], [1.0, 2.0]), r"1 finite numbers, one per function, got \[1.0, 2.0\]"),
+        ((None, fragile, [math.nan]), "finite numbers"),
+        ((None, ["model"], None), "plain .* function, got 'model'"),
+        ((None, [later], None), "not async"),
+        ((3, None, None), "plain .* function, got 3"),
+    ],
+)
+def test_what_cannot_be_called_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_rewards(*arguments)

@@ -1,0 +1,124 @@
+"""Disjoint, deduplicated splits."""
+
+import warnings
+from array import array
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.envs.splits import Filtered, check_table, make_splits
+
+NONE = {"validation": None, "test": None}
+
+
+def rows(*questions):
+    return [{"question": question} for question in questions]
+
+
+def tokens(split, table):
+    return [array("i", map(ord, row["question"])) for row in table]
+
+
+def split(tables, max_prompt_length=None, sizes=NONE, seed=0):
+    return make_splits(tables, tokens, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed)
+
+
+def questions(part):
+    return [part.table[row]["question"] for row in part.rows]
+
+
+@given(
+    *[st.lists(st.text("abc", min_size=1, max_size=2), min_size=1, max_size=12)] * 2,
+    st.sampled_from([(), ("test",), ("validation",), ("test", "validation")]),
+)
+def test_no_question_is_shared_or_repeated_and_every_row_is_accounted_for(train, held_out, given_splits):
+    tables = {"train": rows(*train, *(f"long{n}" for n in range(9)))}
+    tables |= {name: rows(*held_out, f"own {name}") for name in given_splits}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts, filtered = split(tables, max_prompt_length=20)
+    asked = [question for part in parts.values() for question in questions(part)]
+    assert len(asked) == len(set(asked))
+    for name, part in parts.items():
+        assert ["".join(map(chr, ids)) for ids in part.prompts] == questions(part)
+        assert len(part.rows) >= 1, name
+    left_out = sum(c.too_long + c.duplicates + c.held_out for c in filtered.values())
+    assert len(asked) + left_out == sum(len(table) for table in tables.values())
+
+
+def test_each_reason_is_counted_once_and_told_once():
+    tables = {
+        "train": rows("a", "a", "v", "t", "too long", "b"),
+        "validation": rows("v", "t", "v"),
+        "test": rows("t", "too long"),
+    }
+    with pytest.warns(UserWarning, match=r"train: 1 too long, 1 duplicates, 2 held out elsewhere; validation") as told:
+        parts, filtered = split(tables, max_prompt_length=3)
+    assert len(told) == 1
+    assert {name: questions(part) for name, part in parts.items()} == {
+        "train": ["a", "b"],
+        "validation": ["v"],
+        "test": ["t"],
+    }
+    assert filtered == {
+        "train": Filtered(too_long=1, duplicates=1, held_out=2),
+        "validation": Filtered(duplicates=1, held_out=1),
+        "test": Filtered(too_long=1),
+    }
+
+
+def test_validation_is_drawn_from_train_and_never_from_test():
+    tables = {"train": rows(*map(str, range(50))), "test": rows("x", "y")}
+    parts, _ = split(tables)
+    assert {name: len(part.rows) for name, part in parts.items()} == {"train": 40, "validation": 10, "test": 2}
+    assert questions(parts["test"]) == ["x", "y"]
+    assert sorted(questions(parts["train"]) + questions(parts["validation"])) == sorted(map(str, range(50)))
+
+
+def test_the_draw_depends_on_the_seed_only():
+    tables = {"train": rows(*map(str, range(50)))}
+    drawn = [questions(split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"]) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == 7
+
+
+def test_default_sizes_are_bounded():
+    parts, _ = split({"train": rows(*map(str, range(3000)))})
+    assert (len(parts["validation"].rows), len(parts["test"].rows)) == (64, 256)
+
+
+@pytest.mark.parametrize(("size", "rest"), [(0, 10), (10, 10), (11, 10), (-1, 10)])
+def test_impossible_sizes_are_refused(size, rest):
+    tables = {"train": rows(*map(str, range(10))), "test": rows("x")}
+    with pytest.raises(ValueError, match=rf"validation_size must be at least 1 and less than the {rest} .*got {size}"):
+        split(tables, sizes={"validation": size, "test": None})
+
+
+def test_a_split_that_ends_up_empty_is_refused():
+    with pytest.raises(ValueError, match=r"every row of train_dataset was left out .*held_out=2"):
+        split({"train": rows("a", "b"), "test": rows("b", "a")})
+
+
+def test_too_few_questions_are_refused():
+    with pytest.raises(ValueError, match="more training rows"):
+        split({"train": rows("a")})
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"train": [1]}, r"must be one split, got a mapping of \['train'\]"),
+        (iter([1]), "turn a streamed dataset into a list"),
+        ([], "at least one row"),
+        ([{"prompt": "a"}], r"columns \['question'\], got \['prompt'\].*provide \['question'\]"),
+        (datasets.Dataset.from_dict({"prompt": ["a"]}), r"got \['prompt'\]"),
+        (datasets.Dataset.from_dict({"question": []}), "at least one row"),
+        (datasets.DatasetDict({"train": datasets.Dataset.from_dict({"question": ["a"]})}), "one of its values"),
+        (datasets.Dataset.from_dict({"question": ["a"]}).to_iterable_dataset(), "turn a streamed dataset"),
+    ],
+)
+def test_what_is_no_table_is_refused_by_name(table, message):
+    with pytest.raises(ValueError, match=f"my_dataset.*{message}"):
+        check_table(table, ["question"], "my_dataset")

@@ -1,0 +1,63 @@
+"""Fitness and paired differences against closed forms."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.evolution.fitness import Fitness, paired_difference
+
+SCORES = st.lists(st.floats(-100, 100), min_size=2, max_size=50)
+
+
+@given(right=st.integers(0, 40), wrong=st.integers(0, 40))
+def test_right_and_wrong_answers_have_the_binomial_standard_error(right, wrong):
+    n = right + wrong
+    if n < 2:
+        return
+    fitness = Fitness.from_scores([1.0] * right + [0.0] * wrong)
+    share = right / n
+    assert fitness.mean == pytest.approx(share)
+    assert fitness.standard_error == pytest.approx(math.sqrt(share * (1 - share) / (n - 1)))
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3.7, 1e300])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_equal_scores_have_exactly_no_error(value, count):
+    fitness = Fitness.from_scores([value] * count)
+    assert (fitness.mean, fitness.standard_error) == (value, 0.0)
+
+
+@given(scores=SCORES, shift=st.floats(-10, 10))
+def test_what_is_common_to_a_question_cancels_in_a_paired_difference(scores, shift):
+    a = Fitness.from_scores([score + shift for score in scores])
+    difference, standard_error = paired_difference(a, Fitness.from_scores(scores))
+    assert difference == pytest.approx(shift, abs=1e-10)
+    assert standard_error == pytest.approx(0, abs=1e-10)
+
+
+@given(data=st.data(), scores=SCORES)
+def test_a_paired_difference_is_antisymmetric_and_its_mean_is_the_difference_of_means(data, scores):
+    a = Fitness.from_scores(scores)
+    b = Fitness.from_scores(data.draw(st.lists(st.floats(-100, 100), min_size=len(scores), max_size=len(scores))))
+    forward, backward = paired_difference(a, b), paired_difference(b, a)
+    assert forward == (-backward[0], backward[1])
+    assert forward[0] == pytest.approx(a.mean - b.mean, abs=1e-9)
+
+
+def test_members_with_different_questions_cannot_be_compared():
+    with pytest.raises(ValueError, match="got 2 scores for one and 3 for the other"):
+        paired_difference(Fitness.from_scores([0, 1]), Fitness.from_scores([0, 1, 1]))
+
+
+@pytest.mark.parametrize("scores", [[], [1.0], [1.0, float("nan")], [1.0, float("inf")], [1.0, None], [1.0, "1"]])
+def test_scores_that_give_no_standard_error_are_refused(scores):
+    with pytest.raises(ValueError, match="score"):
+        Fitness.from_scores(scores)
+
+
+@pytest.mark.parametrize(("mean", "standard_error"), [(float("nan"), 0.1), (0.5, -0.1), (0.5, float("inf"))])
+def test_a_fitness_that_is_no_number_is_refused(mean, standard_error):
+    with pytest.raises(ValueError, match="must be"):
+        Fitness(mean=mean, standard_error=standard_error, scores=())

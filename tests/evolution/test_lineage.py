@@ -1,0 +1,94 @@
+"""The lineage finds a member's ancestors and every change on the way to it."""
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
+from evogrpo.hyperparameters import Hyperparameters
+
+BASE = Hyperparameters(lr=1e-4)
+
+
+def founders(count):
+    return [MemberRecord(slot=i, index=i, parent=None, born=0, hyperparameters=BASE) for i in range(count)]
+
+
+def child(index, parent, *, slot=0, hyperparameters=BASE, changes=None):
+    return Child(
+        slot=slot, index=index, parent=parent, hyperparameters=hyperparameters, changes=changes or {}, reason="test"
+    )
+
+
+def family():
+    """0 and 1 are founders; 2 is a child of 1 and 3 of 2, in the slot where 0 lived; 4 is another child of 1."""
+    first = Hyperparameters(lr=2e-4)
+    second = Hyperparameters(lr=4e-4, clip_coef=0.1)
+    return (
+        Lineage.of_founders(founders(2))
+        .extended([child(2, 1, hyperparameters=first, changes={"lr": (1e-4, 2e-4)})], generation=1)
+        .extended(
+            [
+                child(3, 2, hyperparameters=second, changes={"lr": (2e-4, 4e-4), "clip_coef": (0.2, 0.1)}),
+                child(4, 1, slot=1),
+            ],
+            generation=2,
+        )
+    )
+
+
+def test_ancestors_run_from_the_founder_to_the_parent():
+    assert [family().ancestors(index) for index in range(5)] == [(), (), (1,), (1, 2), (1,)]
+
+
+def test_changes_are_those_on_the_path_only_and_add_up_to_the_members_hyperparameters():
+    lineage = family()
+    changes = lineage.changes(3)
+    assert changes == (
+        Change(index=2, born=1, name="lr", old=1e-4, new=2e-4),
+        Change(index=3, born=2, name="lr", old=2e-4, new=4e-4),
+        Change(index=3, born=2, name="clip_coef", old=0.2, new=0.1),
+    )
+    replayed = lineage.path(3)[0].hyperparameters.to_json() | {change.name: change.new for change in changes}
+    assert Hyperparameters.from_json(replayed) == lineage.path(3)[-1].hyperparameters
+    assert lineage.changes(4) == ()
+
+
+def test_extending_leaves_the_old_lineage_as_it_was():
+    lineage = Lineage.of_founders(founders(1))
+    longer = lineage.extended([child(1, 0)], generation=1)
+    assert (len(lineage.births), len(longer.births)) == (1, 2)
+
+
+def test_json_round_trip():
+    lineage = family()
+    assert Lineage.from_json(json.loads(json.dumps(lineage.to_json()))) == lineage
+
+
+def test_births_that_cannot_have_happened_are_refused():
+    lineage = Lineage.of_founders(founders(2))
+    with pytest.raises(ValueError, match="second birth of index 1"):
+        lineage.extended([child(1, 0)], generation=1)
+    with pytest.raises(ValueError, match="got parent 7 of 2"):
+        lineage.extended([child(2, 7)], generation=1)
+    with pytest.raises(ValueError, match="got parent 5 of 0"):
+        Lineage.of_founders([MemberRecord(slot=0, index=0, parent=5, born=0, hyperparameters=BASE)])
+    with pytest.raises(ValueError, match="no member has index 9: known are 0, 1"):
+        lineage.ancestors(9)
+
+
+@given(parents=st.lists(st.integers(0, 10**6), max_size=40))
+def test_in_any_history_every_path_starts_at_a_founder_and_follows_parents(parents):
+    births = [
+        Birth(slot=0, index=i, parent=raw % i if i and raw % 5 else None, hyperparameters=BASE, born=i)
+        for i, raw in enumerate(parents)
+    ]
+    lineage = Lineage(births=tuple(births))
+    for birth in births:
+        path = lineage.path(birth.index)
+        assert path[0].parent is None
+        assert path[-1] == birth
+        assert all(after.parent == before.index for before, after in pairwise(path))

@@ -1,0 +1,217 @@
+"""Mutation always moves, stays in bounds and does not drift; a first population covers the space."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from evogrpo.evolution.mutation import Mutation, neighbour, quantile, spread_members
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+
+LR = RLParameter(min=1e-6, max=1e-3, scale="log")
+SPACE = HyperparameterConfig(
+    lr=LR,
+    clip_coef=RLParameter(min=0.05, max=0.4),
+    group_size=RLParameter(choices=[4, 8, 16]),
+    update_epochs=RLParameter(min=1, max=4),
+    batch_size=RLParameter(min=4, max=256, scale="log"),
+)
+
+
+@st.composite
+def parameters(draw, integer):
+    """A range or a ladder of positive numbers, with steps from tiny to wider than the range."""
+    numbers = st.integers(1, 1000) if integer else st.floats(1e-6, 1e3)
+    if draw(st.booleans()):
+        return RLParameter(choices=draw(st.lists(numbers, min_size=2, max_size=6, unique=True)))
+    low, high = sorted(draw(st.tuples(numbers, numbers)))
+    assume(low < high)
+    return RLParameter(
+        min=low, max=high, scale=draw(st.sampled_from(["linear", "log"])), factor=draw(st.floats(1.001, 10))
+    )
+
+
+class TestNeighbour:
+    @given(data=st.data(), integer=st.booleans(), upward=st.booleans())
+    def test_it_always_moves_and_stays_in_bounds(self, data, integer, upward):
+        parameter = data.draw(parameters(integer))
+        value = quantile(parameter, data.draw(st.floats(0, 1)), integer=integer)
+        moved = neighbour(parameter, value, upward=upward, integer=integer)
+        low, high = parameter.bounds
+        assert moved != value
+        assert low <= moved <= high
+        assert parameter.choices is None or moved in parameter.choices
+        assert not integer or isinstance(moved, int)
+
+    @given(data=st.data(), integer=st.booleans(), upward=st.booleans(), value=st.integers(1, 2000))
+    def test_a_value_outside_moves_to_the_nearer_end(self, data, integer, upward, value):
+        parameter = data.draw(parameters(integer))
+        low, high = parameter.bounds
+        assume(not low <= value <= high)
+        expected = low if value < low else high
+        assert neighbour(parameter, value, upward=upward, integer=integer) == expected
+
+    @given(value=st.floats(2e-6, 5e-4), factor=st.floats(1.01, 1.9))
+    def test_a_log_step_up_and_a_log_step_down_cancel(self, value, factor):
+        parameter = RLParameter(min=1e-6, max=1e-3, scale="log", factor=factor)
+        up = neighbour(parameter, value, upward=True, integer=False)
+        down = neighbour(parameter, value, upward=False, integer=False)
+        assert up / value == pytest.approx(factor, rel=1e-8)
+        # The geometric mean of the two outcomes is where they started: no drift.
+        assert math.sqrt(up * down) == pytest.approx(value, rel=1e-8)
+
+    @given(value=st.floats(0.15, 0.3))
+    def test_a_linear_step_is_a_fifth_of_the_range(self, value):
+        parameter = RLParameter(min=0.05, max=0.4)
+        assert neighbour(parameter, value, upward=True, integer=False) == pytest.approx(value + 0.07)
+        assert neighbour(parameter, value, upward=False, integer=False) == pytest.approx(value - 0.07)
+
+    @pytest.mark.parametrize("scale", ["linear", "log"])
+    def test_the_integer_four_moves_with_factor_1_2(self, scale):
+        parameter = RLParameter(min=2, max=8, scale=scale, factor=1.2)
+        assert neighbour(parameter, 4, upward=True, integer=True) == 5
+        assert neighbour(parameter, 4, upward=False, integer=True) == 3
+
+    @pytest.mark.parametrize("scale", ["linear", "log"])
+    @pytest.mark.parametrize("value", [2, 3, 4])
+    def test_an_integer_takes_a_step_that_rounds_to_nothing_as_one(self, scale, value):
+        parameter = RLParameter(min=1, max=8, scale=scale, factor=1.02)
+        assert neighbour(parameter, value, upward=True, integer=True) == value + 1
+        assert neighbour(parameter, value, upward=False, integer=True) == value - 1
+
+    def test_large_integers_take_the_whole_step(self):
+        parameter = RLParameter(min=4, max=256, scale="log", factor=2.0)
+        assert neighbour(parameter, 64, upward=True, integer=True) == 128
+        assert neighbour(parameter, 64, upward=False, integer=True) == 32
+
+    @pytest.mark.parametrize("upward", [True, False])
+    def test_a_ladder_moves_one_rung_and_turns_at_its_ends(self, upward):
+        parameter = RLParameter(choices=[4, 8, 16])
+        assert neighbour(parameter, 8, upward=upward, integer=True) == (16 if upward else 4)
+        assert neighbour(parameter, 4, upward=upward, integer=True) == 8
+        assert neighbour(parameter, 16, upward=upward, integer=True) == 8
+
+    def test_a_range_narrower_than_a_step_is_crossed_to_the_farther_bound(self):
+        for parameter in (RLParameter(min=1.0, max=1.1, scale="log"), RLParameter(min=1.0, max=1.1, factor=3.0)):
+            assert neighbour(parameter, 1.02, upward=True, integer=False) == 1.1
+            assert neighbour(parameter, 1.08, upward=True, integer=False) == 1.0
+
+    @pytest.mark.parametrize(
+        ("parameter", "integer"),
+        [
+            (RLParameter(min=1.0, max=1.2**5, scale="log"), False),
+            (RLParameter(min=0.05, max=0.4), False),
+            (RLParameter(min=1, max=6), True),
+            (RLParameter(choices=[1, 2, 4, 8, 16, 32]), True),
+        ],
+    )
+    def test_bounds_are_reached_and_left_again(self, parameter, integer):
+        """A fair walk on 6 points in a row that turns at the ends visits each end a tenth of the time."""
+        rng = np.random.default_rng(0)
+        low, high = parameter.bounds
+        value, visits, steps = low, {low: 0, high: 0}, 20_000
+        for upward in rng.random(steps) < 0.5:
+            moved = neighbour(parameter, value, upward=bool(upward), integer=integer)
+            assert moved != value
+            value = moved
+            if value in visits:
+                visits[value] += 1
+        # Stationary weights of the walk are the degrees 1, 2, 2, 2, 2, 1.
+        assert visits[low] / steps == pytest.approx(0.1, abs=0.02)
+        assert visits[high] / steps == pytest.approx(0.1, abs=0.02)
+
+
+class TestMutation:
+    @given(seed=st.integers(0, 2**32), probability=st.floats(0.001, 1))
+    def test_it_records_exactly_what_changed(self, seed, probability):
+        parent = Hyperparameters(max_grad_norm=0.7)
+        child, changes = Mutation(probability=probability)(parent, SPACE, np.random.default_rng(seed))
+        before, after = parent.to_json(), child.to_json()
+        assert changes == {name: (before[name], after[name]) for name in before if before[name] != after[name]}
+        assert changes
+        assert set(changes) <= set(SPACE)
+
+    def test_probability_one_changes_every_evolving_hyperparameter(self):
+        _, changes = Mutation(probability=1.0)(Hyperparameters(), SPACE, np.random.default_rng(0))
+        assert set(changes) == set(SPACE)
+
+    @pytest.mark.parametrize("probability", [1e-9, 0.5])
+    def test_each_changes_as_often_as_stated(self, probability):
+        rng, trials, names = np.random.default_rng(1), 4000, len(SPACE)
+        counts = dict.fromkeys(SPACE, 0)
+        for _ in range(trials):
+            for name in Mutation(probability=probability)(Hyperparameters(), SPACE, rng)[1]:
+                counts[name] += 1
+        # Where none moves by itself, one drawn uniformly does.
+        expected = probability + (1 - probability) ** names / names
+        for count in counts.values():
+            assert abs(count / trials - expected) < 5 * math.sqrt(expected * (1 - expected) / trials)
+
+    def test_many_mutations_do_not_drift_on_a_log_scale(self):
+        rng, trials = np.random.default_rng(2), 4000
+        space = HyperparameterConfig(lr=LR)
+        start = Hyperparameters(lr=3e-5)
+        logs = [math.log(Mutation()(start, space, rng)[0].lr / start.lr) for _ in range(trials)]
+        assert abs(np.mean(logs)) < 5 * math.log(LR.factor) / math.sqrt(trials)
+
+    def test_an_empty_space_changes_nothing(self):
+        parent = Hyperparameters()
+        assert Mutation()(parent, HyperparameterConfig(), np.random.default_rng(0)) == (parent, {})
+
+    @pytest.mark.parametrize("probability", [0, -0.1, 1.1, float("nan"), True, "0.5"])
+    def test_a_probability_outside_its_range_is_refused(self, probability):
+        with pytest.raises(ValueError, match="probability must"):
+            Mutation(probability=probability)
+
+    def test_json_round_trip(self):
+        mutation = Mutation(probability=0.25)
+        assert Mutation.from_json(json.loads(json.dumps(mutation.to_json()))) == mutation
+        with pytest.raises(ValueError, match="did you mean 'probability'"):
+            Mutation.from_json({"propability": 0.25})
+
+
+class TestSpread:
+    def spread(self, size, *, defaults=None, space=SPACE, samples_per_step=64, seed=0):
+        return spread_members(defaults or Hyperparameters(), space, size, np.random.default_rng(seed), samples_per_step)
+
+    def test_the_first_member_is_the_defaults_untouched_even_outside_the_space(self):
+        defaults = Hyperparameters(lr=0.5, group_size=32)
+        assert self.spread(4, defaults=defaults)[0] == defaults
+
+    def test_a_population_of_one_is_the_defaults(self):
+        assert self.spread(1) == (Hyperparameters(),)
+
+    def test_what_does_not_evolve_keeps_the_default(self):
+        members = self.spread(6, defaults=Hyperparameters(beta=0.3, max_grad_norm=2.0))
+        assert {(member.beta, member.max_grad_norm) for member in members} == {(0.3, 2.0)}
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_every_part_of_every_range_gets_one_member(self, seed):
+        others = self.spread(10, seed=seed)[1:]
+        low, high = LR.bounds
+        parts = [int(9 * math.log(member.lr / low) / math.log(high / low)) for member in others]
+        assert sorted(parts) == list(range(9))
+        assert sorted(int(9 * (member.clip_coef - 0.05) / 0.35) for member in others) == list(range(9))
+        assert sorted(member.group_size for member in others) == [4] * 3 + [8] * 3 + [16] * 3
+        assert {member.update_epochs for member in others} == {1, 2, 3, 4}
+        assert all(4 <= member.batch_size <= 256 for member in others)
+
+    def test_group_sizes_from_a_range_divide_samples_per_step(self):
+        space = HyperparameterConfig(group_size=RLParameter(min=2, max=12))
+        sizes = {member.group_size for member in self.spread(41, space=space, samples_per_step=24)[1:]}
+        assert sizes == {2, 3, 4, 6, 8, 12}
+
+    def test_equal_generators_give_equal_populations(self):
+        assert self.spread(5, seed=3) == self.spread(5, seed=3)
+        assert self.spread(5, seed=3) != self.spread(5, seed=4)
+
+    def test_what_cannot_be_trained_at_equal_cost_is_refused(self):
+        with pytest.raises(ValueError, match=r"got 8: use one of 2, 3, 4, 6, 12"):
+            self.spread(2, space=HyperparameterConfig(lr=LR), samples_per_step=12)
+        with pytest.raises(ValueError, match=r"got \[8, 16\]: choose from 2, 3, 4, 6, 12"):
+            self.spread(2, samples_per_step=12, defaults=Hyperparameters(group_size=4))
+        with pytest.raises(ValueError, match="at least one member, got size=0"):
+            self.spread(0)

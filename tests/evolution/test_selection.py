@@ -1,0 +1,85 @@
+"""Tournaments pick the better member, and only where the difference is more than noise."""
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.selection import best_slot, tournament
+
+QUESTIONS = 64
+
+
+def fitness_of(*means, noise=0.0, seed=0):
+    rng = np.random.default_rng(seed)
+    return [Fitness.from_scores((mean + noise * rng.standard_normal(QUESTIONS)).tolist()) for mean in means]
+
+
+def test_the_best_is_the_first_of_several_equal_ones_and_never_a_failed_one():
+    low, high = fitness_of(0.0, 1.0)
+    assert best_slot([None, low, high, high]) == 2
+    assert best_slot([high, high]) == 0
+    with pytest.raises(ValueError, match="all 2 members failed"):
+        best_slot([None, None])
+
+
+@pytest.mark.parametrize("z", [0.0, 1.0, 3.0])
+def test_a_tournament_of_everyone_copies_a_clear_winner_everywhere(z):
+    choices = tournament(fitness_of(0.0, 0.1, 0.9, 0.2), 4, z, np.random.default_rng(0))
+    assert [choice.parent for choice in choices] == [2, 2, 2, 2]
+    assert choices[2].reason == "kept: elite"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_each_slot_keeps_its_own_or_takes_a_better_one_beyond_the_noise(size):
+    z = 1.0
+    for seed in range(30):
+        fitness = fitness_of(*np.linspace(0, 0.5, 6), noise=1.0, seed=seed)
+        for slot, choice in enumerate(tournament(fitness, size, z, np.random.default_rng(seed))):
+            if choice.parent == slot:
+                assert choice.reason.startswith("kept: ")
+            else:
+                difference, standard_error = paired_difference(fitness[choice.parent], fitness[slot])
+                assert difference > z * standard_error
+                assert choice.reason.startswith(f"replaced by slot {choice.parent}")
+
+
+def test_the_reason_names_noise_exactly_where_a_better_challenger_is_held_back():
+    held_back = 0
+    for seed in range(30):
+        fitness = fitness_of(0.0, 0.0, 0.0, noise=1.0, seed=seed)
+        strict = tournament(fitness, 3, 1.0, np.random.default_rng(seed))
+        lenient = tournament(fitness, 3, 0.0, np.random.default_rng(seed))
+        for slot, (kept, taken) in enumerate(zip(strict, lenient, strict=True)):
+            within_noise = kept.parent == slot and taken.parent != slot
+            assert kept.reason.startswith("kept: within noise") == within_noise
+            held_back += within_noise
+    assert held_back > 0
+
+
+def test_more_contestants_select_harder():
+    fitness = fitness_of(*np.linspace(0, 1, 10))
+    taken = [
+        np.mean(
+            [[choice.parent for choice in tournament(fitness, size, 1.0, np.random.default_rng(s))] for s in range(40)]
+        )
+        for size in (1, 2, 4, 10)
+    ]
+    assert taken == sorted(taken)
+    assert taken[-1] == 9
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_failed_members_are_replaced_by_healthy_ones_whatever_the_noise(size):
+    first, second = fitness_of(0.0, 0.0, noise=1.0)
+    for seed in range(10):
+        choices = tournament([None, first, None, second, None], size, 100.0, np.random.default_rng(seed))
+        assert all(choices[slot].parent in (1, 3) and "failed" in choices[slot].reason for slot in (0, 2, 4))
+        assert [choices[slot].parent for slot in (1, 3)] == [1, 3]
+
+
+def test_a_fixed_fitness_gap_is_seen_through_noise_that_members_share():
+    """Question difficulty with a spread of 10 hides a gap of 0.1 from plain means, not from paired ones."""
+    difficulty = 10 * np.random.default_rng(0).standard_normal(QUESTIONS)
+    fitness = [Fitness.from_scores((difficulty + gap).tolist()) for gap in (0.0, 0.1)]
+    assert fitness[0].standard_error > 0.1
+    assert [choice.parent for choice in tournament(fitness, 2, 3.0, np.random.default_rng(0))] == [1, 1]

@@ -1,0 +1,114 @@
+"""Group-relative advantages against hand computation, a scalar oracle and their symmetries."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.functional.advantages import group_advantages, zero_variance_groups
+from tests.oracles import scalar_grpo
+
+NAN = float("nan")
+GROUPS = st.lists(st.lists(st.integers(-8, 8), min_size=2, max_size=6), min_size=1, max_size=4)
+
+
+def tensors(groups):
+    """Return rewards and group numbers of ragged groups, dealt like cards."""
+    rounds = range(max(len(group) for group in groups))
+    pairs = [(group[turn], number) for turn in rounds for number, group in enumerate(groups) if turn < len(group)]
+    rewards, numbers = (list(column) for column in zip(*pairs, strict=True))
+    return torch.tensor(rewards, dtype=torch.float32), torch.tensor(numbers)
+
+
+def test_ragged_groups_in_any_order_by_hand():
+    # Group 7: rewards 1, 2, 3: mean 2, sample deviation 1. Group 4: 0, 4: mean 2, deviation sqrt(8).
+    rewards = torch.tensor([1.0, 0.0, 2.0, 4.0, 3.0])
+    groups = torch.tensor([7, 4, 7, 4, 7])
+    eps = 0.5
+    root = math.sqrt(8)
+    expected = torch.tensor([-1 / 1.5, -2 / (root + eps), 0.0, 2 / (root + eps), 1 / 1.5])
+    torch.testing.assert_close(group_advantages(rewards, groups, eps), expected)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.7, 1e8, 1e-30])
+@pytest.mark.parametrize("size", [2, 3, 7, 8])
+def test_equal_rewards_teach_exactly_nothing(value, size):
+    rewards = torch.full((2 * size,), value)
+    advantages = group_advantages(rewards, torch.arange(2 * size) // size, eps=1e-8)
+    assert torch.equal(advantages, torch.zeros(2 * size))
+
+
+def test_a_reward_that_does_not_apply_is_left_out():
+    rewards = torch.tensor([1.0, NAN, 3.0, NAN, 5.0, NAN, NAN])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2])
+    advantages = group_advantages(rewards, groups)
+    torch.testing.assert_close(
+        advantages[[0, 2]], group_advantages(torch.tensor([1.0, 3.0]), torch.tensor([0, 0])), rtol=0, atol=0
+    )
+    assert torch.equal(advantages[[1, 3, 4, 5, 6]], torch.zeros(5))
+
+
+def test_a_lone_completion_is_an_error_that_names_its_group():
+    with pytest.raises(ValueError, match=r"at least 2 completions.*\[5\]"):
+        group_advantages(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4, 4, 5]))
+
+
+def test_no_completions_give_no_advantages():
+    assert group_advantages(torch.zeros(0), torch.zeros(0, dtype=torch.long)).shape == (0,)
+
+
+@given(GROUPS, st.floats(1e-6, 1.0))
+def test_it_equals_the_scalar_oracle(dealt, eps):
+    rewards, groups = tensors(dealt)
+    rewards[::5] = NAN
+    expected = torch.tensor(scalar_grpo.advantages(rewards.tolist(), groups.tolist(), eps))
+    torch.testing.assert_close(group_advantages(rewards, groups, eps), expected, rtol=1e-5, atol=1e-6)
+
+
+@given(GROUPS, st.integers(-100, 100))
+def test_a_shift_of_a_groups_rewards_changes_nothing(dealt, shift):
+    rewards, groups = tensors(dealt)
+    moved = rewards + shift * (groups + 1)
+    torch.testing.assert_close(group_advantages(moved, groups), group_advantages(rewards, groups), rtol=1e-5, atol=1e-5)
+
+
+@given(GROUPS, st.floats(0.25, 4.0))
+def test_a_scale_changes_nothing_when_eps_scales_along(dealt, scale):
+    rewards, groups = tensors(dealt)
+    scaled = group_advantages(rewards * scale, groups, eps=0.1 * scale)
+    torch.testing.assert_close(scaled, group_advantages(rewards, groups, eps=0.1), rtol=1e-4, atol=1e-5)
+
+
+@given(GROUPS)
+def test_they_sum_to_zero_in_every_group_and_follow_the_rewards(dealt):
+    rewards, groups = tensors(dealt)
+    advantages = group_advantages(rewards, groups)
+    for group in groups.unique():
+        mine = groups == group
+        assert abs(float(advantages[mine].sum())) < 1e-4
+        order = rewards[mine].argsort(stable=True)
+        assert bool((advantages[mine][order].diff() >= 0).all())
+
+
+@given(GROUPS, st.randoms(use_true_random=False))
+def test_the_order_and_the_names_of_groups_do_not_matter(dealt, random):
+    rewards, groups = tensors(dealt)
+    order = list(range(len(rewards)))
+    random.shuffle(order)
+    again = group_advantages(rewards[order], 1000 - 7 * groups[order])
+    torch.testing.assert_close(again, group_advantages(rewards, groups)[order], rtol=1e-6, atol=1e-6)
+
+
+def test_large_rewards_close_together_keep_their_order():
+    rewards = torch.tensor([1e7, 1e7 + 1, 1e7 + 2])
+    torch.testing.assert_close(
+        group_advantages(rewards, torch.zeros(3, dtype=torch.long)), torch.tensor([-1.0, 0.0, 1.0]), rtol=1e-3, atol=1e-6
+    )
+
+
+def test_zero_variance_groups_are_those_with_at_most_one_distinct_reward():
+    rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, NAN, 2.0, NAN, NAN])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3])
+    assert zero_variance_groups(rewards, groups, 4).tolist() == [True, False, True, True]

@@ -1,0 +1,53 @@
+"""One member as a user would train it apart: its own copy of the base, PEFT's adapters, PyTorch's AdamW."""
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+class PeftMember:
+    """A separate PEFT model that scores completions one at a time: whole sequence, no cache, no padding.
+
+    Args:
+        base: Copied, never changed.
+        lora_config: What to adapt.
+        adapter: Adapter tensors under the names of adapter_model.safetensors.
+        end_ids: Tokens that end a completion.
+    """
+
+    def __init__(
+        self, base: PreTrainedModel, lora_config: LoraConfig, adapter: Mapping[str, Tensor], end_ids: Sequence[int]
+    ) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about GPT-2's transposed weights, which PEFT then handles
+            self.model = get_peft_model(copy.deepcopy(base), copy.deepcopy(lora_config)).eval()
+        own = dict(self.model.named_parameters())
+        self.parameters = {name: own[name.replace(".weight", ".default.weight")] for name in adapter}
+        trainable = {name for name, parameter in own.items() if parameter.requires_grad}
+        assert trainable == {name.replace(".weight", ".default.weight") for name in adapter}
+        with torch.no_grad():
+            for name, values in adapter.items():
+                self.parameters[name].copy_(values)
+        self.end_ids = list(end_ids)
+
+    def log_probs(
+        self, prompt: Sequence[int], completion: Sequence[int], *, temperature: float, min_new_tokens: int = 0
+    ) -> Tensor:
+        """Return `[t]` log-probabilities of a completion's tokens, in nats, with gradient."""
+        ids = torch.tensor([[*prompt, *completion]])
+        logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
+        ruled_out = torch.zeros_like(logits, dtype=torch.bool)
+        ruled_out[:min_new_tokens, self.end_ids] = True
+        scores = logits.masked_fill(ruled_out, -torch.inf).log_softmax(1)
+        return scores.gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+    def probabilities(self, prompt: Sequence[int], *, temperature: float) -> Tensor:
+        """Return `[v]`: the chance of every next token, in float64."""
+        with torch.no_grad():
+            logits = self.model(input_ids=torch.tensor([list(prompt)])).logits[0, -1]
+        return (logits.double() / temperature).softmax(0)

@@ -1,0 +1,198 @@
+"""A checkpoint reads back what was written, or says exactly what is wrong with it."""
+
+import json
+import os
+import re
+
+import pytest
+import torch
+
+from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
+from evogrpo.persistence.manifest import CheckpointError
+
+TENSORS = {
+    "weights": torch.arange(12, dtype=torch.float32).reshape(3, 4) / 7,
+    "moments": torch.tensor([1.5, -2.25, 3e38], dtype=torch.bfloat16),
+    "steps": torch.tensor(17),
+    "flags": torch.tensor([True, False]),
+    "empty": torch.zeros(0, 3),
+}
+RECORD = {"generation": 3, "members": [{"lr": 1e-4, "failed": None, "name": "é\u2028\x1b"}], "big": 2**70}
+FILES = {"adapter_config.json": b'{"r": 8}\n', "adapter_model.safetensors": bytes(range(256)) * 5}
+ALL_FILES = ["population.safetensors", "population.json", "manifest.json", *FILES]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_checkpoint(tmp_path / "generation-0003", TENSORS, RECORD, files=FILES)
+    return tmp_path / "generation-0003"
+
+
+def equal(left, right):
+    """Same names, dtypes and bits (NaN equals NaN)."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and torch.equal(left[name].reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8))
+        for name in left
+    )
+
+
+def rewrite_manifest(folder, **changes):
+    """A forger's tool: change the manifest and keep it well-formed."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# --- round trips -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_written_is_read(folder):
+    tensors, record = read_checkpoint(folder)
+    assert equal(tensors, TENSORS)
+    assert record == RECORD
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+    assert sorted(path.name for path in folder.iterdir()) == sorted(ALL_FILES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_every_dtype_keeps_its_bits(tmp_path, dtype):
+    bits = torch.randint(0, 2, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    tensors = {"x": bits.view(dtype) if dtype != torch.bool else bits.bool()}
+    write_checkpoint(tmp_path / "c", tensors, {})
+    assert equal(read_checkpoint(tmp_path / "c")[0], tensors)
+
+
+def test_nan_and_infinity_are_legal_in_tensors(tmp_path):
+    tensors = {"x": torch.tensor([float("nan"), float("inf"), -0.0])}
+    write_checkpoint(tmp_path / "c", tensors, {})
+    assert equal(read_checkpoint(tmp_path / "c")[0], tensors)
+
+
+def test_views_and_tied_tensors_are_stored_as_whole_tensors(tmp_path):
+    stack = torch.randn(1000, 8, generator=torch.Generator().manual_seed(1))
+    tensors = {"row": stack[3], "transposed": stack[:4].T, "tied": stack[3], "trained": stack[5].requires_grad_()}
+    write_checkpoint(tmp_path / "c", tensors, {})
+    assert equal(read_checkpoint(tmp_path / "c")[0], {name: value.detach() for name, value in tensors.items()})
+    assert (tmp_path / "c" / "population.safetensors").stat().st_size < 2000  # not the stack behind the views
+
+
+def test_the_tensor_file_is_plain_safetensors(folder):
+    from safetensors.torch import load_file
+
+    assert equal(load_file(folder / "population.safetensors"), TENSORS)
+
+
+def test_no_tensors_and_an_empty_record(tmp_path):
+    write_checkpoint(tmp_path / "c", {}, {})
+    assert read_checkpoint(tmp_path / "c") == ({}, {})
+
+
+def test_a_checkpoint_can_be_moved_and_linked_to(folder, tmp_path):
+    folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert read_checkpoint(tmp_path / "link")[1] == RECORD
+    write_checkpoint(tmp_path / "link", {}, {"new": True}, replace=True)
+    assert read_checkpoint(tmp_path / "elsewhere")[1] == {"new": True}
+
+
+# --- what cannot be written ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "place"),
+    [
+        ({"members": [{"lr": float("nan")}]}, "record.members[0].lr"),
+        ({"fitness": float("inf")}, "record.fitness"),
+        ({"a": {1: "one"}}, "record.a"),
+        ({"a": torch.zeros(2)}, "record.a"),
+        ({"a": {"b"}}, "record.a"),
+    ],
+)
+def test_a_record_that_is_not_strict_json_is_refused_by_place(tmp_path, record, place):
+    with pytest.raises(ValueError, match=re.escape(place)):
+        write_checkpoint(tmp_path / "c", {}, record)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "a/b", "/etc/passwd", "a\\b", "", ".", "..", ".hidden", "a\0b", "manifest.json", "population.json"]
+)
+def test_further_files_have_plain_names(tmp_path, name):
+    with pytest.raises(ValueError, match="cannot be a further file"):
+        write_checkpoint(tmp_path / "c", {}, {}, files={name: b""})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["", "manifest", "../x", "a b", "A"])
+def test_a_kind_is_a_plain_word(tmp_path, kind):
+    with pytest.raises(ValueError, match="kind of checkpoint"):
+        write_checkpoint(tmp_path / "c", {}, {}, kind=kind)
+
+
+def test_sparse_tensors_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="'x'"):
+        write_checkpoint(tmp_path / "c", {"x": torch.eye(2).to_sparse()}, {})
+
+
+# --- what is not overwritten -----------------------------------------------------------------------------------------
+
+
+def test_a_complete_checkpoint_is_replaced_only_on_request(folder):
+    with pytest.raises(CheckpointError, match="replace=True"):
+        write_checkpoint(folder, {}, {"new": True})
+    assert read_checkpoint(folder)[1] == RECORD
+    write_checkpoint(folder, {}, {"new": True}, replace=True)
+    assert read_checkpoint(folder) == ({}, {"new": True})
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_damaged_checkpoint_may_be_rewritten(folder):
+    (folder / "population.safetensors").write_bytes(b"")
+    write_checkpoint(folder, TENSORS, {"again": True})
+    assert read_checkpoint(folder)[1] == {"again": True}
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_with_anything_else_in_it_is_never_touched(tmp_path, replace):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
+    with pytest.raises(CheckpointError, match=r"cat\.jpg"):
+        write_checkpoint(tmp_path / "photos", {}, {}, replace=replace)
+    assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"meow"
+
+
+def test_a_users_own_adapter_folder_is_not_taken_for_a_damaged_checkpoint(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "adapter_config.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match="no checkpoint wrote"):
+        write_checkpoint(tmp_path / "mine", {}, {}, files=FILES)
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    (tmp_path / "c").write_text("notes")
+    with pytest.raises(CheckpointError, match="not a folder"):
+        write_checkpoint(tmp_path / "c", {}, {}, replace=True)
+    assert (tmp_path / "c").read_text() == "notes"
+
+
+def test_a_newer_checkpoint_is_not_lost_by_accident(folder):
+    rewrite_manifest(folder, version=2)
+    with pytest.raises(CheckpointError, match="upgrade evogrpo, or pass replace=True"):
+        write_checkpoint(folder, {}, {})
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(folder, monkeypatch):
+    real, calls = os.fsync, []
+
+    def no_space(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space"):
+        write_checkpoint(folder, {}, {"new": True}, replace=True)
+    assert read_checkpoint(folder)[1] == RECORD
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]

@@ -1,0 +1,153 @@
+"""The caller's model is never altered: not its flags, modules, hooks, weights or logits, whatever happens."""
+
+import pytest
+import torch
+
+from evogrpo.hyperparameters import Hyperparameters
+from tests.tiny_batches import different_members, grpo_loss, make_rows, same_state, sampled_batch
+from tests.tiny_models import ARCHITECTURES, tiny_model
+
+HYPERPARAMETERS = {0: Hyperparameters(lr=1e-2), 1: Hyperparameters(lr=1e-3)}
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+def hooks(module):
+    """Return everything that is registered on a module."""
+    return {name: list(value.items()) for name, value in vars(module).items() if "hooks" in name and value}
+
+
+def portrait(model):
+    """Return all that a caller could notice of a model, logits excepted."""
+    return {
+        "modules": [(name, type(module), module.training) for name, module in model.named_modules()],
+        "flags": [(name, p.requires_grad, p.data_ptr(), p.grad) for name, p in model.named_parameters()],
+        "hooks": [hooks(module) for module in model.modules()],
+        "config": model.config.to_dict(),
+        "attributes": sorted(vars(model)),
+    }
+
+
+def logits(model):
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    with torch.no_grad():
+        values = model(input_ids=IDS).logits
+    for module, training in modes:
+        module.training = training
+    return values
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def unusual(request):
+    """A model in a state of its own: mixed modes, some parameters frozen, a hook of the caller's."""
+    model = tiny_model(request.param).train()
+    for index, module in enumerate(model.modules()):
+        module.training = index % 3 != 0
+    for index, parameter in enumerate(model.parameters()):
+        parameter.requires_grad_(index % 2 == 0)
+    calls = []
+    model.base_model.register_forward_hook(lambda *_: calls.append(1))
+    return model
+
+
+def test_working_leaves_the_model_as_it_was(unusual):
+    before, weights, expected = (
+        portrait(unusual),
+        {k: v.clone() for k, v in unusual.state_dict().items()},
+        logits(unusual),
+    )
+    bank = different_members(unusual, 2)
+    assert portrait(unusual) == before
+    batch = sampled_batch(bank)
+    bank.log_probs(batch)
+    bank.reference_log_probs(batch)
+    bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
+    bank.peft_files(0)
+    assert portrait(unusual) == before
+    assert torch.equal(logits(unusual), expected)
+    after = unusual.state_dict()
+    assert set(after) == set(weights)
+    assert all(torch.equal(values, after[name]) for name, values in weights.items())
+
+
+class ForcedError(Exception):
+    """Raised on purpose."""
+
+
+def test_an_exception_inside_leaves_the_model_as_it_was(unusual):
+    bank = different_members(unusual, 2)
+    batch = sampled_batch(bank)
+    before, expected = portrait(unusual), logits(unusual)
+    states = [bank.state(slot) for slot in range(2)]
+
+    def failing(rows, log_probs):
+        raise ForcedError
+
+    with pytest.raises(ForcedError):
+        bank.update(batch, failing, HYPERPARAMETERS)
+    assert portrait(unusual) == before
+    # A forward pass that fails half-way, as an interrupt would make it.
+    layer = next(module for name, module in unusual.named_modules() if name.endswith(("layers.1", "h.1")))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = layer.register_forward_pre_hook(interrupt)
+    for work in (
+        lambda: bank.sample(make_rows([0, 1])),
+        lambda: bank.log_probs(batch),
+        lambda: bank.reference_log_probs(batch),
+        lambda: bank.update(batch, grpo_loss(batch), HYPERPARAMETERS),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    handle.remove()
+    assert portrait(unusual) == before
+    assert torch.equal(logits(unusual), expected)
+    assert all(same_state(bank.state(slot), states[slot]) for slot in range(2))
+    # And the bank itself goes on as if nothing had happened.
+    control = different_members(unusual, 2)
+    assert bank.update(batch, grpo_loss(batch), HYPERPARAMETERS) == control.update(
+        batch, grpo_loss(batch), HYPERPARAMETERS
+    )
+
+
+def test_two_banks_interleaved_on_one_model_do_not_meet():
+    model = tiny_model("llama")
+    one, other = different_members(model, 2), different_members(model, 3, std=0.4)
+    controls = [different_members(tiny_model("llama"), 2), different_members(tiny_model("llama"), 3, std=0.4)]
+    for seed in range(2):
+        for bank, control in zip((one, other), controls, strict=True):
+            batch, twin = sampled_batch(bank, seed=seed), sampled_batch(control, seed=seed)
+            assert torch.equal(batch.actions, twin.actions)
+            assert bank.update(batch, grpo_loss(batch), HYPERPARAMETERS) == control.update(
+                twin, grpo_loss(twin), HYPERPARAMETERS
+            )
+    for bank, control in zip((one, other), controls, strict=True):
+        assert all(same_state(bank.state(slot), control.state(slot)) for slot in range(bank.size))
+
+
+def test_one_bank_may_work_inside_anothers_loss():
+    model = tiny_model("llama")
+    bank, inner, control = different_members(model, 2), different_members(model, 3, std=0.4), different_members(model, 2)
+    batch, inner_batch = sampled_batch(bank), sampled_batch(inner)
+    expected = inner.log_probs(inner_batch)
+    loss = grpo_loss(batch)
+
+    def nested(rows, log_probs):
+        assert torch.equal(inner.log_probs(inner_batch), expected)
+        return loss(rows, log_probs)
+
+    assert bank.update(batch, nested, HYPERPARAMETERS) == control.update(batch, loss, HYPERPARAMETERS)
+
+
+def test_dropout_of_the_base_never_acts_in_the_bank():
+    model = tiny_model("gpt2").train()
+    assert model.config.resid_pdrop > 0
+    assert not torch.equal(model(input_ids=IDS).logits, model(input_ids=IDS).logits), "the test needs live dropout"
+    bank, still = different_members(model, 2), different_members(tiny_model("gpt2").eval(), 2)
+    batch = sampled_batch(bank)
+    assert torch.equal(batch.actions, sampled_batch(still).actions)
+    assert torch.equal(bank.log_probs(batch), still.log_probs(batch))
+    loss = grpo_loss(batch)
+    assert bank.update(batch, loss, HYPERPARAMETERS) == still.update(batch, loss, HYPERPARAMETERS)

@@ -1,0 +1,146 @@
+"""The figure shows what the journal says, for runs of every shape, and leaves matplotlib's settings alone."""
+
+import io
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from evogrpo.persistence.journal import read_journal
+from evogrpo.report.figures import draw_report
+from evogrpo.report.marks import BASE, BEST, drawing
+from evogrpo.report.panels import draw_fitness, draw_hyperparameter, generation_ticks, spread_out
+from evogrpo.report.summary import summarise
+
+ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm")
+
+
+def drawn(run_dir):
+    return drawing(summarise(read_journal(run_dir / "journal.jsonl")))
+
+
+def fitness_axes(run):
+    axes = Figure().subplots()
+    draw_fitness(axes, run)
+    return axes
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"size": 4, "generations": 5},
+        {"size": 1, "generations": 1, "evolve": ("lr",)},
+        {"size": 1, "generations": 6, "evolve": ()},
+        {"size": 2, "generations": 1, "evolve": ALL_NAMES[:2], "test": False},
+        {"size": 8, "generations": 6, "evolve": ALL_NAMES, "failures": [(2, 3), (3, 3), (6, 0)]},
+        {"size": 9, "generations": 2, "evolve": ALL_NAMES[:4]},
+        {"size": 32, "generations": 8, "failures": [(1, 31)]},
+        {"size": 3, "generations": 0, "test": False},
+        {"size": 2, "generations": 2, "failures": [(1, 0), (1, 1), (2, 0), (2, 1)], "test": False},
+        {"size": 3, "generations": 4, "resume_at": 3},
+        {"size": 2, "generations": 2, "task": "$x_{ <b> \x1b[0m \0 漢字 %s" + "long " * 100},
+    ],
+    ids=lambda shape: "-".join(f"{value}" for value in shape.values())[:40],
+)
+def test_every_shape_of_run_is_drawn(tmp_path, fake_run, shape):
+    from matplotlib.image import imread
+
+    path = draw_report(fake_run(tmp_path, **shape))
+    assert path == tmp_path / "report.png"
+    image = imread(io.BytesIO(path.read_bytes()))
+    assert image.shape[1] == 1430  # 11 inches at 130 dots per inch
+    assert image.shape[0] > 700
+    assert 0.005 < np.mean(image[..., :3].min(axis=-1) < 0.9) < 0.5  # neither blank nor flooded
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["journal.jsonl", "report.png"]
+
+
+def test_every_measured_fitness_is_a_point_and_every_failure_a_cross(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path, size=5, generations=6, failures=[(2, 1), (4, 0)]))
+    axes = fitness_axes(run)
+    points = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o"}
+    results = [result for line in run.lines for result in line.results]
+    assert points == {(r.generation, r.fitness) for r in results if r.fitness is not None}
+    crosses = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "x"]
+    assert sorted(crosses) == [2, 4]
+
+
+def test_the_best_members_line_runs_from_the_untrained_base_to_its_last_result(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path, size=6, generations=8, seed=4))
+    assert len(run.lineage) > 1
+    bold = [line for line in fitness_axes(run).lines if line.get_color() == BEST and line.get_linewidth() > 3]
+    stretches = sorted(list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in bold)
+    assert stretches[0][0] == (0, run.summary.baseline.fitness)
+    assert all(before[-1] == after[0] for before, after in pairwise(stretches))
+    last = next(line for line in run.lines if line.index == run.best).results[-1]
+    assert stretches[-1][-1] == (last.generation, last.fitness)
+
+
+def test_baseline_and_test_scores(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path))
+    axes = fitness_axes(run)
+    (baseline,) = (line for line in axes.lines if line.is_dashed() and line.get_color() == BASE)
+    assert list(baseline.get_ydata()) == [run.summary.baseline.fitness] * 2
+    diamonds = {line.get_ydata()[0]: line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"}
+    assert diamonds.keys() == {run.summary.test.before.fitness, run.summary.test.after.fitness}
+    assert diamonds[run.summary.test.before.fitness] == 0
+    assert diamonds[run.summary.test.after.fitness] > run.last_generation
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("lr", "log"), ("clip_coef", "linear"), ("group_size", "log"), ("update_epochs", "linear")]
+)
+def test_hyperparameters_are_held_between_births(tmp_path, fake_run, name, scale):
+    run = drawn(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=ALL_NAMES))
+    axes = Figure().subplots()
+    draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+    assert axes.get_yscale() == scale
+    assert axes.get_title(loc="left") == name
+    assert axes.get_ylabel()
+    births = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o")
+    expected = sorted(
+        (line.origin.generation, line.results[0].hyperparameters[name]) for line in run.lines if line.origin is not None
+    )
+    assert births == expected
+    assert births
+    low, high = axes.get_ylim()
+    assert all(low < r.hyperparameters[name] < high for line in run.lines for r in line.results)
+
+
+def test_ticks_are_whole_generations():
+    assert generation_ticks(0, 1) == [0, 1]
+    assert generation_ticks(4, 5) == [4, 5]
+    assert all(tick == int(tick) and 0 <= tick <= 97 for tick in generation_ticks(0, 97))
+    assert 5 <= len(generation_ticks(0, 97)) <= 13
+
+
+def test_labels_spread_as_little_as_needed():
+    assert spread_out([0.0, 5.0, 9.0], 1.0) == [0.0, 5.0, 9.0]
+    assert spread_out([1.0, 1.0], 1.0) == [0.5, 1.5]
+    values = np.sort(np.random.default_rng(0).uniform(0, 5, 12)).tolist()
+    moved = spread_out(values, 0.7)
+    assert all(after - before >= 0.7 - 1e-9 for before, after in pairwise(moved))
+    assert np.mean(moved) == pytest.approx(np.mean(values))
+    assert spread_out([], 1.0) == []
+
+
+def test_matplotlib_keeps_its_settings_and_torch_stays_unloaded(tmp_path, fake_run):
+    fake_run(tmp_path, generations=2)
+    code = f"""
+import sys
+import evogrpo.report.figures, evogrpo.report.html, evogrpo.report.lineage
+assert "matplotlib" not in sys.modules
+import matplotlib
+matplotlib.rcParams["font.size"] = 17
+before = dict(matplotlib.rcParams)
+evogrpo.report.html.write_html({str(tmp_path)!r})
+assert dict(matplotlib.rcParams) == before
+assert "matplotlib.pyplot" not in sys.modules
+assert "torch" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPLBACKEND": "svg"}
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True, env=environment)

@@ -1,0 +1,143 @@
+"""The page is one self-contained file that shows the run, and whatever text a run holds stays text."""
+
+import base64
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from evogrpo.persistence.journal import Journal, read_journal
+from evogrpo.report.html import changes_text, html_page, write_html
+from evogrpo.report.lineage import ancestors, winner
+from evogrpo.report.summary import summarise
+from evogrpo.report.text import number_text, printable, score_text
+
+HOSTILE = "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b \u202e \ud800 end"
+VOID = {"meta", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that the tags are balanced, and collects tags, attributes and text."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.pieces, self.blocks = [], [], [], [], []
+        self.feed(content)
+        self.close()
+        assert self.open == []
+        self.text = " ".join(self.pieces)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, *attribute) for attribute in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "pre":
+            self.blocks.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        self.pieces.append(text)
+        if self.open and self.open[-1] == "pre":
+            self.blocks[-1] += text
+
+
+@pytest.fixture
+def hostile_run(tmp_path, fake_run):
+    examples = [{"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5}, {"prompt": "p", "completion": "\n\nc\n"}]
+    fake_run(tmp_path, size=4, generations=4, examples=examples, task=HOSTILE, reason=HOSTILE, failures=[(2, 1)])
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append("stopped", reason=HOSTILE)
+    return tmp_path
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path, fake_run):
+    path = write_html(fake_run(tmp_path))
+    assert path == tmp_path / "report.html"
+    content = path.read_text(encoding="utf-8")
+    page = Page(content)
+    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "a"} & set(page.tags)
+    (source,) = (value for tag, name, value in page.attributes if name in ("src", "href"))
+    kind, image = source.split(",")
+    assert kind == "data:image/png;base64"
+    assert base64.b64decode(image) == (tmp_path / "report.png").read_bytes()
+    assert not re.search(r"https?:|url\(|@import", content)
+    assert ("meta", "content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
+
+
+def test_the_page_tells_the_run(tmp_path, fake_run):
+    page = Page(write_html(fake_run(tmp_path, size=4, generations=5, seed=3)).read_text(encoding="utf-8"))
+    summary = summarise(read_journal(tmp_path / "journal.jsonl"))
+    for generation in summary.generations:
+        for member in generation.members:
+            assert f"#{member.index}" in page.pieces
+            assert score_text(member.fitness, member.standard_error) in page.pieces
+            assert member.reason in page.pieces
+            for value in member.hyperparameters.values():
+                assert number_text(value) in page.pieces
+    chain = ancestors(summary, winner(summary))
+    assert any(ancestor.changes for ancestor in chain)
+    for ancestor in chain:
+        assert changes_text(ancestor.changes) in page.pieces
+    for score in (summary.baseline, summary.test.before, summary.test.after):
+        assert score_text(score.fitness, score.standard_error) in page.pieces
+    assert "256 questions" in page.pieces
+
+
+def test_hostile_text_stays_text(hostile_run):
+    content = write_html(hostile_run).read_bytes().decode("utf-8")
+    page = Page(content)  # balanced: nothing broke out of its element
+    assert "script" not in page.tags
+    assert page.tags.count("img") == 1
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert page.blocks.count("\n" + printable(HOSTILE)) == 8  # prompt and completion in each generation
+    assert not set(content) & {"\x1b", "\0", "\x9b", "\u202e"}
+    for place in ("Stopped: ", "#0", "founder"):
+        assert place in page.text
+    assert page.text.count("<script>alert(1)</script>") > 8  # shown, in task, reasons and examples
+
+
+def test_names_that_a_changed_journal_makes_up_stay_text(tmp_path):
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append("run", **{HOSTILE.replace("\ud800", ""): HOSTILE}, evolvable={"<b>$x_{": {"choices": ["<i>"]}})
+        member = {
+            "slot": 0,
+            "index": 0,
+            "hyperparameters": {"<b>$x_{": 1},
+            "failed": HOSTILE,
+            "changes": {"<u>": [1, 2]},
+        }
+        journal.append("generation", generation=1, members=[member], best=0)
+    page = Page(write_html(tmp_path).read_text(encoding="utf-8"))
+    assert not {"b", "i", "u", "script"} & set(page.tags)
+    assert "<b>$x_{" in page.pieces
+
+
+def test_a_completion_is_shown_exactly(hostile_run):
+    page = Page(write_html(hostile_run).read_text(encoding="utf-8"))
+    assert "\n\n\nc\n" in page.blocks  # the first newline is the one that browsers drop
+
+
+def test_long_completions_are_cut_and_say_so(tmp_path, fake_run):
+    examples = [{"prompt": "p", "completion": "y" * 10_000, "reward": None}]
+    page = Page(write_html(fake_run(tmp_path, generations=1, examples=examples)).read_text(encoding="utf-8"))
+    assert f"\n{'y' * 4000}… (6000 more characters)" in page.blocks
+
+
+@pytest.mark.parametrize("shape", [{"size": 1, "generations": 1}, {"size": 2, "generations": 0, "test": False}])
+def test_small_and_unfinished_runs_have_a_page(tmp_path, fake_run, shape):
+    page = Page(write_html(fake_run(tmp_path, **shape)).read_text(encoding="utf-8"))
+    assert ("No generation has finished yet." in page.text) == (shape["generations"] == 0)
+
+
+def test_a_run_that_was_resumed_and_stopped_says_so(tmp_path, fake_run):
+    summary = summarise(read_journal(fake_run(tmp_path, resume_at=2) / "journal.jsonl"))
+    assert "Resumed 1 time. Stopped: all generations done." in Page(html_page(summary, b"")).text
+
+
+def test_a_folder_without_a_journal_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name the folder of a run"):
+        write_html(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,58 @@
+"""Untrusted text becomes visible text; numbers become short ones."""
+
+import sys
+import unicodedata
+
+import pytest
+
+from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text, shorten
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode, 漢字 and 🙂\n\ttoo", "plain, ünïcode, 漢字 and 🙂\n\ttoo"),
+        ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
+        ("\0\r\x7f\x9b", "\\x00\\r\\x7f\\x9b"),
+        ("\u202egnp", "\\u202egnp"),  # reads right to left: a picture of another text
+        ("\u200b\ufeff\u2028", "\\u200b\\ufeff\\u2028"),
+        ("\ud800", "\\ud800"),
+        ("\U000e0041", "\\U000e0041"),
+    ],
+)
+def test_what_would_act_is_spelt_out(text, shown):
+    assert printable(text) == shown
+
+
+def test_no_control_character_of_unicode_survives():
+    every = "".join(map(chr, range(sys.maxunicode + 1)))
+    left = {unicodedata.category(character) for character in printable(every).replace("\n", "").replace("\t", "")}
+    assert not left & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def test_numbers():
+    assert [number_text(value) for value in (None, 8, 0.2, 1.23456e-5, 0.0001)] == [
+        "–",
+        "8",
+        "0.2",
+        "1.23e-05",
+        "0.0001",
+    ]
+    assert [count_text(value) for value in (None, 0, 1234567)] == ["–", "0", "1,234,567"]
+    assert score_text(0.41249, 0.031) == "0.412 ± 0.031"
+    assert score_text(0.4, None) == "0.400"
+    assert score_text(None, 0.1) == "–"
+    seconds = (None, 0.4, 59.6, 61, 3600, 7384)
+    assert [duration_text(value) for value in seconds] == [
+        "–",
+        "0 s",
+        "1 min 00 s",
+        "1 min 01 s",
+        "1 h 00 min",
+        "2 h 03 min",
+    ]
+
+
+def test_shortening_says_how_much_is_missing():
+    assert shorten("abc", 3) == "abc"
+    assert shorten("abcdef", 3) == "abc… (3 more characters)"

@@ -1,0 +1,222 @@
+"""Hyperparameters, their space, and the group sizes that keep every member's cost equal."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import evogrpo
+from evogrpo.hyperparameters import (
+    HYPERPARAMETER_NAMES,
+    HyperparameterConfig,
+    Hyperparameters,
+    RLParameter,
+    feasible_group_sizes,
+    is_integer,
+    unknown_name_error,
+)
+
+
+@pytest.mark.parametrize("module", ["evogrpo.hyperparameters", "evogrpo.evolution"])
+def test_numbers_only_rooms_do_not_load_torch(module):
+    program = (
+        f"import sys, {module}\n"
+        "heavy = sorted({'torch', 'transformers', 'peft', 'accelerate'} & set(sys.modules))\n"
+        f"assert '{module}' in sys.modules\n"
+        "print(heavy)"
+    )
+    root = Path(evogrpo.__file__).parents[1]
+    result = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+class TestHyperparameters:
+    @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", None, [1], 1j])
+    def test_nothing_but_a_finite_positive_number_is_accepted(self, name, value):
+        with pytest.raises(ValueError, match=name):
+            Hyperparameters(**{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("lr", 0),
+            ("clip_coef", 0),
+            ("clip_coef", 1),
+            ("group_size", 1),
+            ("temperature", 0),
+            ("update_epochs", 0),
+            ("max_grad_norm", 0),
+            ("batch_size", 0),
+            ("group_size", 4.0),
+            ("update_epochs", np.float64(2)),
+        ],
+    )
+    def test_values_outside_the_range_or_type_are_refused(self, name, value):
+        with pytest.raises(ValueError, match=f"{name} must .*got"):
+            Hyperparameters(**{name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("beta", 0), ("group_size", 2), ("update_epochs", 1), ("batch_size", 1), ("clip_coef", 0.999), ("lr", 1e-300)],
+    )
+    def test_values_at_the_edge_are_accepted(self, name, value):
+        assert getattr(Hyperparameters(**{name: value}), name) == value
+
+    def test_text_from_yaml_is_explained(self):
+        with pytest.raises(ValueError, match=r"write 1\.0e-4"):
+            Hyperparameters(lr="1e-4")
+
+    def test_numpy_scalars_become_plain_numbers(self):
+        record = Hyperparameters(lr=np.float32(0.5), group_size=np.int64(4), beta=0)
+        assert (type(record.lr), type(record.group_size), type(record.beta)) == (float, int, float)
+
+    def test_a_record_is_replaced_rather_than_edited(self):
+        record = Hyperparameters()
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            record.lr = 1.0
+        with pytest.raises(ValueError, match="clip_coef"):
+            dataclasses.replace(record, clip_coef=2.0)
+
+    def test_json_round_trip(self):
+        record = Hyperparameters(lr=1 / 3, group_size=6)
+        assert Hyperparameters.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+    def test_json_with_an_unknown_name_is_refused_with_the_nearest_one(self):
+        with pytest.raises(ValueError, match="unknown hyperparameter 'group_sise': did you mean 'group_size'"):
+            Hyperparameters.from_json({"group_sise": 4})
+
+
+def test_an_unknown_name_error_lists_what_is_valid():
+    near = str(unknown_name_error("colour", "grene", ["red", "green"]))
+    far = str(unknown_name_error("colour", "xyz", ["red", "green"]))
+    assert "did you mean 'green'" in near
+    assert "did you mean" not in far
+    assert far.endswith("Valid names: red, green")
+
+
+class TestRLParameter:
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"min": 1},
+            {"max": 1},
+            {"min": 2, "max": 1},
+            {"min": 1, "max": 1},
+            {"min": float("nan"), "max": 1},
+            {"min": 0, "max": float("inf")},
+            {"min": "1e-6", "max": 1},
+            {"min": 0, "max": 1, "scale": "log"},
+            {"min": 1, "max": 2, "scale": "lgo"},
+            {"min": 1, "max": 2, "factor": 1.0},
+            {"min": 1, "max": 2, "factor": float("nan")},
+            {"min": 1, "max": 2, "choices": [1, 2]},
+            {"choices": [1, 2], "scale": "log"},
+            {"choices": [1, 2], "factor": 2.0},
+            {"choices": [1]},
+            {"choices": []},
+            {"choices": [1, 1]},
+            {"choices": 4},
+            {"choices": "48"},
+            {"choices": [1, True]},
+            {"choices": [1, float("nan")]},
+        ],
+    )
+    def test_fields_that_describe_no_range_and_no_ladder_are_refused(self, fields):
+        with pytest.raises(ValueError, match=r"got|unknown scale"):
+            RLParameter(**fields)
+
+    def test_a_ladder_is_stored_in_ascending_order(self):
+        assert RLParameter(choices=[16, 4, 8]).choices == (4, 8, 16)
+
+    @pytest.mark.parametrize("parameter", [RLParameter(min=1e-6, max=1, scale="log"), RLParameter(choices=[2, 4])])
+    def test_json_round_trip(self, parameter):
+        assert RLParameter.from_json(json.loads(json.dumps(parameter.to_json()))) == parameter
+
+    def test_json_with_an_unknown_field_is_refused_with_the_nearest_one(self):
+        with pytest.raises(ValueError, match="did you mean 'choices'"):
+            RLParameter.from_json({"choises": [1, 2]})
+
+
+class TestHyperparameterConfig:
+    def test_an_unknown_name_is_refused_with_the_nearest_one(self):
+        with pytest.raises(ValueError, match="did you mean 'clip_coef'"):
+            HyperparameterConfig(clip_coeff=RLParameter(min=0.1, max=0.2))
+
+    @pytest.mark.parametrize(
+        ("name", "parameter"),
+        [
+            ("clip_coef", RLParameter(min=0.1, max=1.5)),
+            ("lr", RLParameter(min=0, max=1)),
+            ("group_size", RLParameter(choices=[1, 2])),
+            ("group_size", RLParameter(min=2.5, max=8)),
+            ("update_epochs", RLParameter(choices=[1, 1.5])),
+            ("lr", (0.1, 0.2)),
+        ],
+    )
+    def test_illegal_bounds_and_choices_are_refused_up_front(self, name, parameter):
+        with pytest.raises(ValueError, match=f"{name} must"):
+            HyperparameterConfig(**{name: parameter})
+
+    def test_the_order_of_the_arguments_does_not_matter(self):
+        lr, beta = RLParameter(min=1e-6, max=1e-3, scale="log"), RLParameter(choices=[0.0, 0.04])
+        first, second = HyperparameterConfig(beta=beta, lr=lr), HyperparameterConfig(lr=lr, beta=beta)
+        assert list(first) == list(second) == ["lr", "beta"]
+        assert first == second
+
+    def test_json_round_trip(self):
+        space = HyperparameterConfig(
+            lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=2.0), group_size=RLParameter(choices=[4, 8, 16])
+        )
+        assert HyperparameterConfig.from_json(json.loads(json.dumps(space.to_json()))) == space
+
+    def test_integer_hyperparameters_are_the_counts(self):
+        assert {name for name in HYPERPARAMETER_NAMES if is_integer(name)} == {
+            "group_size",
+            "update_epochs",
+            "batch_size",
+        }
+        with pytest.raises(ValueError, match="did you mean 'lr'"):
+            is_integer("lrr")
+
+
+class TestGroupSizeLadder:
+    @given(samples_per_step=st.integers(2, 500))
+    def test_feasible_group_sizes_are_the_divisors_from_two_up(self, samples_per_step):
+        ladder = feasible_group_sizes(samples_per_step)
+        assert all(size >= 2 and samples_per_step % size == 0 for size in ladder)
+        # Divisors pair up as d and n/d, so with 1 put back the ladder maps onto itself.
+        assert {1, *ladder} == {samples_per_step // size for size in (1, *ladder)}
+
+    @pytest.mark.parametrize("samples_per_step", [1, 0, -4, 8.0, True])
+    def test_a_step_without_a_group_is_refused(self, samples_per_step):
+        with pytest.raises(ValueError, match="samples_per_step must be"):
+            feasible_group_sizes(samples_per_step)
+
+    def test_choices_that_do_not_divide_are_refused_with_the_valid_ladder(self):
+        space = HyperparameterConfig(group_size=RLParameter(choices=[4, 6, 8]))
+        with pytest.raises(ValueError, match=r"got \[6\]: choose from 2, 4, 8, 16, 32, 64"):
+            space.for_samples_per_step(64)
+
+    def test_a_range_becomes_the_divisors_inside_it(self):
+        space = HyperparameterConfig(lr=RLParameter(min=0.1, max=1), group_size=RLParameter(min=3, max=12))
+        resolved = space.for_samples_per_step(24)
+        assert resolved["group_size"].choices == (3, 4, 6, 8, 12)
+        assert resolved["lr"] == space["lr"]
+        assert resolved.for_samples_per_step(24) == resolved
+
+    def test_a_range_without_two_divisors_is_refused(self):
+        space = HyperparameterConfig(group_size=RLParameter(min=5, max=8))
+        with pytest.raises(ValueError, match=r"got \[8\] in \[5, 8\]: widen it"):
+            space.for_samples_per_step(64)
+
+    def test_a_space_without_group_size_stays_as_it_is(self):
+        space = HyperparameterConfig(lr=RLParameter(min=0.1, max=1))
+        assert space.for_samples_per_step(7) == space

@@ -1,0 +1,63 @@
+"""Objective and Optimizer refuse what makes no sense and keep what does."""
+
+import dataclasses
+
+import pytest
+
+from evogrpo.objective import Objective, Optimizer
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"loss_type": "ppo"}, "loss_type"),
+        ({"advantage_eps": 0.0}, "advantage_eps"),
+        ({"advantage_eps": -1e-4}, "advantage_eps"),
+        ({"advantage_eps": float("nan")}, "advantage_eps"),
+        ({"advantage_eps": float("inf")}, "advantage_eps"),
+    ],
+)
+def test_an_objective_that_makes_no_sense_is_refused_by_name(fields, named):
+    with pytest.raises(ValueError, match=named):
+        Objective(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"betas": (-0.1, 0.9)}, "betas"),
+        ({"betas": (0.9,)}, "betas"),
+        ({"betas": (0.9, float("nan"))}, "betas"),
+        ({"eps": 0.0}, "eps"),
+        ({"eps": float("inf")}, "eps"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"weight_decay": float("nan")}, "weight_decay"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"schedule": "exponential"}, "schedule"),
+        ({"schedule": "linear"}, "total_steps"),
+        ({"schedule": "cosine", "warmup_steps": 5, "total_steps": 5}, "total_steps"),
+        ({"total_steps": 10}, "total_steps"),
+    ],
+)
+def test_an_optimizer_that_makes_no_sense_is_refused_by_name(fields, named):
+    with pytest.raises(ValueError, match=named):
+        Optimizer(**fields)
+
+
+def test_the_records_are_frozen_and_keyword_only():
+    for record in (Objective(), Optimizer()):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            record.eps = 1.0
+        with pytest.raises(TypeError):
+            type(record)("grpo")
+
+
+def test_betas_may_come_as_a_list():
+    assert Optimizer(betas=[0.8, 0.9]) == Optimizer(betas=(0.8, 0.9))
+    assert hash(Optimizer(betas=[0.8, 0.9])) == hash(Optimizer(betas=(0.8, 0.9)))
+
+
+def test_extremes_that_make_sense_are_kept():
+    Optimizer(betas=(0.0, 0.0), weight_decay=0.0, warmup_steps=3, schedule="linear", total_steps=4)
+    assert Objective(loss_type="dapo", mask_truncated=True).loss_type == "dapo"

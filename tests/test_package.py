@@ -1,0 +1,73 @@
+"""The package's own page: public names, laziness and version."""
+
+import ast
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import evogrpo
+
+ROOT = Path(__file__).parents[1]
+
+
+def loaded_modules(statement: str) -> set[str]:
+    """Run one statement in a fresh interpreter and return the modules it loaded."""
+    program = f"{statement}\nimport sys\nprint(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import evogrpo; dir(evogrpo)",
+        "import evogrpo.hyperparameters",
+        "import evogrpo.evolution",
+        "import evogrpo.report",
+        "from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, Tournament",
+    ],
+)
+def test_what_is_numbers_only_does_not_load_torch(statement):
+    loaded = loaded_modules(statement)
+    assert "evogrpo" in loaded
+    assert not loaded & {"torch", "transformers", "peft", "accelerate"}
+
+
+def test_importing_the_package_loads_none_of_its_rooms():
+    assert {name for name in loaded_modules("import evogrpo") if name.startswith("evogrpo.")} == set()
+
+
+@pytest.mark.parametrize("name", evogrpo.__all__)
+def test_a_public_name_is_found_where_its_home_defines_it(name):
+    value = getattr(evogrpo, name)
+    assert value.__name__ == name
+    assert value.__module__ == evogrpo._HOMES[name]
+    assert value.__doc__
+
+
+def test_public_names_are_listed_and_told_to_type_checkers():
+    tree = ast.parse(Path(evogrpo.__file__).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    told = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert told == evogrpo._HOMES
+    assert set(evogrpo.__all__) == set(evogrpo._HOMES)
+    assert set(evogrpo.__all__) <= set(dir(evogrpo))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="GPRO"):
+        evogrpo.GPRO  # noqa: B018
+
+
+def test_the_version_is_the_same_everywhere():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert str(citation["version"]) == evogrpo.__version__
+    try:
+        installed = importlib.metadata.version("evogrpo")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is run from its source tree without having been installed")
+    assert installed == evogrpo.__version__

@@ -1,0 +1,132 @@
+"""Work for tiny language models: banks whose members differ, rows with their own draws, batches and a real loss."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from evogrpo.functional.advantages import group_advantages
+from evogrpo.functional.losses import action_weights, clipped_surrogate, kl_k3
+from evogrpo.policies.adapters import AdapterBank
+from evogrpo.policies.bank import LossFunction
+from evogrpo.randomness import generator
+from evogrpo.records import Batch, Rollout, Rows, TokenInputs
+from tests.tiny_models import EOS, PAD
+
+PROMPTS = ((3, 4, 5, 6, 7), (8, 9), (10, 11, 12))
+GROUP_SIZES = (2, 3, 4)  # of the members, in turn
+TEMPERATURES = (1.0, 0.7, 1.3)
+CLIPS = (0.2, 0.1, 0.3)
+
+
+def lora(**fields: object) -> LoraConfig:
+    """Return a small LoraConfig."""
+    return LoraConfig(**({"r": 3, "lora_alpha": 6, "target_modules": "all-linear"} | fields))
+
+
+def different_members(
+    model: PreTrainedModel, size: int, *, std: float = 0.2, lora_config: LoraConfig | None = None, **settings: object
+) -> AdapterBank:
+    """Build a bank in which every member has adapters of its own, far from zero."""
+    settings = {"pad_token_id": PAD, "eos_token_ids": [EOS]} | settings
+    bank = AdapterBank(model, size=size, lora_config=lora_config or lora(), **settings)
+    for slot in range(size):
+        state = bank.state(slot)
+        values = generator(0, "test adapter", slot).standard_normal(state["adapter"].shape, dtype=np.float32)
+        bank.load_state(slot, state | {"adapter": std * torch.from_numpy(values)})
+    return bank
+
+
+def make_rows(
+    members: Sequence[int],
+    *,
+    seed: int = 0,
+    tokens: int = 6,
+    min_new_tokens: int = 0,
+    nudge: float = 0.0,
+    greedy: bool = False,
+    prompts: tuple[tuple[int, ...], ...] = PROMPTS,
+) -> Rows:
+    """Return rows in which slot i acts as member number `members[i]`, whose settings and draws are its own.
+
+    `nudge` is added to every draw.
+    """
+    work = [
+        (slot, member, prompt, replica)
+        for slot, member in enumerate(members)
+        for prompt in range(len(prompts))
+        for replica in range(GROUP_SIZES[member % 3])
+    ]
+    draws = np.stack([generator(seed, "test draws", *place).random(tokens) for _, *place in work])
+    return Rows(
+        prompts=prompts,
+        prompt_ids=torch.tensor([prompt for _, _, prompt, _ in work]),
+        member_ids=torch.tensor([slot for slot, *_ in work]),
+        temperature=torch.tensor([0.0 if greedy else TEMPERATURES[member % 3] for _, member, _, _ in work]),
+        uniforms=torch.from_numpy(draws + nudge).clamp(0.0, 1.0 - 1e-9),
+        min_new_tokens=min_new_tokens,
+    )
+
+
+def pick_rows(rows: Rows, keep: Tensor) -> Rows:
+    """Return the given rows, in that order."""
+    return replace(
+        rows,
+        prompt_ids=rows.prompt_ids[keep],
+        member_ids=rows.member_ids[keep],
+        temperature=rows.temperature[keep],
+        uniforms=rows.uniforms[keep],
+    )
+
+
+def as_batch(rows: Rows, rollout: Rollout) -> Batch:
+    """Turn a rollout into experience; the reward is a function of the completion alone."""
+    return Batch(
+        inputs=TokenInputs(
+            prompts=rows.prompts,
+            prompt_ids=rows.prompt_ids,
+            temperature=rows.temperature,
+            min_new_tokens=rows.min_new_tokens,
+        ),
+        actions=rollout.actions,
+        present=rollout.present,
+        action_mask=rollout.present,
+        rewards=((rollout.actions * rollout.present).sum(1) % 7).float(),
+        group_ids=rows.member_ids * len(rows.prompts) + rows.prompt_ids,
+        member_ids=rows.member_ids,
+        sampler_log_probs=rollout.log_probs,
+    )
+
+
+def sampled_batch(bank: AdapterBank, **choices: object) -> Batch:
+    """Let all members of a bank sample, ragged groups and all."""
+    rows = make_rows(range(bank.size), **choices)
+    return as_batch(rows, bank.sample(rows))
+
+
+def off_policy(log_probs: Tensor) -> Tensor:
+    """Move log-probabilities by up to 0.4 nats either way, so that ratios differ from 1 and some are clipped."""
+    return log_probs + 0.4 * torch.sin(7.0 * torch.arange(log_probs.numel()).view(log_probs.shape) + 100.0 * log_probs)
+
+
+def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> LossFunction:
+    """Return a clipped GRPO loss with a KL term, each member clipping at its own place."""
+    advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
+    weights = action_weights(batch.action_mask, batch.member_ids, per_token=per_token)
+    old = off_policy(batch.sampler_log_probs)
+    clip = torch.tensor([CLIPS[slot % 3] for slot in batch.member_ids.tolist()])[:, None]
+
+    def loss(rows: Tensor, log_probs: Tensor) -> Tensor:
+        surrogate = clipped_surrogate(log_probs - old[rows], advantages[rows], clip[rows], clip[rows])
+        return (weights[rows] * (surrogate + beta * kl_k3(log_probs, old[rows]))).sum(1)
+
+    return loss
+
+
+def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Tell whether two learner states agree bit for bit; NaN equals NaN."""
+    return set(one) == set(other) and all(torch.equal(one[name].nan_to_num(7.5), other[name].nan_to_num(7.5)) for name in one)
