@@ -32,8 +32,15 @@ COUNTERS = ("slot", "index", "parent", "born", "failed", "training", "steps")
 BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
 
 
-def save_agent(agent: "EvolvableAlgorithm", path: str | Path, *, include_base: bool, replace: bool) -> None:
-    """Write one agent; see `GRPO.save_checkpoint`."""
+def save_agent(
+    agent: "EvolvableAlgorithm",
+    path: str | Path,
+    *,
+    include_base: bool,
+    replace: bool,
+    note: Mapping[str, Any] | None = None,
+) -> None:
+    """Write one agent and, in its record, a note of plain JSON values; see `GRPO.save_checkpoint`."""
     shared = agent._shared
     adapters, config = shared.bank.peft_files(agent.slot)
     files = {"adapter_model.safetensors": _bytes(adapters), "adapter_config.json": config}
@@ -42,7 +49,7 @@ def save_agent(agent: "EvolvableAlgorithm", path: str | Path, *, include_base: b
         # Tied weights are one parameter, so nothing is stored twice.
         files[BASE_WEIGHTS] = _bytes({name: value.detach() for name, value in model.named_parameters()})
         files[BASE_CONFIG] = model.config.to_json_string(use_diff=False).encode()
-    record = {"shared": _shared_record(shared), "member": _member_record(agent)}
+    record = {"shared": _shared_record(shared), "member": _member_record(agent), "note": dict(note or {})}
     write_checkpoint(path, shared.bank.state(agent.slot), record, files=files, kind="agent", replace=replace)
 
 

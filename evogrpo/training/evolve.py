@@ -1,0 +1,382 @@
+"""The loop: collect, learn, evaluate, select, record; a run that can be stopped anywhere and resumed exactly."""
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from evogrpo.agents.collecting import Collected, evaluate
+from evogrpo.agents.population import Population
+from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.strategies import Plan, Strategy, Tournament
+from evogrpo.randomness import generator
+from evogrpo.records import LearnReport
+from evogrpo.training.progress import Best, Progress
+from evogrpo.training.reports import Example, GenerationReport, MemberReport, StepReport, TestReport
+from evogrpo.training.rundir import RunDir
+from evogrpo.training.schedule import Schedule
+
+Report = StepReport | GenerationReport | TestReport
+
+
+def evolve(
+    population: Population,
+    env: GroupEnvironment,
+    *,
+    strategy: Strategy | None = None,
+    run_dir: str | Path | None = None,
+    keep_checkpoints: int = 2,
+    **schedule: Any,
+) -> Iterator[GenerationReport]:
+    """Train a population generation by generation; whatever the caller wants to do in between goes in the loop body.
+
+    Each generation trains every member for `steps_per_generation` learning steps on the same questions, measures
+    fitness on the validation split, and lets the strategy plan who is copied and mutated. After the last generation
+    the best member ever and the untrained base answer the test split.
+
+    Args:
+        population: The members; changed in place.
+        env: Where they act.
+        strategy: The rule of selection and mutation; `Tournament()` by default.
+        run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
+        keep_checkpoints: How many of the newest generations stay on disk, besides the best member.
+        schedule: The fields of `Schedule`: generations, steps_per_generation, samples_per_step, ...
+
+    Yields:
+        One report per generation.
+
+    Raises:
+        ValueError: If a setting is out of range or the run directory already holds a run.
+    """
+    run = Evolution(
+        population,
+        env,
+        schedule=Schedule(**schedule),
+        strategy=strategy or Tournament(),
+        run_dir=None if run_dir is None else RunDir(run_dir, keep=keep_checkpoints),
+    )
+    return (report for report in run.reports() if isinstance(report, GenerationReport))
+
+
+class Evolution:
+    """A run, step by step.
+
+    Args:
+        population: The members; changed in place.
+        env: Where they act.
+        schedule: How long and at what cost.
+        strategy: The rule of selection and mutation.
+        run_dir: Where records go; None = nowhere.
+        progress: Where the run stands; a fresh start by default.
+        description: Further facts for the journal's first event, such as task and model.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        env: GroupEnvironment,
+        *,
+        schedule: Schedule,
+        strategy: Strategy,
+        run_dir: RunDir | None = None,
+        progress: Progress | None = None,
+        description: dict[str, Any] | None = None,
+    ) -> None:
+        self.population, self.env = population, env
+        self.schedule, self.strategy = schedule, strategy
+        self.run_dir = run_dir
+        self.progress = progress or Progress(members=len(population))
+        self.block = schedule.block(population)
+        self._description = description or {}
+        self._stopping = False
+        self._examples: tuple[Example, ...] = ()
+        if progress is None:
+            schedule.warn_neutral(population)
+            if run_dir is not None:
+                run_dir.create()
+
+    def stop(self) -> None:
+        """Stop after the current learning step, with a checkpoint from which the run resumes exactly."""
+        self._stopping = True
+
+    def reports(self) -> Iterator[Report]:
+        """Run to the end of the schedule, yielding a report after every step, every generation and the test."""
+        progress = self.progress
+        self._open()
+        while not self._finished():
+            self._next_generation()
+            while progress.step_in_generation < self.schedule.steps_per_generation:
+                if progress.step_in_generation and self._spent():
+                    break
+                yield self._learning_step()
+                if self._stopping:
+                    self._save("stopped by the user")
+                    return
+            yield self._close_generation()
+        if self.schedule.test_questions != 0 and progress.best is not None:
+            yield self._test()
+        self._record("stopped", reason="finished")
+
+    # ---- the parts of a run
+
+    def _open(self) -> None:
+        """Record the start: the untrained base's fitness and a checkpoint of the founders, or that the run resumed."""
+        progress = self.progress
+        if progress.baseline is not None:
+            self._record("resumed", generation=progress.generation, step=progress.step)
+            return
+        began = time.monotonic()
+        self._record(
+            "run",
+            **self._description,
+            seed=self.population.shared.settings.seed,
+            population_size=len(self.population),
+            samples_per_step=self.schedule.samples_per_step,
+            steps_per_generation=self.schedule.steps_per_generation,
+            schedule=self.schedule.to_json(),
+            evolvable=self.population.space.to_json(),
+            strategy=dict(self.strategy.to_json()),
+            members=[
+                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+                for a in self.population.agents
+            ],
+        )
+        questions = self.schedule.validation_questions
+        scores = evaluate(self.population.shared, [0], self.env, "validation", questions=questions, reference=True)
+        progress.baseline = Fitness.from_scores(scores[0].tolist())
+        progress.seconds += time.monotonic() - began
+        self._record("baseline", split="validation", questions=scores.shape[1], **_score(progress.baseline))
+        self._save()
+
+    def _finished(self) -> bool:
+        """Tell whether no further generation is to be started."""
+        progress = self.progress
+        if progress.generation == 0 or progress.step_in_generation:
+            return False
+        ended = self.schedule.generations is not None and progress.generation >= self.schedule.generations
+        return ended or self._spent() or self._reached()
+
+    def _spent(self) -> bool:
+        schedule, progress = self.schedule, self.progress
+        tokens, seconds = schedule.max_tokens, schedule.max_seconds
+        return (tokens is not None and progress.tokens >= tokens) or (seconds is not None and progress.seconds >= seconds)
+
+    def _reached(self) -> bool:
+        target, best = self.schedule.target_fitness, self.progress.best
+        return target is not None and best is not None and best.fitness.mean >= target
+
+    def _next_generation(self) -> None:
+        """Carry out the plan that the last generation is still waiting for, if there is one to make."""
+        progress = self.progress
+        if progress.unplanned:
+            self.population.apply(self._plan(progress.generation))
+            progress.unplanned = False
+
+    def _learning_step(self) -> StepReport:
+        progress, began = self.progress, time.monotonic()
+        self._require_healthy()
+        try:
+            collected = self.population.collect(
+                self.env, step=progress.step, samples_per_step=self.schedule.samples_per_step, block=self.block
+            )
+        except Exception as error:
+            # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
+            # reward function raised, and the run goes on once it is mended.
+            self._save(f"{type(error).__name__} while collecting step {progress.step}")
+            raise
+        learned = self.population.learn(collected.batch, step=progress.step)
+        seconds = time.monotonic() - began
+        tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
+        indices = {slot: self.population.agents[slot].index for slot in learned}
+        self._examples = _examples(self.env, collected, indices)
+        report = StepReport(
+            step=progress.step,
+            generation=progress.generation + 1,
+            learned=learned,
+            indices=indices,
+            seconds=seconds,
+            tokens=sum(tokens.values()),
+            examples=self._examples,
+        )
+        progress.add_step(seconds, tokens, {slot: _metrics(each) for slot, each in learned.items()})
+        self._record(
+            "step",
+            step=report.step,
+            generation=report.generation,
+            seconds=seconds,
+            members=[{"slot": s, "index": indices[s], **_metrics(each)} for s, each in learned.items()],
+        )
+        if self.run_dir is not None:
+            self.run_dir.log_scalars(report.step, {slot: _metrics(each) for slot, each in learned.items()})
+        return report
+
+    def _close_generation(self) -> GenerationReport:
+        """Evaluate, plan, record and checkpoint."""
+        progress, population, began = self.progress, self.population, time.monotonic()
+        self._require_healthy()
+        population.evaluate(self.env, "validation", questions=self.schedule.validation_questions)
+        progress.seconds += time.monotonic() - began
+        progress.generation += 1
+        births = {birth.index: birth for birth in population.lineage.births}
+        members = tuple(self._member(slot, births) for slot in range(len(population)))
+        self._keep_best()
+        progress.step_in_generation = 0
+        progress.unplanned = True
+        plan = None if self._finished() else self._plan(progress.generation)
+        report = GenerationReport(
+            generation=progress.generation,
+            step=progress.step,
+            members=members,
+            best=members[population.best.slot],
+            plan=plan,
+            seconds=progress.seconds,
+            tokens=progress.tokens,
+            examples=self._examples,
+        )
+        self._record(
+            "generation",
+            generation=report.generation,
+            step=report.step,
+            seconds=report.seconds,
+            tokens=report.tokens,
+            members=[member.to_json() for member in members],
+            best=report.best.index,
+            plan=None if plan is None else plan.to_json(),
+            examples=[vars(example) for example in self._examples],
+        )
+        if self.run_dir is not None:
+            self.run_dir.log_scalars(
+                progress.step, {m.slot: {"fitness": m.fitness, **m.hyperparameters.to_json()} for m in members}
+            )
+        progress.start_generation()
+        if plan is not None:
+            population.apply(plan)
+            progress.unplanned = False
+        self._save()
+        return report
+
+    def _require_healthy(self) -> None:
+        """Stop the run if no member is left that others could be cloned from."""
+        if not self.population.healthy:
+            reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in self.population.agents)
+            self._record("stopped", reason=f"every member failed ({reasons})")
+            raise RuntimeError(
+                f"every member failed, so there is nobody to clone ({reasons}). Lower the learning rates or the "
+                "temperatures; the newest checkpoint holds the members before they failed"
+            )
+
+    def _plan(self, generation: int) -> Plan:
+        population = self.population
+        return self.strategy.plan(
+            [agent.record() for agent in population.agents],
+            [agent.fitness for agent in population.agents],
+            population.space,
+            next_index=population.next_index,
+            generation=generation,
+            rng=generator(population.shared.settings.seed, "plan", generation),
+            samples_per_step=self.schedule.samples_per_step,
+        )
+
+    def _member(self, slot: int, births: dict[int, Any]) -> MemberReport:
+        agent, progress = self.population.agents[slot], self.progress
+        return MemberReport(
+            slot=slot,
+            index=agent.index,
+            parent=agent.parent,
+            born=agent.born,
+            hyperparameters=agent.hyperparameters,
+            fitness=None if agent.fitness is None else agent.fitness.mean,
+            standard_error=None if agent.fitness is None else agent.fitness.standard_error,
+            failed=agent.failed,
+            tokens=progress.member_tokens[slot],
+            seconds=progress.member_seconds[slot],
+            changes=births[agent.index].changes,
+            reason=births[agent.index].reason,
+            metrics=progress.mean_metrics(slot),
+        )
+
+    def _keep_best(self) -> None:
+        """Remember the best member ever, as it was when it earned its fitness."""
+        agent = self.population.best
+        agent = self.population.agents[agent.slot]
+        best = self.progress.best
+        if agent.fitness is not None and (best is None or agent.fitness.mean > best.fitness.mean):
+            state = self.population.shared.bank.state(agent.slot)
+            self.progress.best = Best(
+                index=agent.index, generation=self.progress.generation, fitness=agent.fitness, state=state
+            )
+            if self.run_dir is not None:
+                self.run_dir.save_best(agent, self.progress.generation)
+
+    def _test(self) -> TestReport:
+        """Let the best member ever and the base answer the test split."""
+        best = self.progress.best
+        assert best is not None  # reports() asks for it
+        alone = self.population.shared.alone()
+        alone.bank.load_state(0, best.state)
+        questions = self.schedule.test_questions
+        scores = [
+            evaluate(alone, [0], self.env, "test", questions=questions, reference=reference)[0].tolist()
+            for reference in (True, False)
+        ]
+        before, after = map(Fitness.from_scores, scores)
+        report = TestReport(
+            questions=len(scores[0]),
+            index=best.index,
+            generation=best.generation,
+            before=(before.mean, before.standard_error),
+            after=(after.mean, after.standard_error),
+        )
+        self._record(
+            "test",
+            split="test",
+            questions=report.questions,
+            index=report.index,
+            before=_score(before),
+            after=_score(after),
+        )
+        return report
+
+    # ---- records
+
+    def _record(self, event: str, **fields: Any) -> None:
+        if self.run_dir is not None:
+            self.run_dir.journal(event, **fields)
+
+    def _save(self, stopped: str | None = None) -> None:
+        if self.run_dir is not None:
+            self.run_dir.save(self.population, self.progress, self.strategy, self.schedule)
+        if stopped is not None:
+            self._record("stopped", reason=stopped)
+
+
+def _score(fitness: Fitness) -> dict[str, float]:
+    return {"fitness": fitness.mean, "standard_error": fitness.standard_error}
+
+
+def _metrics(report: LearnReport) -> dict[str, float | None]:
+    """Return a learning report's numbers; what was not measured is None, as JSON has no NaN."""
+    values = {name: getattr(report, name) for name in report.__dataclass_fields__ if name != "failed"}
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def _examples(env: GroupEnvironment, collected: Collected, indices: dict[int, int]) -> tuple[Example, ...]:
+    """Pick each member's first completion of the step, in words."""
+    decode = getattr(getattr(env, "tokenizer", None), "decode", None)
+    slots = collected.batch.member_ids.tolist()
+    examples = []
+    for slot, index in indices.items():
+        row = slots.index(slot)
+        prompt = collected.batch.inputs.prompts[int(collected.batch.inputs.prompt_ids[row])]
+        reward = float(collected.scores.rewards[row])
+        examples.append(
+            Example(
+                prompt=decode(list(prompt), skip_special_tokens=True) if decode else "",
+                completion=collected.scores.completions[row],
+                reward=reward if math.isfinite(reward) else None,
+                index=index,
+            )
+        )
+    return tuple(examples)

@@ -1,0 +1,108 @@
+"""Where a run stands: everything a checkpoint must hold besides the members themselves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from torch import Tensor
+
+from evogrpo.evolution.fitness import Fitness
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best member ever, as it was when it earned its fitness.
+
+    Attributes:
+        index: Who it was.
+        generation: When.
+        fitness: What it earned.
+        state: Its learner state.
+    """
+
+    index: int
+    generation: int
+    fitness: Fitness
+    state: Mapping[str, Tensor]
+
+
+@dataclass(kw_only=True)
+class Progress:
+    """Counters and sums of a run.
+
+    Attributes:
+        members: Number of members.
+        generation: Generations evaluated.
+        step: Learning steps taken.
+        step_in_generation: Learning steps of the generation under way.
+        unplanned: Whether the last generation has been evaluated but its plan has not been carried out.
+        seconds: Wall-clock time spent, over all parts of the run.
+        tokens: Tokens processed by all members.
+        member_tokens: Tokens of each slot in the generation under way.
+        member_seconds: Share of each slot in that generation's time, by tokens.
+        metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
+        baseline: Fitness of the untrained base; None before it was measured.
+        best: The best member ever; None before the first evaluation.
+    """
+
+    members: int
+    generation: int = 0
+    step: int = 0
+    step_in_generation: int = 0
+    unplanned: bool = False
+    seconds: float = 0.0
+    tokens: int = 0
+    member_tokens: list[int] = field(default_factory=list)
+    member_seconds: list[float] = field(default_factory=list)
+    metrics: list[dict[str, tuple[float, int]]] = field(default_factory=list)
+    baseline: Fitness | None = None
+    best: Best | None = None
+
+    def __post_init__(self) -> None:
+        if not self.member_tokens:
+            self.start_generation()
+
+    def start_generation(self) -> None:
+        """Forget the sums of the generation that has ended."""
+        self.step_in_generation = 0
+        self.member_tokens = [0] * self.members
+        self.member_seconds = [0.0] * self.members
+        self.metrics = [{} for _ in range(self.members)]
+
+    def add_step(
+        self, seconds: float, tokens: Mapping[int, int], metrics: Mapping[int, Mapping[str, float | None]]
+    ) -> None:
+        """Count one learning step; its time is shared out among members by their tokens."""
+        total = max(1, sum(tokens.values()))
+        self.step += 1
+        self.step_in_generation += 1
+        self.seconds += seconds
+        self.tokens += sum(tokens.values())
+        for slot, amount in tokens.items():
+            self.member_tokens[slot] += amount
+            self.member_seconds[slot] += seconds * amount / total
+        for slot, values in metrics.items():
+            sums = self.metrics[slot]
+            for name, value in values.items():
+                if value is not None:
+                    so_far, count = sums.get(name, (0.0, 0))
+                    sums[name] = (so_far + value, count + 1)
+
+    def mean_metrics(self, slot: int) -> dict[str, float | None]:
+        """Return the means of a slot's metrics over the generation under way."""
+        return {name: total / count for name, (total, count) in self.metrics[slot].items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; the best member itself is stored in a folder of its own."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("best", "baseline")}
+        values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
+        values["baseline"] = None if self.baseline is None else list(self.baseline.scores)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned, without the best member."""
+        plain = dict(values)
+        plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
+        plain["baseline"] = None if plain["baseline"] is None else Fitness.from_scores(plain["baseline"])
+        return cls(**plain)

@@ -1,0 +1,172 @@
+"""A run's folder: journal, generation checkpoints, the best member, TensorBoard logs; and opening it again."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import evogrpo
+from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.population import Population
+from evogrpo.agents.saving import population_state, restore_population, save_agent
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.strategies import Strategy, strategy_from_json
+from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
+from evogrpo.persistence.generations import generation_folder, latest_complete, prune
+from evogrpo.persistence.journal import Journal
+from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.training.progress import Best, Progress
+from evogrpo.training.schedule import Schedule
+
+JOURNAL = "journal.jsonl"
+
+
+class RunDir:
+    """Where a run keeps its records.
+
+    Args:
+        path: The folder.
+        keep: How many of the newest generation checkpoints stay, at least 1.
+        tensorboard: Whether scalars are logged for TensorBoard.
+
+    Raises:
+        ValueError: If `keep` is below 1.
+    """
+
+    def __init__(self, path: str | Path, *, keep: int = 2, tensorboard: bool = True) -> None:
+        if keep < 1:
+            raise ValueError(f"keep_checkpoints must be at least 1, got {keep}: otherwise nothing could be resumed")
+        self.path = Path(path)
+        self._keep = keep
+        self._tensorboard = tensorboard
+        self._journal: Journal | None = None
+        self._writer: Any = None
+
+    def create(self) -> None:
+        """Make the folder; refuse one that already holds a run.
+
+        Raises:
+            ValueError: If it does.
+        """
+        if (self.path / JOURNAL).exists() or (self.path / "checkpoints").exists():
+            raise ValueError(
+                f"{self.path} already holds a run, which is never overwritten: continue it with "
+                f"`evogrpo resume {self.path}`, or choose another run directory"
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def journal(self, event: str, **fields: Any) -> None:
+        """Append one event."""
+        if self._journal is None:
+            self._journal = Journal(self.path / JOURNAL)
+        if event == "run":
+            fields = {"version": evogrpo.__version__, **fields}
+        self._journal.append(event, **fields)
+
+    def save(self, population: Population, progress: Progress, strategy: Strategy, schedule: Schedule) -> None:
+        """Checkpoint everything as the generation under way, and drop old generations."""
+        tensors, record = population_state(population)
+        record = {
+            "population": record,
+            "progress": progress.to_json(),
+            "strategy": dict(strategy.to_json()),
+            "schedule": schedule.to_json(),
+        }
+        number = progress.generation + (1 if progress.step_in_generation else 0)
+        write_checkpoint(generation_folder(self.path, number), tensors, record, replace=True)
+        prune(self.path, keep=self._keep)
+
+    def save_best(self, agent: Any, generation: int) -> None:
+        """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one."""
+        note = {"generation": generation}
+        save_agent(agent, self.path / "best", include_base=False, replace=True, note=note)
+
+    def log_scalars(self, step: int, values: Mapping[int, Mapping[str, float | None]]) -> None:
+        """Log members' numbers for TensorBoard, by slot and name."""
+        if not self._tensorboard:
+            return
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
+        for slot, scalars in values.items():
+            for name, value in scalars.items():
+                if value is not None:
+                    self._writer.add_scalar(f"{name}/slot_{slot}", value, step)
+        self._writer.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A run read back from its folder.
+
+    Attributes:
+        tensors: Of all members.
+        record: Everything else.
+        best: Tensors and record of the best member; None before the first evaluation.
+        folder: The checkpoint it was read from.
+    """
+
+    tensors: dict[str, Tensor]
+    record: dict[str, Any]
+    best: tuple[dict[str, Tensor], dict[str, Any]] | None
+    folder: Path
+
+    @property
+    def base(self) -> Mapping[str, Any]:
+        """What is recorded about the base model: its source and fingerprint among others."""
+        shared: Mapping[str, Any] = self.record["population"]["shared"]
+        return shared
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule the run had."""
+        return Schedule(**self.record["schedule"])
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy the run had."""
+        return strategy_from_json(self.record["strategy"])
+
+    def restore(self, model: PreTrainedModel, device: str | None = None) -> tuple[Population, Progress]:
+        """Build the population and the progress over the base model.
+
+        Raises:
+            CheckpointError: If it is another base model, or the record does not fit together.
+        """
+        population = restore_population(
+            GRPO, self.tensors, self.record["population"], model, self.folder, device=device
+        )
+        progress = Progress.from_json(self.record["progress"])
+        if self.best is not None:
+            state, record = self.best
+            member = record["member"]
+            progress.best = Best(
+                index=member["index"],
+                generation=record["note"]["generation"],
+                fitness=Fitness.from_scores(member["scores"]),
+                state=state,
+            )
+        return population, progress
+
+
+def open_run(path: str | Path) -> Saved:
+    """Read the newest complete state of a run.
+
+    Args:
+        path: The run directory.
+
+    Raises:
+        CheckpointError: If there is no run, or none of its checkpoints is complete.
+    """
+    folder = Path(path)
+    latest = latest_complete(folder)
+    if latest.folder is None:
+        reasons = "".join(f" {error}" for error in latest.skipped)
+        raise CheckpointError(f"{folder} holds no complete checkpoint to resume from: name a run directory.{reasons}")
+    tensors, record = read_checkpoint(latest.folder)
+    best = read_checkpoint(folder / "best", kind="agent") if (folder / "best").is_dir() else None
+    return Saved(tensors=tensors, record=record, best=best, folder=latest.folder)

@@ -1,0 +1,93 @@
+"""How long a run lasts and what it spends: checked before anything expensive starts."""
+
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from evogrpo.agents.population import Population
+from evogrpo.hyperparameters import feasible_group_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The arithmetic and the end of a run.
+
+    A run ends at the first of its limits; a limit reached inside a generation ends that generation early, with its
+    evaluation.
+
+    Attributes:
+        generations: Generations in all, resumed ones included; None = until another limit.
+        steps_per_generation: Learning steps before each evaluation and selection.
+        samples_per_step: Completions of every member per learning step.
+        validation_questions: Questions of the validation split used for fitness; None = all.
+        test_questions: Questions of the test split used at the end; None = all; 0 = no test.
+        max_tokens: Most tokens, all members and updates together.
+        max_seconds: Most wall-clock time.
+        target_fitness: Stop once a member reaches it.
+    """
+
+    generations: int | None = None
+    steps_per_generation: int = 8
+    samples_per_step: int = 64
+    validation_questions: int | None = None
+    test_questions: int | None = None
+    max_tokens: int | None = None
+    max_seconds: float | None = None
+    target_fitness: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.generations is None and self.max_tokens is None and self.max_seconds is None:
+            raise ValueError("a run needs an end: give generations, max_tokens or max_seconds")
+        for name in ("generations", "steps_per_generation", "max_tokens", "max_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be above 0, got {value}")
+        if self.validation_questions is not None and self.validation_questions < 2:
+            raise ValueError(
+                f"validation_questions must be at least 2, got {self.validation_questions}: "
+                "one question gives no standard error"
+            )
+        if self.test_questions is not None and (self.test_questions < 0 or self.test_questions == 1):
+            raise ValueError(f"test_questions must be 0 or at least 2, got {self.test_questions}")
+        feasible_group_sizes(self.samples_per_step)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    def block(self, population: Population) -> int:
+        """Return the most prompts that any member can use in a step, whatever evolution does.
+
+        Raises:
+            ValueError: If a group size that a member has, or could come to have, does not divide samples_per_step.
+        """
+        samples = self.samples_per_step
+        valid = ", ".join(map(str, feasible_group_sizes(samples)))
+        for agent in population.agents:
+            if samples % agent.hyperparameters.group_size:
+                raise ValueError(
+                    f"group_size must divide samples_per_step = {samples}, got {agent.hyperparameters.group_size} "
+                    f"(member {agent.index}): use one of {valid}"
+                )
+        sizes = [agent.hyperparameters.group_size for agent in population.agents]
+        parameter = population.space.for_samples_per_step(samples).get("group_size")
+        if parameter is not None:
+            sizes.append(int(parameter.bounds[0]))
+        return samples // min(sizes)
+
+    def warn_neutral(self, population: Population) -> None:
+        """Warn about evolving a hyperparameter that cannot matter under this schedule."""
+        space = population.space
+        several = "update_epochs" in space or any(
+            agent.hyperparameters.update_epochs > 1 or agent.hyperparameters.batch_size < self.samples_per_step
+            for agent in population.agents
+        )
+        if "batch_size" in space and space["batch_size"].bounds[0] < self.samples_per_step:
+            several = True
+        if "clip_coef" in space and not several:
+            warnings.warn(
+                "clip_coef evolves, but every member takes one optimizer step per rollout, where the ratio is exactly "
+                "1 and nothing is ever clipped: raise update_epochs or lower batch_size below samples_per_step "
+                f"({self.samples_per_step}), or leave clip_coef out",
+                stacklevel=3,
+            )

@@ -1,0 +1,89 @@
+"""Running out of memory halves the micro-batch; a completion that never fits fails its member alone."""
+
+import pytest
+import torch
+
+from evogrpo.hyperparameters import Hyperparameters
+from tests.tiny_batches import different_members, grpo_loss, same_state, sampled_batch
+from tests.tiny_models import tiny_model
+
+MODEL = tiny_model("llama")
+HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in range(3)}
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_the_micro_batch_is_halved_until_it_fits_and_the_gradient_is_the_same(limit):
+    bank, roomy = different_members(MODEL, 3, micro_batch_tokens=1000), different_members(MODEL, 3)
+    batch = sampled_batch(bank)
+    loss = grpo_loss(batch)
+    sizes = []
+
+    def scarce(rows, log_probs):
+        sizes.append(len(rows))
+        if len(rows) > limit:
+            raise torch.OutOfMemoryError("no room for more rows")
+        return loss(rows, log_probs)
+
+    reports, expected = bank.update(batch, scarce, HYPERPARAMETERS), roomy.update(batch, loss, HYPERPARAMETERS)
+    assert bank.micro_batch_tokens in {1000 // 2**k for k in range(1, 11)}
+    assert sum(sizes[-len(batch) :]) >= len(batch)
+    for slot in range(3):
+        assert reports[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-4)
+        assert reports[slot].loss == pytest.approx(expected[slot].loss, rel=1e-4, abs=1e-6)
+        one, other = bank.state(slot)["exp_avg"], roomy.state(slot)["exp_avg"]
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(other.abs().max()))
+    # What fits once is kept: the next step does not run out again.
+    sizes.clear()
+    bank.update(batch, scarce, HYPERPARAMETERS)
+    assert max(sizes) <= limit
+
+
+def test_memory_that_runs_out_after_some_gradients_were_added_does_not_add_them_twice():
+    bank, roomy = different_members(MODEL, 3, micro_batch_tokens=60), different_members(MODEL, 3, micro_batch_tokens=30)
+    batch = sampled_batch(bank)
+    loss = grpo_loss(batch)
+    calls = []
+
+    def late(rows, log_probs):
+        calls.append(len(rows))
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("this once")
+        return loss(rows, log_probs)
+
+    assert bank.update(batch, late, HYPERPARAMETERS) == roomy.update(batch, loss, HYPERPARAMETERS)
+    assert bank.micro_batch_tokens == 30
+    assert all(same_state(bank.state(slot), roomy.state(slot)) for slot in range(3))
+
+
+def test_a_completion_that_never_fits_fails_its_member_alone():
+    bank, control = different_members(MODEL, 3, micro_batch_tokens=1), different_members(MODEL, 3, micro_batch_tokens=1)
+    batch = sampled_batch(bank)
+    loss = grpo_loss(batch)
+    giant = int((batch.member_ids == 1).nonzero()[2])
+    before = bank.state(1)
+
+    def never(rows, log_probs):
+        if giant in rows.tolist():
+            raise torch.OutOfMemoryError("too long")
+        return loss(rows, log_probs)
+
+    got, expected = bank.update(batch, never, HYPERPARAMETERS), control.update(batch, loss, HYPERPARAMETERS)
+    assert not got[1].grad_norm < torch.inf
+    assert same_state(bank.state(1), before)
+    for slot in (0, 2):
+        assert got[slot] == expected[slot]
+        assert same_state(bank.state(slot), control.state(slot))
+    # Its next step, without that completion, is healthy.
+    assert bank.update(batch, loss, {1: HYPERPARAMETERS[1]})[1] == expected[1]
+
+
+def test_another_error_is_the_callers_to_see():
+    bank = different_members(MODEL, 1)
+    batch = sampled_batch(bank)
+
+    def broken(rows, log_probs):
+        raise RuntimeError("a bug in the loss")
+
+    with pytest.raises(RuntimeError, match="a bug in the loss"):
+        bank.update(batch, broken, {0: HYPERPARAMETERS[0]})
+    assert bank.micro_batch_tokens == 1024
