@@ -1,5 +1,7 @@
 """Tiny, randomly initialised language models of several architectures, and a tokenizer to go with them."""
 
+import copy
+
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -64,7 +66,7 @@ def tiny_model(architecture: str = "llama", seed: int = 0) -> PreTrainedModel:
     """Build a model whose next-token distribution is far from uniform, dropout left as its config has it."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(CONFIGS[architecture])
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[architecture]))
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.3)

@@ -50,10 +50,10 @@ def main() -> None:
         workload.check_tokens("a prompt", len(tokenizer(prompt)["input_ids"]), workload.PROMPT_TOKENS)
     env = HuggingFaceGym(
         [{"prompt": prompt} for prompt in workload.PROMPTS],
-        [{"prompt": workload.TEMPLATE.format(11, 22)}],
+        [{"prompt": workload.TEMPLATE.format(11, number)} for number in (22, 33)],
         tokenizer,
         reward_funcs=share_of_digits,
-        validation_dataset=[{"prompt": workload.TEMPLATE.format(33, 44)}],
+        validation_dataset=[{"prompt": workload.TEMPLATE.format(44, number)} for number in (22, 33)],
         seed=0,
     )
     population = GRPO.population(

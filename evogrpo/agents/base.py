@@ -1,7 +1,7 @@
 """EvolvableAlgorithm: what every agent can do whatever it learns: clone, mutate, hooks, devices, spaces."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
@@ -13,7 +13,7 @@ from evogrpo.agents.shared import Shared
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation
-from evogrpo.hyperparameters import Hyperparameters, HyperparameterConfig, unknown_name_error
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, unknown_name_error
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 
 
@@ -38,7 +38,7 @@ class _Hyperparameter:
         return self if agent is None else getattr(agent.hyperparameters, self.name)
 
     def __set__(self, agent: "EvolvableAlgorithm", value: object) -> None:
-        agent.hyperparameters = replace(agent.hyperparameters, **{self.name: value})
+        agent.hyperparameters = Hyperparameters.from_json({**agent.hyperparameters.to_json(), self.name: value})
 
 
 class EvolvableAlgorithm:
@@ -141,7 +141,9 @@ class EvolvableAlgorithm:
             index: Its identity; this agent's own by default.
             wrap: Whether it computes under the same accelerator's precision.
         """
-        twin = type(self)._member(self._shared.alone(wrap=wrap), 0, self.index if index is None else index, self.hyperparameters)
+        twin = type(self)._member(
+            self._shared.alone(wrap=wrap), 0, self.index if index is None else index, self.hyperparameters
+        )
         twin._shared.bank.load_state(0, self._shared.bank.state(self.slot))
         type(self).copy_attributes(self, twin)
         return twin
@@ -240,6 +242,8 @@ class EvolvableAlgorithm:
 
     def preprocess_observation(self, observation: Any) -> Any:
         """Turn an observation into tensors on the agent's device; see `evogrpo.spaces.preprocess_observation`."""
+        if self.observation_space is None:
+            raise ValueError("observation_space must be given to the agent before observations can be preprocessed")
         return preprocess_observation(observation, self.observation_space, self.device)
 
     def to_device(self, *experiences: Any) -> tuple[Any, ...]:

@@ -64,7 +64,10 @@ def collect(
     episodes = env.open("train", starts)
     prompt_ids = torch.cat([torch.arange(n).repeat_interleave(samples_per_step // n) for n in groups])
     group_ids = torch.cat(
-        [number * max(groups) + torch.arange(n).repeat_interleave(samples_per_step // n) for number, n in enumerate(groups)]
+        [
+            number * max(groups) + torch.arange(n).repeat_interleave(samples_per_step // n)
+            for number, n in enumerate(groups)
+        ]
     )
     rows = _rows(shared, learners, [tuple(map(int, p)) for p in episodes.prompts], prompt_ids, samples_per_step)
     rollout = shared.bank.sample(rows)

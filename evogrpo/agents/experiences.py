@@ -28,7 +28,9 @@ def prompt_tokens(states: Sequence[Mapping[str, Tensor]]) -> "list[tuple[int, ..
         ids = torch.as_tensor(state["input_ids"]).reshape(-1)
         mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids))).reshape(-1).bool()
         if mask.shape != ids.shape:
-            raise ValueError(f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}")
+            raise ValueError(
+                f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}"
+            )
         prompts.append(tuple(ids[mask].tolist()))
         if not prompts[-1]:
             raise ValueError(f"prompt {number} holds no tokens")
@@ -82,9 +84,10 @@ def as_batch(
             "experiences hold completion_ids and action_masks per prompt and rewards [prompts, group_size], got "
             f"{len(completion_ids)}, {len(action_masks)} and {tuple(rewards.shape)}"
         )
-    prompts, rows = [], []
-    for number, (ids, mask) in enumerate(zip(completion_ids, action_masks, strict=True)):
-        mask = mask.bool()
+    prompts: list[tuple[int, ...]] = []
+    rows: list[tuple[Tensor, Tensor]] = []
+    for number, (ids, counted) in enumerate(zip(completion_ids, action_masks, strict=True)):
+        mask = counted.bool()
         if ids.dim() != 2 or mask.shape != (ids.shape[0], ids.shape[1] - 1) or len(ids) != rewards.shape[1]:
             raise ValueError(
                 f"prompt {number}: completion_ids must be [{rewards.shape[1]}, P + C] and action_masks one token "

@@ -53,9 +53,7 @@ class GRPO(EvolvableAlgorithm):
         pad_token_id: int | None = None,
         **options: Unpack[Options],
     ) -> None:
-        shared, hyperparameters = open_shared(
-            1, observation_space, action_space, actor_network, pad_token_id, options
-        )
+        shared, hyperparameters = open_shared(1, observation_space, action_space, actor_network, pad_token_id, options)
         super().__init__(shared, 0, options.get("index", 0), hyperparameters)
 
     @classmethod

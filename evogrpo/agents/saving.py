@@ -124,7 +124,9 @@ def restore_population(
         for slot, member in enumerate(members):
             agent = kind._member(shared, slot, member["index"], Hyperparameters())
             _restore(agent, {**member, "slot": slot})
-            own = {name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")}
+            own = {
+                name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
+            }
             shared.bank.load_state(slot, own)
             agents.append(agent)
         population = Population(agents, shared, lineage=Lineage.from_json(record["lineage"]))
@@ -155,8 +157,7 @@ def _saved_base(folder: Path) -> PreTrainedModel | None:
     values = json.loads((folder / BASE_CONFIG).read_text())
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     weights = load_file(folder / BASE_WEIGHTS)
-    model = AutoModelForCausalLM.from_config(config)
-    model.to(dtype=next(iter(weights.values())).dtype)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)
     missing = set(dict(model.named_parameters())) ^ set(weights)
     if missing:
         raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {sorted(missing)[:3]} are unmatched")

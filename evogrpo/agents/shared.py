@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from evogrpo.hyperparameters import HyperparameterConfig, refuse_unknown
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.adapters import AdapterBank
-
 from evogrpo.policies.models import fingerprint
 
 
@@ -181,5 +180,3 @@ def make_bank(
         explicit_positions=settings.calc_position_embeddings,
         autocast=autocast,
     )
-
-

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from evogrpo.functional.log_probs import chunked_log_probs
@@ -272,7 +273,7 @@ class AdapterBank:
     def _running(self) -> Iterator[None]:
         """Freeze the base and hook the adapters in, for as long as the bank computes."""
         modules = dict(self.base.model.named_modules())
-        handles = []
+        handles: list[RemovableHandle] = []
         try:
             handles.extend(modules[target.name].register_forward_hook(self._hook(target)) for target in self.targets)
             with frozen(self.base.model), self.autocast():

@@ -234,9 +234,9 @@ class CausalModel:
         try:
             shifted = self.run(padded, mask, None)[:, 2:]
         except TypeError as error:
+            remedy = " and position_ids; pass calc_position_embeddings=False" if self.explicit_positions else ""
             raise ValueError(
-                f"{type(self.model).__name__} cannot be run with attention_mask"
-                f"{' and position_ids; pass calc_position_embeddings=False' if self.explicit_positions else ''}: {error}"
+                f"{type(self.model).__name__} cannot be run with attention_mask{remedy}: {error}"
             ) from error
         if not self._close(shifted, self.decoder(input_ids=ids).last_hidden_state):
             raise ValueError(

