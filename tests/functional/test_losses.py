@@ -79,9 +79,7 @@ MEMBERS = torch.tensor([3, 3, 0, 0, 3])
 
 
 def test_per_completion_weights_by_hand():
-    expected = torch.tensor(
-        [[1 / 12] * 4, [1 / 6, 0, 1 / 6, 0], [1 / 2, 0, 0, 0], [1 / 4, 1 / 4, 0, 0], [0, 0, 0, 0]]
-    )
+    expected = torch.tensor([[1 / 12] * 4, [1 / 6, 0, 1 / 6, 0], [1 / 2, 0, 0, 0], [1 / 4, 1 / 4, 0, 0], [0, 0, 0, 0]])
     torch.testing.assert_close(action_weights(MASK, MEMBERS, per_token=False), expected)
 
 

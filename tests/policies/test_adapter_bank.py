@@ -20,9 +20,7 @@ class TestAdapterBank(PolicyBankTestCase):
         return different_members(MODEL, size)
 
     def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False):
-        rows = make_rows(
-            members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0
-        )
+        rows = make_rows(members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0)
         return as_batch(rows, bank.sample(rows))
 
 

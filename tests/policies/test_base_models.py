@@ -65,12 +65,18 @@ def test_a_model_object_is_returned_as_it_is():
 
 def test_code_that_comes_with_a_model_is_never_executed(folder, tmp_path):
     witness = tmp_path / "executed"
-    (folder / "modeling_evil.py").write_text(f"open({str(witness)!r}, 'w').close()\nclass Evil: ...\nclass EvilConfig: ...")
+    (folder / "modeling_evil.py").write_text(
+        f"open({str(witness)!r}, 'w').close()\nclass Evil: ...\nclass EvilConfig: ..."
+    )
     config = folder / "config.json"
     config.write_text(
         config.read_text()
         .replace('"model_type": "llama"', '"model_type": "evil"')
-        .replace("{", '{"auto_map": {"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"},', 1)
+        .replace(
+            "{",
+            '{"auto_map": {"AutoConfig": "modeling_evil.EvilConfig", "AutoModelForCausalLM": "modeling_evil.Evil"},',
+            1,
+        )
     )
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_base(folder)
@@ -83,7 +89,9 @@ def test_code_that_comes_with_a_model_is_never_executed(folder, tmp_path):
 @pytest.mark.parametrize("source", ["no-such-organisation/no-such-model", "no-such-model", "./no/such/folder"])
 def test_a_source_that_cannot_be_found_says_what_to_do(source):
     """The suite runs with HF_HUB_OFFLINE=1."""
-    with pytest.raises(ValueError, match=r"(?s)local folder.*\.gguf.*smollm2-135m.*hub id.*network connection") as caught:
+    with pytest.raises(
+        ValueError, match=r"(?s)local folder.*\.gguf.*smollm2-135m.*hub id.*network connection"
+    ) as caught:
         load_base(source)
     assert source in str(caught.value)
 

@@ -111,9 +111,7 @@ def test_greedy_and_sampled_rows_may_share_a_batch():
     bank = different_members(MODEL, 3)
     greedy, sampled = make_rows(range(3), greedy=True), make_rows(range(3))
     cold = torch.arange(len(sampled.prompt_ids)) % 2 == 0
-    mixed = bank.sample(
-        dataclasses.replace(sampled, temperature=torch.where(cold, 0.0, sampled.temperature))
-    )
+    mixed = bank.sample(dataclasses.replace(sampled, temperature=torch.where(cold, 0.0, sampled.temperature)))
     assert torch.equal(mixed.actions[cold], bank.sample(greedy).actions[cold])
     assert torch.equal(mixed.actions[~cold], bank.sample(sampled).actions[~cold])
 
@@ -159,7 +157,9 @@ def test_a_row_ends_at_its_first_end_of_sequence_and_not_before(shared):
     absent = ~rollout.present
     assert bool((rollout.actions[absent] == PAD).all())
     assert bool((rollout.log_probs[absent] == 0).all())
-    assert len({rollout.actions[row, length - 1].item() for row, length in enumerate(lengths.tolist()) if length < 10}) > 1
+    assert (
+        len({rollout.actions[row, length - 1].item() for row, length in enumerate(lengths.tolist()) if length < 10}) > 1
+    )
     assert lengths.unique().numel() > 3
     # Until its end a row is what it would have been without ends.
     endless = different_members(MODEL, 3, eos_token_ids=[EOS])
@@ -202,9 +202,7 @@ def test_no_end_of_sequence_before_min_new_tokens_and_the_policy_knows():
     assert ends[:, 5].any()
     scored = bank.log_probs(batch)
     torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
-    unaware = bank.log_probs(
-        dataclasses.replace(batch, inputs=dataclasses.replace(batch.inputs, min_new_tokens=0))
-    )
+    unaware = bank.log_probs(dataclasses.replace(batch, inputs=dataclasses.replace(batch.inputs, min_new_tokens=0)))
     assert bool((scored[:, :5] > unaware[:, :5]).all())
     late = batch.present[:, 5:]
     torch.testing.assert_close(scored[:, 5:][late], unaware[:, 5:][late], rtol=1e-4, atol=1e-4)

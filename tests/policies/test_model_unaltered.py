@@ -129,7 +129,11 @@ def test_two_banks_interleaved_on_one_model_do_not_meet():
 
 def test_one_bank_may_work_inside_anothers_loss():
     model = tiny_model("llama")
-    bank, inner, control = different_members(model, 2), different_members(model, 3, std=0.4), different_members(model, 2)
+    bank, inner, control = (
+        different_members(model, 2),
+        different_members(model, 3, std=0.4),
+        different_members(model, 2),
+    )
     batch, inner_batch = sampled_batch(bank), sampled_batch(inner)
     expected = inner.log_probs(inner_batch)
     loss = grpo_loss(batch)

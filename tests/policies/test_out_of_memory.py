@@ -26,7 +26,6 @@ def test_the_micro_batch_is_halved_until_it_fits_and_the_gradient_is_the_same(li
 
     reports, expected = bank.update(batch, scarce, HYPERPARAMETERS), roomy.update(batch, loss, HYPERPARAMETERS)
     assert bank.micro_batch_tokens in {160 // 2**k for k in range(1, 8)}
-    assert sum(sizes[-len(batch) :]) >= len(batch)
     for slot in range(3):
         assert reports[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-4)
         assert reports[slot].loss == pytest.approx(expected[slot].loss, rel=1e-4, abs=1e-6)
@@ -38,21 +37,30 @@ def test_the_micro_batch_is_halved_until_it_fits_and_the_gradient_is_the_same(li
     assert max(sizes) <= limit
 
 
-def test_memory_that_runs_out_after_some_gradients_were_added_does_not_add_them_twice():
-    bank, roomy = different_members(MODEL, 3, micro_batch_tokens=60), different_members(MODEL, 3, micro_batch_tokens=30)
+@pytest.mark.parametrize("when", range(1, 5))
+def test_whenever_memory_runs_out_no_gradient_is_added_twice_and_nobody_steps_twice(when):
+    bank, roomy = different_members(MODEL, 3, micro_batch_tokens=60), different_members(MODEL, 3)
     batch = sampled_batch(bank)
     loss = grpo_loss(batch)
     calls = []
 
-    def late(rows, log_probs):
+    def once(rows, log_probs):
         calls.append(len(rows))
-        if len(calls) == 3:
+        if len(calls) == when:
             raise torch.OutOfMemoryError("this once")
         return loss(rows, log_probs)
 
-    assert bank.update(batch, late, HYPERPARAMETERS) == roomy.update(batch, loss, HYPERPARAMETERS)
+    got, expected = bank.update(batch, once, HYPERPARAMETERS), roomy.update(batch, loss, HYPERPARAMETERS)
+    assert len(calls) > when, "the batch runs in at least that many micro-batches"
     assert bank.micro_batch_tokens == 30
-    assert all(same_state(bank.state(slot), roomy.state(slot)) for slot in range(3))
+    for slot in range(3):
+        assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-4)
+        assert got[slot].loss == pytest.approx(expected[slot].loss, rel=1e-4, abs=1e-6)
+        one, other = bank.state(slot), roomy.state(slot)
+        assert int(one["step"]) == 1
+        torch.testing.assert_close(
+            one["exp_avg"], other["exp_avg"], rtol=1e-3, atol=1e-5 * float(other["exp_avg"].abs().max())
+        )
 
 
 def test_a_completion_that_never_fits_fails_its_member_alone():

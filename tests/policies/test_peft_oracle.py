@@ -38,9 +38,9 @@ def assert_exports_to_peft(model, lora_config, folder):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PEFT's, about GPT-2's transposed weights
         loaded = PeftModel.from_pretrained(fresh, folder).eval()
-    assert {name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")} == {
-        f"base_model.model.{target.name}" for target in bank.targets
-    }
+    assert {
+        name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")
+    } == {f"base_model.model.{target.name}" for target in bank.targets}
     batch = sampled_batch(bank, tokens=5)
     own = batch.of_members([1])
     scored = bank.log_probs(own)
@@ -64,13 +64,16 @@ def test_every_supported_lora_config_exports_and_means_what_peft_means(name, tmp
     assert_exports_to_peft(tiny_model("llama"), LORA_CONFIGS[name], tmp_path)
 
 
-@pytest.mark.parametrize("name", LORA_CONFIGS)
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *(("llama", name) for name in LORA_CONFIGS),
+        *(("gpt2", name) for name, config in LORA_CONFIGS.items() if config.target_modules == "all-linear"),
+    ],
+)
 def test_the_adapted_modules_are_those_that_peft_chooses(architecture, name):
     config = LORA_CONFIGS[name]
     model = tiny_model(architecture)
-    if architecture == "gpt2" and "proj" in str(config.target_modules):
-        pytest.skip("names of Llama's modules")
     bank = different_members(model, 1, lora_config=config)
     PeftMember(model, config, bank.peft_files(0)[0], END_IDS)  # checks that the adapters are PEFT's, no more, no fewer
 
@@ -140,7 +143,7 @@ def test_a_bank_of_three_equals_three_separate_peft_models(architecture):
             loss = reference_step(member, batch, old, slot, beta=0.1)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(member.parameters.values(), hyperparameters[slot].max_grad_norm)
-            assert reports[slot].loss == pytest.approx(float(loss), rel=1e-3, abs=1e-4)
+            assert reports[slot].loss == pytest.approx(float(loss.detach()), rel=1e-3, abs=1e-4)
             assert reports[slot].grad_norm == pytest.approx(float(norm), rel=1e-3)
             if step == 0:  # the first moment, which started at zero, is the clipped gradient
                 compare(bank, slot, member, lambda p: (1 - settings.betas[0]) * p.grad, "exp_avg", lr=0.0)

@@ -24,8 +24,8 @@ def test_parts_are_the_rows_in_order_and_only_single_rows_exceed_the_budget(rows
             own_widths[r] for r in part
         )
 
-    for part, following in itertools.zip_longest(parts, parts[1:]):
-        part = part.tolist()
+    for rows_of_part, following in itertools.zip_longest(parts, parts[1:]):
+        part = rows_of_part.tolist()
         assert len(part) == 1 or cost(part) <= budget
         if following is not None:  # full: the next row would not have fitted
             assert cost([*part, int(following[0])]) > budget

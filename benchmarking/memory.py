@@ -1,0 +1,74 @@
+"""Peak memory of a population against one agent, at the same micro-batch: each size in a process of its own.
+
+    python benchmarking/memory.py [--sizes 1 8] [--micro-batch-tokens 512]
+
+Every member samples 2 prompts x 8 completions x 24 tokens a step and learns with a KL term, as in ANCHORS of the peer
+benchmark; the peak is the process's largest resident set, everything included.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import warnings
+
+STEPS = 3
+
+
+def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
+    """Train `size` members for a few steps in this process and return its peak memory and step times."""
+    import time
+
+    from evogrpo import GRPO
+    from evogrpo.envs.tasks import TASKS
+    from evogrpo.policies.models import load_base
+
+    base = load_base("smollm2-135m")
+    env = TASKS["two_digit_sums"].build(base.tokenizer)
+    population = GRPO.population(
+        size,
+        actor_network=base.model,
+        pad_token_id=base.tokenizer.pad_token_id,
+        beta=0.04,
+        min_output_tokens=24,
+        max_output_tokens=24,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    seconds = []
+    for step in range(STEPS):
+        began = time.perf_counter()
+        collected = population.collect(env, step=step, samples_per_step=16, block=2)
+        population.learn(collected.batch, step=step)
+        seconds.append(time.perf_counter() - began)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {"size": size, "peak_bytes": peak, "seconds_per_agent": min(seconds[1:]) / size}
+
+
+def main() -> None:
+    """Measure each size in a fresh process and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--micro-batch-tokens", type=int, default=512)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one is not None:
+        warnings.simplefilter("ignore")
+        print(json.dumps(measure(arguments.one, arguments.micro_batch_tokens)))
+        return
+    results = []
+    for size in arguments.sizes:
+        command = [sys.executable, __file__, "--one", str(size), "--micro-batch-tokens", str(arguments.micro_batch_tokens)]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        results.append(json.loads(printed.splitlines()[-1]))
+    print("members | peak memory | against the first | s / agent / step")
+    for result in results:
+        ratio = result["peak_bytes"] / results[0]["peak_bytes"]
+        print(
+            f"{result['size']:7d} | {result['peak_bytes'] / 2**30:8.2f} GiB | {ratio:17.2f} | "
+            f"{result['seconds_per_agent']:8.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
