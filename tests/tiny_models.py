@@ -9,7 +9,9 @@ from transformers import (
     Gemma2Config,
     GemmaConfig,
     GPT2Config,
+    GraniteConfig,
     LlamaConfig,
+    OPTConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
@@ -48,12 +50,26 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "gemma2": Gemma2Config(
         **COMMON, sliding_window=6, query_pre_attn_scalar=8, final_logit_softcapping=2.0, attn_implementation="eager"
     ),
+    "granite": GraniteConfig(**COMMON, logits_scaling=4.0),  # divides its logits
     "gpt2": GPT2Config(
         vocab_size=VOCABULARY,
         n_embd=32,
         n_layer=2,
         n_head=4,
         n_positions=128,
+        pad_token_id=PAD,
+        eos_token_id=EOS,
+        bos_token_id=2,
+    ),
+    # Flattens rows and positions before its linear layers; learnt positions, dropout.
+    "opt": OPTConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        ffn_dim=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=32,
+        max_position_embeddings=128,
         pad_token_id=PAD,
         eos_token_id=EOS,
         bos_token_id=2,

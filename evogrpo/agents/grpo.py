@@ -68,6 +68,7 @@ class GRPO(EvolvableAlgorithm):
         actor_network: PreTrainedModel | None = None,
         pad_token_id: int | None = None,
         samples_per_step: int | None = None,
+        spread: bool = True,
         **options: Unpack[Options],
     ) -> Population:
         """Make agents that share one base model.
@@ -84,6 +85,7 @@ class GRPO(EvolvableAlgorithm):
             pad_token_id: As for one agent.
             samples_per_step: Completions per member and learning step, if group_size evolves over a range: only its
                 divisors are dealt. Unneeded when group_size has choices.
+            spread: False lets every member start with the given hyperparameters.
             options: As for one agent.
 
         Raises:
@@ -93,7 +95,8 @@ class GRPO(EvolvableAlgorithm):
         samples = samples_per_step or _common_samples(options.get("group_size", Hyperparameters().group_size), config)
         shared, first = open_shared(size, observation_space, action_space, actor_network, pad_token_id, options)
         rng = generator(shared.settings.seed, "spread")
-        records = spread_members(first, config, size, rng, samples)
+        # Members that start alike still sample their own completions, so they soon differ.
+        records = spread_members(first, config if spread else HyperparameterConfig(), size, rng, samples)
         index = options.get("index", 0)
         agents = [cls._member(shared, slot, index + slot, record) for slot, record in enumerate(records)]
         return Population(agents, shared, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)

@@ -181,8 +181,8 @@ class _LearningStep:
         _, inverse = torch.unique(groups, return_inverse=True)
         count = int(inverse.max()) + 1
         zero = zero_variance_groups(rewards, inverse, count)
-        spreads = [rewards[(inverse == number) & applies].std() for number in range(count)]
-        spread = [float(value) for value in spreads if value.isfinite()]
+        in_groups = [rewards[(inverse == number) & applies] for number in range(count)]
+        spread = [float(values.std()) for values in in_groups if len(values) > 1]
         bad = [step for step in tally.steps if not math.isfinite(step.grad_norm)]
         return LearnReport(
             loss=_mean([step.loss for step in tally.steps]),

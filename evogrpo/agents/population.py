@@ -68,11 +68,15 @@ class Population(Sequence[Any]):
         Raises:
             ValueError: If no member has been evaluated.
         """
+        return self._handed_out[self.best_slot]
+
+    @property
+    def best_slot(self) -> int:
+        """Where the best agent lives; see `best`."""
         evaluated = [agent for agent in self.agents if agent.fitness is not None]
         if not evaluated:
             raise ValueError("no member has a fitness yet: call evaluate or evolve first")
-        best = max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.slot))
-        return self._handed_out[best.slot]
+        return max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.slot)).slot
 
     @property
     def healthy(self) -> "list[EvolvableAlgorithm]":

@@ -1,7 +1,7 @@
 """Agents and populations as checkpoints: what is stored, and the checks before anything is loaded."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,6 +20,7 @@ from evogrpo.evolution.lineage import Lineage
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.policies.adapters import AdapterBank
 from evogrpo.policies.lora import lora_from_json, lora_to_json
 from evogrpo.policies.models import fingerprint, load_base
 
@@ -43,11 +44,15 @@ def save_agent(
     """Write one agent and, in its record, a note of plain JSON values; see `GRPO.save_checkpoint`."""
     shared = agent._shared
     adapters, config = shared.bank.peft_files(agent.slot)
-    files = {"adapter_model.safetensors": _bytes(adapters), "adapter_config.json": config}
+    # Functions, so that only the file that is being written is in memory as bytes.
+    files: dict[str, bytes | Callable[[], bytes]] = {
+        "adapter_model.safetensors": lambda: _bytes(adapters),
+        "adapter_config.json": config,
+    }
     if include_base:
         model = shared.bank.base.model
         # Tied weights are one parameter, so nothing is stored twice.
-        files[BASE_WEIGHTS] = _bytes({name: value.detach() for name, value in model.named_parameters()})
+        files[BASE_WEIGHTS] = lambda: _bytes({name: value.detach() for name, value in model.named_parameters()})
         files[BASE_CONFIG] = model.config.to_json_string(use_diff=False).encode()
     record = {"shared": _shared_record(shared), "member": _member_record(agent), "note": dict(note or {})}
     write_checkpoint(path, shared.bank.state(agent.slot), record, files=files, kind="agent", replace=replace)
@@ -67,8 +72,7 @@ def load_agent(
         model = actor_network or _saved_base(Path(path)) or named_base(record["shared"])
         shared = _open(record["shared"], model, 1, path, device=device, accelerator=accelerator)
         agent = kind._member(shared, 0, 0, Hyperparameters())
-        _restore(agent, {**record["member"], "slot": 0})
-        shared.bank.load_state(0, tensors)
+        _restore(agent, record["member"], tensors, path)
     return agent
 
 
@@ -77,22 +81,28 @@ def read_agent(agent: "EvolvableAlgorithm", path: str | Path) -> None:
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
         _check_base(record["shared"], agent._shared.fingerprint, path)
-        Hyperparameters.from_json(record["member"]["hyperparameters"])  # refused before anything is changed
-        agent._shared.bank.load_state(agent.slot, tensors)
-        _restore(agent, {**record["member"], "slot": agent.slot})
+        saved, own = record["shared"]["lora_config"], lora_to_json(agent._shared.bank.lora_config)
+        if saved != own:
+            raise CheckpointError(
+                f"{path} holds an adapter of lora_config {saved}, but this agent has {own}: make the agent with the "
+                "same lora_config, or bring the saved one back with GRPO.load"
+            )
+        _restore(agent, record["member"], tensors, path)
 
 
-def population_state(population: Population) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return everything a checkpoint of a population must hold: tensors by name, and a JSON record."""
-    bank = population.shared.bank
-    tensors = {f"{slot}.{name}": value for slot in range(bank.size) for name, value in bank.state(slot).items()}
+def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+    """Return everything a checkpoint of a population must hold: tensors by name, and a JSON record.
+
+    The tensors are copied when they are asked for, each time anew, so that the members are never in memory twice: save
+    them before the population goes on, or keep `dict(tensors)`.
+    """
     record = {
         "shared": _shared_record(population.shared),
         "members": [_member_record(agent) for agent in population.agents],
         "lineage": population.lineage.to_json(),
         "next_index": population.next_index,
     }
-    return tensors, record
+    return _MemberTensors(population.shared.bank), record
 
 
 def restore_population(
@@ -123,11 +133,10 @@ def restore_population(
         agents = []
         for slot, member in enumerate(members):
             agent = kind._member(shared, slot, member["index"], Hyperparameters())
-            _restore(agent, {**member, "slot": slot})
             own = {
                 name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
             }
-            shared.bank.load_state(slot, own)
+            _restore(agent, member, own, path)
             agents.append(agent)
         population = Population(agents, shared, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = record["next_index"]
@@ -218,16 +227,44 @@ def _member_record(agent: "EvolvableAlgorithm") -> dict[str, Any]:
     }
 
 
-def _restore(agent: "EvolvableAlgorithm", member: Mapping[str, Any]) -> None:
-    agent.hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
-    agent.fitness = None if member["scores"] is None else Fitness.from_scores(member["scores"])
-    for name in COUNTERS:
-        setattr(agent, name, member[name])
+def _restore(
+    agent: "EvolvableAlgorithm", member: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str | Path
+) -> None:
+    """Give an agent all that was saved of one, or change nothing; it stays in its own slot."""
+    counters = {name: member[name] for name in COUNTERS if name != "slot"}
+    try:
+        hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
+        fitness = None if member["scores"] is None else Fitness.from_scores(member["scores"])
+        agent._shared.bank.load_state(agent.slot, tensors)
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    agent.hyperparameters, agent.fitness = hyperparameters, fitness
+    for name, value in counters.items():
+        setattr(agent, name, value)
 
 
 def _bytes(tensors: Mapping[str, Tensor]) -> bytes:
     plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
     return tensor_bytes(plain, metadata={"format": "pt"})
+
+
+class _MemberTensors(Mapping[str, Tensor]):
+    """The learner states of a bank's members: `{slot}.{name}` -> a copy made when it is asked for."""
+
+    def __init__(self, bank: AdapterBank) -> None:
+        self._bank = bank
+        parts = list(bank.state(0))
+        self._places = {f"{slot}.{part}": (slot, part) for slot in range(bank.size) for part in parts}
+
+    def __getitem__(self, name: str) -> Tensor:
+        slot, part = self._places[name]
+        return self._bank.state(slot)[part]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 @contextmanager

@@ -53,7 +53,9 @@ def adamw_step_(
     exp_avg_sq.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
     root = torch.sqrt(exp_avg_sq, out=gradient)
     root.div_(math.sqrt(1.0 - betas[1] ** step)).add_(eps)
-    weights.addcdiv_(exp_avg, root, value=-lr / (1.0 - betas[0] ** step))
+    # A step longer than any float of this type would be refused; this way it ruins the weights, which is noticed.
+    length = min(lr / (1.0 - betas[0] ** step), torch.finfo(weights.dtype).max)
+    weights.addcdiv_(exp_avg, root, value=-length)
 
 
 def schedule_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int | None) -> float:

@@ -2,7 +2,8 @@
 
 A checkpoint of kind "population" is a folder with these files:
 
-- `population.safetensors`: the tensors;
+- `population.safetensors`: the tensors; more than one file can take lie in `population-00001.safetensors`,
+  `population-00002.safetensors` and so on, each a safetensors file of its own;
 - `population.json`: the record;
 - any further files the writer gave, such as an exported adapter;
 - `manifest.json`: format, version, kind, and the size and SHA-256 of every other file.
@@ -12,14 +13,10 @@ Reading parses data and nothing else: there is no pickle, no code, and no path f
 
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load as load_tensors
-from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from evogrpo.persistence.durable import make_folder, sync_folder, write_synced
@@ -27,16 +24,20 @@ from evogrpo.persistence.manifest import (
     MANIFEST_NAME,
     CheckpointError,
     Manifest,
-    check_file,
+    check_files,
     damaged,
     dump_manifest,
     is_plain_name,
-    main_names,
     read_checked,
     read_manifest,
+    record_name,
+    tensor_name,
+    tensor_names,
+    write_entry,
 )
 from evogrpo.persistence.placement import put_in_place, refuse_overwriting, stored_at, tidy
 from evogrpo.persistence.strict_json import dump_json, load_json
+from evogrpo.persistence.tensor_files import FILE_BYTES, read_tensors, write_tensors
 
 __all__ = ["CheckpointError", "Manifest", "read_checkpoint", "verify_checkpoint", "write_checkpoint"]
 
@@ -46,9 +47,10 @@ def write_checkpoint(
     tensors: Mapping[str, Tensor],
     record: Mapping[str, Any],
     *,
-    files: Mapping[str, bytes] | None = None,
+    files: Mapping[str, bytes | Callable[[], bytes]] | None = None,
     kind: str = "population",
     replace: bool = False,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Save tensors and a record as one folder that is complete or absent, at whatever byte the process is killed.
 
@@ -56,42 +58,40 @@ def write_checkpoint(
     is replaced stays loadable until the new one is in its place. Leftovers of killed writes are removed on the way.
     Only one process may write a given folder, or the generations of a run, at a time.
 
+    The memory taken is about twice what one tensor file holds: `file_bytes`, or one tensor more.
+
     Args:
         folder: Where the checkpoint goes; its parents are created.
-        tensors: Dense tensors of any dtype, shape and device.
+        tensors: Dense tensors of any dtype, shape and device. Each is asked for once, when it is written, so a mapping
+            that makes them when asked never has all of them in memory.
         record: Strict JSON: text keys, finite numbers.
-        files: Further files, by plain name.
+        files: Further files, by plain name: their bytes, or a function that is called for them when they are written.
         kind: What is saved, in one word; the reader must ask for the same kind.
         replace: Whether a complete checkpoint that is already there may be replaced. A damaged one always may.
+        file_bytes: A tensor file that holds this many bytes of tensors takes no more of them, at least 1.
 
     Raises:
         CheckpointError: If `folder` holds a complete checkpoint and `replace` is False, or anything but a checkpoint.
-        ValueError: If a tensor, the record or a name cannot be stored.
-        OSError: If the disk refuses; what was at `folder` is still there.
+        ValueError: If a tensor, the record or a name cannot be stored; what was at `folder` is still there.
+        OSError: If the disk refuses; likewise.
     """
     folder = Path(folder).resolve()
-    tensors_name, record_name = main_names(kind)
-    for name in files or {}:
-        if not is_plain_name(name) or name in (tensors_name, record_name):
-            raise ValueError(
-                f"{name!r} cannot be a further file of a {kind} checkpoint: use letters, digits, '.', '_' and '-', "
-                f"and none of {tensors_name}, {record_name} and {MANIFEST_NAME}"
-            )
-    contents = {
-        tensors_name: _tensor_bytes(tensors),
-        record_name: dump_json(record, what="record").encode("ascii"),
-        **(files or {}),
-    }
-    contents[MANIFEST_NAME] = dump_manifest(kind, contents)
-
+    further = files or {}
+    _check_names(kind, further)
+    if file_bytes < 1:
+        raise ValueError(f"file_bytes must be at least 1, got {file_bytes}: every tensor file holds something")
+    record_bytes = dump_json(record, what="record").encode("ascii")
     make_folder(folder.parent)
     tidy(folder)
-    refuse_overwriting(folder, kind=kind, replace=replace, written=contents.keys())
+    refuse_overwriting(folder, kind=kind, replace=replace, written=further.keys())
     temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
     try:
         temporary.mkdir()
-        for name, content in contents.items():
-            write_synced(temporary / name, content)
+        entries = write_tensors(temporary, kind, tensors, file_bytes)
+        entries[record_name(kind)] = write_entry(temporary / record_name(kind), record_bytes)
+        for name, content in further.items():
+            entries[name] = write_entry(temporary / name, content if isinstance(content, bytes) else content())
+        write_synced(temporary / MANIFEST_NAME, dump_manifest(Manifest(kind=kind, files=entries)))
         sync_folder(temporary)
         put_in_place(temporary, folder)
     finally:
@@ -99,7 +99,7 @@ def write_checkpoint(
 
 
 def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Load a checkpoint, after checking every file of it.
+    """Load a checkpoint, after checking every file of it; no more than one tensor file is held besides its tensors.
 
     Args:
         folder: The checkpoint's folder.
@@ -113,12 +113,8 @@ def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[di
     """
     place = stored_at(Path(folder).resolve())
     manifest = _manifest_of_kind(place, kind)
-    tensors_path, record_path = (place / name for name in main_names(kind))
-    for name, entry in manifest.files.items():
-        if name not in main_names(kind):
-            check_file(place / name, entry)
-    # These are parsed from the bytes that were checked: a file that changes in between cannot slip through.
-    tensor_bytes = read_checked(tensors_path, manifest.files[tensors_path.name])
+    record_path = place / record_name(kind)
+    check_files(place, manifest, besides=(record_path.name, *tensor_names(kind, manifest.files)))
     record_bytes = read_checked(record_path, manifest.files[record_path.name])
     try:
         record = load_json(record_bytes)
@@ -126,11 +122,7 @@ def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[di
         raise damaged(record_path, f"must be strict JSON ({error})") from error
     if not isinstance(record, dict):
         raise damaged(record_path, f"must hold a JSON object, not a {type(record).__name__}")
-    try:
-        tensors = load_tensors(tensor_bytes)
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise damaged(tensors_path, f"must be in the safetensors format ({error})") from error
-    return tensors, record
+    return read_tensors(place, manifest), record
 
 
 def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manifest:
@@ -148,13 +140,12 @@ def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manife
     """
     place = stored_at(Path(folder).resolve())
     manifest = _manifest_of_kind(place, kind)
-    for name, entry in manifest.files.items():
-        check_file(place / name, entry)
+    check_files(place, manifest)
     return manifest
 
 
 def _manifest_of_kind(place: Path, kind: str) -> Manifest:
-    main_names(kind)
+    record_name(kind)  # refuses what is no kind
     manifest = read_manifest(place)
     if manifest.kind != kind:
         raise CheckpointError(
@@ -164,17 +155,12 @@ def _manifest_of_kind(place: Path, kind: str) -> Manifest:
     return manifest
 
 
-def _tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    """Serialise tensors; views and tied tensors are stored as separate whole tensors."""
-    storable: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise ValueError(f"a checkpoint holds dense tensors, but {name!r} is not one: convert or leave it out")
-        # safetensors refuses tensors that share memory, and would write all of the storage behind a view.
-        storable[name] = (
-            tensor.detach().resolve_conj().resolve_neg().to("cpu").clone(memory_format=torch.contiguous_format)
-        )
-    try:
-        return save_tensors(storable)
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
-        raise ValueError(f"the tensors cannot be stored as safetensors: {error}") from error
+def _check_names(kind: str, further: Iterable[str]) -> None:
+    """Refuse a kind, or further files, that have no name of their own in the folder."""
+    record = record_name(kind)
+    for name in further:
+        if not is_plain_name(name) or name == record or tensor_names(kind, [name]):
+            raise ValueError(
+                f"{name!r} cannot be a further file of a {kind} checkpoint: use letters, digits, '.', '_' and '-', "
+                f"and none of {tensor_name(kind)}, {tensor_name(kind, 1)} and so on, {record} and {MANIFEST_NAME}"
+            )

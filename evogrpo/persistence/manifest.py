@@ -4,11 +4,12 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from evogrpo.persistence.durable import write_synced
 from evogrpo.persistence.strict_json import dump_json, load_json
 
 FORMAT = "evogrpo-checkpoint"
@@ -48,7 +49,7 @@ class Manifest:
     """What a checkpoint holds.
 
     Attributes:
-        kind: What was saved, such as "population"; names the two main files.
+        kind: What was saved, such as "population"; names the record and the tensor files.
         files: Every file of the folder, by name, except the manifest itself.
     """
 
@@ -56,11 +57,21 @@ class Manifest:
     files: Mapping[str, FileEntry]
 
 
-def main_names(kind: str) -> tuple[str, str]:
-    """Return the names of the tensor file and the record file of a kind of checkpoint."""
+def record_name(kind: str) -> str:
+    """Return the name of the record file of a kind of checkpoint."""
     if not _KIND.fullmatch(kind) or kind == "manifest":
         raise ValueError(f"a kind of checkpoint is a short lower-case word other than 'manifest', got {kind!r}")
-    return f"{kind}.safetensors", f"{kind}.json"
+    return f"{kind}.json"
+
+
+def tensor_name(kind: str, number: int | None = None) -> str:
+    """Return the name of a tensor file: the only one, or the one with this number, from 1."""
+    return f"{kind}.safetensors" if number is None else f"{kind}-{number:05d}.safetensors"
+
+
+def tensor_names(kind: str, names: Iterable[str]) -> list[str]:
+    """Return those names that tensor files of a kind have, in order."""
+    return sorted(name for name in names if re.fullmatch(rf"{kind}(-[0-9]{{5}})?\.safetensors", name))
 
 
 def is_plain_name(name: str) -> bool:
@@ -68,11 +79,20 @@ def is_plain_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and name != MANIFEST_NAME
 
 
-def dump_manifest(kind: str, contents: Mapping[str, bytes]) -> bytes:
-    """Write the manifest of a folder that holds these files."""
-    files = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in contents.items()}
-    manifest = {"format": FORMAT, "version": VERSION, "kind": kind, "files": files}
-    return dump_json(manifest, what="manifest", indent=1).encode("ascii")
+def write_entry(path: Path, content: bytes) -> FileEntry:
+    """Create a file, wait until it is on disk, and return what the manifest says of it."""
+    write_synced(path, content)
+    return FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+
+
+def dump_manifest(manifest: Manifest) -> bytes:
+    """Write a manifest; raises ValueError if it lists more files than `read_manifest` would read."""
+    files = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in manifest.files.items()}
+    values = {"format": FORMAT, "version": VERSION, "kind": manifest.kind, "files": files}
+    content = dump_json(values, what="manifest", indent=1).encode("ascii")
+    if len(content) > _SIZE_LIMIT:
+        raise ValueError(f"a checkpoint of {len(files)} files is not readable: write fewer, or a larger file_bytes")
+    return content
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -100,9 +120,33 @@ def read_manifest(folder: Path) -> Manifest:
         raise damaged(path, f"must name the kind of checkpoint by a short word, not {kind!r:.80}")
     if not isinstance(files, dict):
         raise damaged(path, "must list files by name")
-    if missing := [name for name in main_names(kind) if name not in files]:
-        raise damaged(path, f"must list {' and '.join(missing)}")
+    found = tensor_names(kind, files)
+    numbered = [tensor_name(kind, number) for number in range(1, max(1, len(found)) + 1)]
+    if found not in ([tensor_name(kind)], numbered):
+        rule = f"must list {tensor_name(kind)}, or {numbered[0]} and so on without a gap"
+        raise damaged(path, f"{rule}, but lists {', '.join(found) or 'neither'}")
+    if record_name(kind) not in files:
+        raise damaged(path, f"must list {record_name(kind)}")
     return Manifest(kind=kind, files={name: _file_entry(path, name, entry) for name, entry in files.items()})
+
+
+def check_files(folder: Path, manifest: Manifest, *, besides: Collection[str] = ()) -> None:
+    """Check that a folder holds every file of its manifest as written, and no tensor file that is not in it.
+
+    Args:
+        folder: Where the manifest was found.
+        manifest: What it says.
+        besides: Files that are checked elsewhere.
+
+    Raises:
+        CheckpointError: If a file is missing, too many or changed.
+    """
+    for name in tensor_names(manifest.kind, (entry.name for entry in folder.iterdir())):
+        if name not in manifest.files:
+            raise damaged(folder / name, "must be listed in the manifest")
+    for name, entry in manifest.files.items():
+        if name not in besides:
+            check_file(folder / name, entry)
 
 
 def read_checked(path: Path, entry: FileEntry) -> bytes:

@@ -11,9 +11,10 @@ from evogrpo.persistence.manifest import (
     MANIFEST_NAME,
     CheckpointError,
     NewerCheckpointError,
-    check_file,
-    main_names,
+    check_files,
     read_manifest,
+    record_name,
+    tensor_names,
 )
 
 _TEMPORARY = re.compile(r"\.(.+)\.temporary-[0-9a-f]{32}")
@@ -74,20 +75,19 @@ def refuse_overwriting(folder: Path, *, kind: str, replace: bool, written: Set[s
         folder: Where the checkpoint shall go.
         kind: The kind that shall be written.
         replace: Whether a complete checkpoint may be replaced.
-        written: Names of the files that shall be written.
+        written: Names of the further files that shall be written.
     """
     if not os.path.lexists(folder):
         return
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: choose another place")
     found = {entry.name for entry in folder.iterdir()}
-    own = {MANIFEST_NAME, *main_names(kind)}
+    own = {MANIFEST_NAME, record_name(kind), *tensor_names(kind, found)}
     complete = False
     try:
         manifest = read_manifest(folder)
         own |= manifest.files.keys()
-        for name, entry in manifest.files.items():
-            check_file(folder / name, entry)
+        check_files(folder, manifest)
         complete = True
     except NewerCheckpointError as error:
         if not replace:

@@ -15,7 +15,7 @@ from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import LossFunction
 from evogrpo.policies.causal import CausalModel, frozen, pad_left
-from evogrpo.policies.generation import generate
+from evogrpo.policies.generation import Route, generate
 from evogrpo.policies.lora import Target, default_lora_config, find_targets, initial_weights, peft_files, scaling
 from evogrpo.policies.low_rank import LowRankAdapters
 from evogrpo.policies.planning import micro_batches, share_prefixes
@@ -97,7 +97,7 @@ class AdapterBank:
             Completions in the order of `rows`, at most `rows.uniforms.shape[1]` tokens each.
 
         Raises:
-            ValueError: If a prompt is empty or there are no rows.
+            ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
         """
         if not len(rows.prompt_ids):
             raise ValueError("there is nothing to sample: rows is empty")
@@ -105,20 +105,16 @@ class AdapterBank:
             raise ValueError("a prompt must hold at least one token, got an empty one")
         order = torch.from_numpy(_lexsort(rows.prompt_ids, rows.member_ids))
         width = max(len(prompt) for prompt in rows.prompts) + rows.uniforms.shape[1]
-        device = self.base.device
-        parts = []
+        if self.base.context is not None and width > self.base.context:
+            raise ValueError(
+                f"the longest prompt and completion together must fit the model's context of {self.base.context} "
+                f"tokens, got {width}: lower max_output_tokens, or leave long prompts out (max_prompt_length)"
+            )
+        route = _adapters_off if reference else self._adapters.route
         with torch.no_grad(), self._running():
-            for part in order.split(max(1, CACHED_TOKENS // width)):
-                wave = replace(
-                    rows,
-                    prompt_ids=rows.prompt_ids[part].to(device),
-                    member_ids=rows.member_ids[part].to(device),
-                    temperature=rows.temperature[part].to(device),
-                    uniforms=rows.uniforms[part].to(device),
-                )
-                route = _adapters_off if reference else self._adapters.route
-                parts.append(generate(self.base, route, wave, self.end_ids))
-        back = torch.argsort(order).to(device)
+            waves = order.split(max(1, CACHED_TOKENS // width))
+            parts = [part for wave in waves for part in self._sample_wave(rows, wave, route)]
+        back = torch.argsort(order).to(self.base.device)
         return Rollout(
             actions=torch.cat([part.actions for part in parts])[back],
             present=torch.cat([part.present for part in parts])[back],
@@ -198,6 +194,23 @@ class AdapterBank:
 
     # ---- forward passes
 
+    def _sample_wave(self, rows: Rows, wave: Tensor, route: Route) -> list[Rollout]:
+        """Sample the rows numbered in `wave` together, or in halves where memory runs out."""
+        device = self.base.device
+        part = replace(
+            rows,
+            prompt_ids=rows.prompt_ids[wave].to(device),
+            member_ids=rows.member_ids[wave].to(device),
+            temperature=rows.temperature[wave].to(device),
+            uniforms=rows.uniforms[wave].to(device),
+        )
+        try:
+            return [generate(self.base, route, part, self.end_ids)]
+        except torch.OutOfMemoryError:
+            if len(wave) == 1:
+                raise
+        return [rollout for half in wave.chunk(2) for rollout in self._sample_wave(rows, half, route)]
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Freeze the base and hook the adapters in, for as long as the bank computes."""
@@ -218,10 +231,16 @@ class AdapterBank:
 
     def _score(self, batch: Batch, *, adapted: bool) -> Tensor:
         result = torch.zeros(batch.actions.shape, device=batch.actions.device)
-        with torch.no_grad(), self._running():
-            for part in self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, adapted):
-                result[part] = self._forward(batch.select(part), adapted=adapted)
-        return result
+        while True:
+            try:
+                with torch.no_grad(), self._running():
+                    for part in self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, adapted):
+                        result[part] = self._forward(batch.select(part), adapted=adapted)
+                return result
+            except torch.OutOfMemoryError:
+                if self.micro_batch_tokens == 1:
+                    raise
+                self.micro_batch_tokens //= 2
 
     def _gradients(
         self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction

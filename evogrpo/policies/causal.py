@@ -167,6 +167,7 @@ class CausalModel:
         self.decoder: nn.Module = model.base_model
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
+        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         with frozen(model), torch.no_grad():
             self.head = self._find_head()
             self._probe_padding()
@@ -213,16 +214,22 @@ class CausalModel:
         expected = self.model(input_ids=ids).logits
         hidden = self.decoder(input_ids=ids).last_hidden_state
         bare: Head = self.model.get_output_embeddings()
-        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        config = self.model.config.get_text_config()
+        cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
+        factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
         heads: list[Head] = [bare]
         if cap:
             heads.append(lambda x: cap * torch.tanh(bare(x) / cap))
+        if factor:  # Cohere
+            heads.append(lambda x: factor * bare(x))
+        if divisor:  # Granite
+            heads.append(lambda x: bare(x) / divisor)
         for head in heads:
             if self._close(head(hidden), expected):
                 return head
         raise ValueError(
             f"the logits of {type(self.model).__name__} are not its output embeddings applied to its final hidden "
-            "states (soft-capped or not), so log-probabilities cannot be computed; this architecture is not supported"
+            "states (soft-capped, scaled or bare), so log-probabilities cannot be computed: use another architecture"
         )
 
     def _probe_padding(self) -> None:

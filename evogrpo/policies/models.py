@@ -57,7 +57,7 @@ def load_base(
     with _loading(name):
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-    return BaseModel(model.to(device), tokenizer, name)
+    return BaseModel(model.to(device), tokenizer, name)  # type: ignore[arg-type]  # transformers wraps `to`
 
 
 def load_outline(source: str | Path) -> BaseModel:

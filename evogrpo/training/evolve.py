@@ -19,6 +19,11 @@ from evogrpo.training.rundir import RunDir
 from evogrpo.training.schedule import Schedule
 
 Report = StepReport | GenerationReport | TestReport
+STOPPED = "stopped by the user"
+
+
+class AllFailedError(RuntimeError):
+    """Every member failed, so there is nobody to clone."""
 
 
 def evolve(
@@ -88,10 +93,10 @@ class Evolution:
         self.schedule, self.strategy = schedule, strategy
         self.run_dir = run_dir
         self.progress = progress or Progress(members=len(population))
-        self.block = schedule.block(population)
+        # Kept through a resume, when founders with the smallest groups may be gone: it decides the order of questions.
+        self.progress.block = max(self.progress.block, schedule.block(population))
         self._description = description or {}
         self._stopping = False
-        self._examples: tuple[Example, ...] = ()
         if progress is None:
             schedule.warn_neutral(population)
             if run_dir is not None:
@@ -105,16 +110,22 @@ class Evolution:
         """Run to the end of the schedule, yielding a report after every step, every generation and the test."""
         progress = self.progress
         self._open()
-        while not self._finished():
+        while not self.finished():
+            if self._stopping:  # asked for while answering validation questions: the checkpoint is already written
+                self._record("stopped", reason=STOPPED)
+                return
             self._next_generation()
             while progress.step_in_generation < self.schedule.steps_per_generation:
                 if progress.step_in_generation and self._spent():
                     break
                 yield self._learning_step()
                 if self._stopping:
-                    self._save("stopped by the user")
+                    self._save(STOPPED)
                     return
             yield self._close_generation()
+        if self._stopping:
+            self._record("stopped", reason=STOPPED)
+            return
         if self.schedule.test_questions != 0 and progress.best is not None:
             yield self._test()
         self._record("stopped", reason="finished")
@@ -128,6 +139,7 @@ class Evolution:
             self._record("resumed", generation=progress.generation, step=progress.step)
             return
         began = time.monotonic()
+        self._save()
         self._record(
             "run",
             **self._description,
@@ -150,8 +162,8 @@ class Evolution:
         self._record("baseline", split="validation", questions=scores.shape[1], **_score(progress.baseline))
         self._save()
 
-    def _finished(self) -> bool:
-        """Tell whether no further generation is to be started."""
+    def finished(self) -> bool:
+        """Tell whether no further generation is to be started; the test split may still wait for its answers."""
         progress = self.progress
         if progress.generation == 0 or progress.step_in_generation:
             return False
@@ -181,7 +193,7 @@ class Evolution:
         self._require_healthy()
         try:
             collected = self.population.collect(
-                self.env, step=progress.step, samples_per_step=self.schedule.samples_per_step, block=self.block
+                self.env, step=progress.step, samples_per_step=self.schedule.samples_per_step, block=progress.block
             )
         except Exception as error:
             # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
@@ -192,7 +204,7 @@ class Evolution:
         seconds = time.monotonic() - began
         tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
         indices = {slot: self.population.agents[slot].index for slot in learned}
-        self._examples = _examples(self.env, collected, indices)
+        progress.examples = _examples(self.env, collected, indices)
         report = StepReport(
             step=progress.step,
             generation=progress.generation + 1,
@@ -200,7 +212,7 @@ class Evolution:
             indices=indices,
             seconds=seconds,
             tokens=sum(tokens.values()),
-            examples=self._examples,
+            examples=progress.examples,
         )
         progress.add_step(seconds, tokens, {slot: _metrics(each) for slot, each in learned.items()})
         self._record(
@@ -218,7 +230,11 @@ class Evolution:
         """Evaluate, plan, record and checkpoint."""
         progress, population, began = self.progress, self.population, time.monotonic()
         self._require_healthy()
-        population.evaluate(self.env, "validation", questions=self.schedule.validation_questions)
+        try:
+            population.evaluate(self.env, "validation", questions=self.schedule.validation_questions)
+        except Exception as error:
+            self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
+            raise
         progress.seconds += time.monotonic() - began
         progress.generation += 1
         births = {birth.index: birth for birth in population.lineage.births}
@@ -226,16 +242,16 @@ class Evolution:
         self._keep_best()
         progress.step_in_generation = 0
         progress.unplanned = True
-        plan = None if self._finished() else self._plan(progress.generation)
+        plan = None if self.finished() else self._plan(progress.generation)
         report = GenerationReport(
             generation=progress.generation,
             step=progress.step,
             members=members,
-            best=members[population.best.slot],
+            best=members[population.best_slot],
             plan=plan,
             seconds=progress.seconds,
             tokens=progress.tokens,
-            examples=self._examples,
+            examples=progress.examples,
         )
         self._record(
             "generation",
@@ -246,7 +262,7 @@ class Evolution:
             members=[member.to_json() for member in members],
             best=report.best.index,
             plan=None if plan is None else plan.to_json(),
-            examples=[vars(example) for example in self._examples],
+            examples=[vars(example) for example in progress.examples],
         )
         if self.run_dir is not None:
             self.run_dir.log_scalars(
@@ -264,7 +280,7 @@ class Evolution:
         if not self.population.healthy:
             reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in self.population.agents)
             self._record("stopped", reason=f"every member failed ({reasons})")
-            raise RuntimeError(
+            raise AllFailedError(
                 f"every member failed, so there is nobody to clone ({reasons}). Lower the learning rates or the "
                 "temperatures; the newest checkpoint holds the members before they failed"
             )
@@ -301,8 +317,7 @@ class Evolution:
 
     def _keep_best(self) -> None:
         """Remember the best member ever, as it was when it earned its fitness."""
-        agent = self.population.best
-        agent = self.population.agents[agent.slot]
+        agent = self.population.agents[self.population.best_slot]
         best = self.progress.best
         if agent.fitness is not None and (best is None or agent.fitness.mean > best.fitness.mean):
             state = self.population.shared.bank.state(agent.slot)

@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.training.reports import Example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,14 @@ class Progress:
         generation: Generations evaluated.
         step: Learning steps taken.
         step_in_generation: Learning steps of the generation under way.
+        block: Length of every step's block of starts, decided when the run began; 0 before.
         unplanned: Whether the last generation has been evaluated but its plan has not been carried out.
         seconds: Wall-clock time spent, over all parts of the run.
         tokens: Tokens processed by all members.
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
+        examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: The best member ever; None before the first evaluation.
     """
@@ -49,12 +52,14 @@ class Progress:
     generation: int = 0
     step: int = 0
     step_in_generation: int = 0
+    block: int = 0
     unplanned: bool = False
     seconds: float = 0.0
     tokens: int = 0
     member_tokens: list[int] = field(default_factory=list)
     member_seconds: list[float] = field(default_factory=list)
     metrics: list[dict[str, tuple[float, int]]] = field(default_factory=list)
+    examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
     best: Best | None = None
 
@@ -96,6 +101,7 @@ class Progress:
         """Return plain JSON values; the best member itself is stored in a folder of its own."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("best", "baseline")}
         values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
+        values["examples"] = [vars(example) for example in self.examples]
         values["baseline"] = None if self.baseline is None else list(self.baseline.scores)
         return values
 
@@ -104,5 +110,6 @@ class Progress:
         """Build from what `to_json` returned, without the best member."""
         plain = dict(values)
         plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
+        plain["examples"] = tuple(Example(**example) for example in plain["examples"])
         plain["baseline"] = None if plain["baseline"] is None else Fitness.from_scores(plain["baseline"])
         return cls(**plain)

@@ -18,6 +18,7 @@ from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.generations import generation_folder, latest_complete, prune
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.persistence.placement import stored_at
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.schedule import Schedule
 
@@ -51,7 +52,8 @@ class RunDir:
         Raises:
             ValueError: If it does.
         """
-        if (self.path / JOURNAL).exists() or (self.path / "checkpoints").exists():
+        # The founders are saved before the first event: a journal is always one that can be resumed.
+        if (self.path / JOURNAL).exists() or latest_complete(self.path).folder is not None:
             raise ValueError(
                 f"{self.path} already holds a run, which is never overwritten: continue it with "
                 f"`evogrpo resume {self.path}`, or choose another run directory"
@@ -108,12 +110,14 @@ class Saved:
         record: Everything else.
         best: Tensors and record of the best member; None before the first evaluation.
         folder: The checkpoint it was read from.
+        skipped: Why each newer checkpoint could not be used, newest first.
     """
 
     tensors: dict[str, Tensor]
     record: dict[str, Any]
     best: tuple[dict[str, Tensor], dict[str, Any]] | None
     folder: Path
+    skipped: tuple[CheckpointError, ...] = ()
 
     @property
     def base(self) -> Mapping[str, Any]:
@@ -141,7 +145,8 @@ class Saved:
             GRPO, self.tensors, self.record["population"], model, self.folder, device=device
         )
         progress = Progress.from_json(self.record["progress"])
-        if self.best is not None:
+        # A kill between saving the best and the checkpoint leaves a best of a generation that is now done again.
+        if self.best is not None and self.best[1]["note"]["generation"] <= progress.generation:
             state, record = self.best
             member = record["member"]
             progress.best = Best(
@@ -168,5 +173,5 @@ def open_run(path: str | Path) -> Saved:
         reasons = "".join(f" {error}" for error in latest.skipped)
         raise CheckpointError(f"{folder} holds no complete checkpoint to resume from: name a run directory.{reasons}")
     tensors, record = read_checkpoint(latest.folder)
-    best = read_checkpoint(folder / "best", kind="agent") if (folder / "best").is_dir() else None
-    return Saved(tensors=tensors, record=record, best=best, folder=latest.folder)
+    best = read_checkpoint(folder / "best", kind="agent") if stored_at(folder / "best").is_dir() else None
+    return Saved(tensors=tensors, record=record, best=best, folder=latest.folder, skipped=latest.skipped)

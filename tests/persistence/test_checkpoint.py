@@ -1,11 +1,17 @@
 """A checkpoint reads back what was written, or says exactly what is wrong with it."""
 
+import gc
 import json
 import os
 import re
+from collections.abc import Mapping
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
 
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.manifest import CheckpointError
@@ -78,9 +84,50 @@ def test_views_and_tied_tensors_are_stored_as_whole_tensors(tmp_path):
 
 
 def test_the_tensor_file_is_plain_safetensors(folder):
-    from safetensors.torch import load_file
-
     assert equal(load_file(folder / "population.safetensors"), TENSORS)
+
+
+def tensor_files(folder):
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("file_bytes", "sizes"),
+    [(1, [4, 4, 8, 4, 4]), (8, [8, 8, 8]), (9, [16, 8]), (20, [20, 4]), (21, [24]), (1000, [24])],
+)
+def test_a_file_is_full_when_it_holds_file_bytes(tmp_path, file_bytes, sizes):
+    tensors = {name: torch.full((size,), float(size)) for name, size in zip("edcba", (1, 1, 2, 1, 1), strict=True)}
+    write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=file_bytes)
+    numbered = [f"population-{number + 1:05d}.safetensors" for number in range(len(sizes))]
+    assert tensor_files(tmp_path / "c") == (numbered if len(sizes) > 1 else ["population.safetensors"])
+    parts = [load_file(tmp_path / "c" / name) for name in tensor_files(tmp_path / "c")]
+    assert [sum(tensor.nbytes for tensor in part.values()) for part in parts] == sizes
+    assert equal({name: tensor for part in parts for name, tensor in part.items()}, tensors)
+    assert equal(read_checkpoint(tmp_path / "c")[0], tensors)
+
+
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), max_size=6), file_bytes=st.integers(1, 60))
+def test_any_split_into_files_reads_back(tmp_path_factory, lengths, file_bytes):
+    tensors = {f"{slot}.x": torch.arange(length) + slot for slot, length in enumerate(lengths)}
+    folder = tmp_path_factory.mktemp("split") / "c"
+    write_checkpoint(folder, tensors, {}, file_bytes=file_bytes)
+    assert equal(read_checkpoint(folder)[0], tensors)
+
+
+def test_tied_tensors_may_lie_in_different_files(tmp_path):
+    tied = torch.arange(4.0)
+    write_checkpoint(tmp_path / "c", {"a": tied, "b": tied[1:], "c": tied}, {}, file_bytes=1)
+    assert len(tensor_files(tmp_path / "c")) == 3
+    assert equal(read_checkpoint(tmp_path / "c")[0], {"a": tied, "b": tied[1:], "c": tied})
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1000), (1000, 1), (1, 20), (20, 1)])
+def test_a_replacement_may_have_more_or_fewer_files(tmp_path, before, after):
+    write_checkpoint(tmp_path / "c", TENSORS, RECORD, file_bytes=before)
+    replacement = {name: tensor for name, tensor in TENSORS.items() if name != "moments"}
+    write_checkpoint(tmp_path / "c", replacement, RECORD, file_bytes=after, replace=True)
+    assert equal(read_checkpoint(tmp_path / "c")[0], replacement)
 
 
 def test_no_tensors_and_an_empty_record(tmp_path):
@@ -94,6 +141,64 @@ def test_a_checkpoint_can_be_moved_and_linked_to(folder, tmp_path):
     assert read_checkpoint(tmp_path / "link")[1] == RECORD
     write_checkpoint(tmp_path / "link", {}, {"new": True}, replace=True)
     assert read_checkpoint(tmp_path / "elsewhere")[1] == {"new": True}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+MEGABYTE = 2**20
+
+
+def bytes_alive():
+    """Bytes of all tensors in this process, whoever holds them."""
+    return sum(value.nbytes for value in gc.get_objects() if type(value) is Tensor)
+
+
+class Fresh(Mapping[str, Tensor]):
+    """Makes tensors of one megabyte when they are asked for, and notes how many bytes of tensors are alive then."""
+
+    def __init__(self, length):
+        self.asked, self.alive, self._length = [], [], length
+
+    def __getitem__(self, name):
+        self.asked.append(name)
+        self.alive.append(bytes_alive())
+        return torch.full((MEGABYTE // 4,), float(name))
+
+    def __iter__(self):
+        return map(str, range(self._length))
+
+    def __len__(self):
+        return self._length
+
+
+@pytest.mark.parametrize("in_a_file", [1, 3])
+def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path, in_a_file):
+    tensors = Fresh(12)
+    gc.collect()
+    before = bytes_alive()
+    write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=in_a_file * MEGABYTE)
+    assert len(tensor_files(tmp_path / "c")) == 12 // in_a_file
+    assert tensors.asked == list(tensors)
+    # What is alive when a tensor is asked for: those that share its file.
+    assert [alive - before for alive in tensors.alive] == [n % in_a_file * MEGABYTE for n in range(12)]
+    assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(12)))
+
+
+def test_a_further_file_is_made_once_and_only_when_it_is_written(tmp_path):
+    made = []
+
+    def make(name):
+        def content():
+            made.append((name, sorted(path.name for path in next(tmp_path.glob(".c.*")).iterdir())))
+            return name.encode()
+
+        return content
+
+    write_checkpoint(tmp_path / "c", TENSORS, RECORD, files={"a": make("a"), "b": b"given", "z": make("z")})
+    early = ["population.json", "population.safetensors"]
+    assert made == [("a", early), ("z", sorted(["a", "b", *early]))]
+    assert [(tmp_path / "c" / name).read_bytes() for name in "abz"] == [b"a", b"given", b"z"]
+    assert read_checkpoint(tmp_path / "c")[1] == RECORD
 
 
 # --- what cannot be written ------------------------------------------------------------------------------------------
@@ -116,7 +221,11 @@ def test_a_record_that_is_not_strict_json_is_refused_by_place(tmp_path, record, 
 
 
 @pytest.mark.parametrize(
-    "name", ["../x", "a/b", "/etc/passwd", "a\\b", "", ".", "..", ".hidden", "a\0b", "manifest.json", "population.json"]
+    "name",
+    [
+        *("../x", "a/b", "/etc/passwd", "a\\b", "", ".", "..", ".hidden", "a\0b"),
+        *("manifest.json", "population.json", "population.safetensors", "population-00007.safetensors"),
+    ],
 )
 def test_further_files_have_plain_names(tmp_path, name):
     with pytest.raises(ValueError, match="cannot be a further file"):
@@ -135,6 +244,40 @@ def test_sparse_tensors_are_refused_by_name(tmp_path):
         write_checkpoint(tmp_path / "c", {"x": torch.eye(2).to_sparse()}, {})
 
 
+@pytest.mark.parametrize("name", ["__metadata__", 1])
+def test_names_that_safetensors_does_not_have_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="choose another name"):
+        write_checkpoint(tmp_path / "c", {name: torch.zeros(1)}, {})
+
+
+def test_a_file_holds_something(tmp_path):
+    with pytest.raises(ValueError, match="file_bytes must be at least 1, got 0"):
+        write_checkpoint(tmp_path / "c", TENSORS, RECORD, file_bytes=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_files_than_can_be_read_back_are_not_written(tmp_path):
+    with pytest.raises(ValueError, match="9000 files is not readable"):
+        write_checkpoint(tmp_path / "c", {}, {}, files={f"{number:04d}" + "x" * 90: b"" for number in range(8998)})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["tensors", "files"])
+def test_what_fails_half_way_leaves_the_old_checkpoint_and_no_litter(folder, where):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    class Failing(Fresh):
+        def __getitem__(self, name):
+            return fails() if name == "2" else super().__getitem__(name)
+
+    given = {"tensors": (Failing(4), {}), "files": (TENSORS, {"a": b"", "b": fails})}[where]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        write_checkpoint(folder, given[0], {"new": True}, files=given[1], replace=True, file_bytes=1)
+    assert read_checkpoint(folder)[1] == RECORD
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
 # --- what is not overwritten -----------------------------------------------------------------------------------------
 
 
@@ -151,6 +294,15 @@ def test_a_damaged_checkpoint_may_be_rewritten(folder):
     (folder / "population.safetensors").write_bytes(b"")
     write_checkpoint(folder, TENSORS, {"again": True})
     assert read_checkpoint(folder)[1] == {"again": True}
+
+
+@pytest.mark.parametrize("damaged", ["population-00002.safetensors", "population-00006.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_of_several_files_may_be_rewritten(tmp_path, damaged):
+    write_checkpoint(tmp_path / "c", TENSORS, RECORD, file_bytes=1)
+    (tmp_path / "c" / damaged).write_bytes(b"")
+    write_checkpoint(tmp_path / "c", TENSORS, {"again": True})
+    assert read_checkpoint(tmp_path / "c")[1] == {"again": True}
+    assert tensor_files(tmp_path / "c") == ["population.safetensors"]
 
 
 @pytest.mark.parametrize("replace", [False, True])

@@ -141,6 +141,8 @@ def test_a_newer_version_says_upgrade(folder, version):
         ({"kind": "../x"}, "kind"),
         ({"kind": ["population"]}, "kind"),
         ({"files": {}}, "must list population.safetensors"),
+        ({"files": {"population.safetensors": {"size": 1, "sha256": "0" * 64}}}, "must list population.json"),
+        ({"files": {"population-00001.safetensors": {"size": 1, "sha256": "0" * 64}}}, "must list population.json"),
         ({"files": []}, "files by name"),
         ({"extra": 1}, "exactly"),
         ({"files": {"population.safetensors": None, "population.json": None}}, "size"),
@@ -192,6 +194,117 @@ def test_what_is_no_checkpoint_folder_is_refused(tmp_path, place):
     elif place == "empty":
         (tmp_path / place).mkdir()
     refused(tmp_path / place, place)
+
+
+# --- tensors in several files ------------------------------------------------------------------------------------------
+
+SHARDS = [f"population-{number:05d}.safetensors" for number in (1, 2, 3, 4)]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A checkpoint of four tensor files of the same size."""
+    tensors = {f"{slot}.adapter": torch.arange(6.0) * slot for slot in range(4)}
+    write_checkpoint(tmp_path / "generation-0005", tensors, RECORD, file_bytes=24)
+    names = sorted(path.name for path in (tmp_path / "generation-0005").glob("*.safetensors"))
+    assert names == SHARDS
+    assert len({(tmp_path / "generation-0005" / name).stat().st_size for name in names}) == 1
+    return tmp_path / "generation-0005"
+
+
+def unlist(folder, *names):
+    """Take files out of the manifest."""
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    rewrite_manifest(folder, files={name: entry for name, entry in files.items() if name not in names})
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_missing_tensor_file_is_refused(shards, name):
+    (shards / name).unlink()
+    refused(shards, name, "missing")
+
+
+@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("part", [0.0, 0.5, -1])
+def test_a_truncated_tensor_file_is_refused(shards, name, part):
+    content = (shards / name).read_bytes()
+    (shards / name).write_bytes(content[: int(len(content) * part) if part >= 0 else -1])
+    refused(shards, name, "use another one or a copy")
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_one_flipped_bit_of_a_tensor_file_is_refused(shards, name):
+    content = bytearray((shards / name).read_bytes())
+    content[-1] ^= 1
+    (shards / name).write_bytes(content)
+    refused(shards, name, "SHA-256")
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 3), (0, 3)])
+def test_swapped_tensor_files_are_refused(shards, tmp_path, one, other):
+    (shards / SHARDS[one]).rename(tmp_path / "aside")
+    (shards / SHARDS[other]).rename(shards / SHARDS[one])
+    (tmp_path / "aside").rename(shards / SHARDS[other])
+    refused(shards, SHARDS[one], "SHA-256")
+
+
+def test_a_tensor_file_of_another_generation_is_refused(shards, tmp_path):
+    tensors = {f"{slot}.adapter": torch.arange(6.0) * slot + 1 for slot in range(4)}
+    write_checkpoint(tmp_path / "generation-0006", tensors, RECORD, file_bytes=24)
+    (tmp_path / "generation-0006" / SHARDS[2]).replace(shards / SHARDS[2])
+    refused(shards, SHARDS[2], "SHA-256")
+
+
+@pytest.mark.parametrize(
+    "name", ["population.safetensors", "population-00005.safetensors", "population-00009.safetensors"]
+)
+def test_a_tensor_file_that_is_not_in_the_manifest_is_refused(shards, name):
+    (shards / name).write_bytes((shards / SHARDS[0]).read_bytes())
+    refused(shards, name, "must be listed in the manifest")
+
+
+def test_a_numbered_tensor_file_beside_the_only_one_is_refused(folder):
+    (folder / SHARDS[0]).write_bytes(b"")
+    refused(folder, SHARDS[0], "must be listed in the manifest")
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_gap_in_the_manifest_is_refused(shards, lost):
+    unlist(shards, SHARDS[lost])
+    refused(shards, "manifest.json", "without a gap")
+
+
+def test_a_tensor_file_lost_from_the_end_of_the_manifest_is_refused(shards):
+    unlist(shards, SHARDS[3])
+    refused(shards, SHARDS[3], "must be listed in the manifest")
+
+
+@pytest.mark.parametrize(
+    "name", ["population.safetensors", "population-00000.safetensors", "population-00006.safetensors"]
+)
+def test_a_tensor_file_out_of_order_is_refused_even_if_listed(shards, name):
+    forge(shards, name, (shards / SHARDS[0]).read_bytes())
+    refused(shards, "manifest.json", "without a gap", name)
+
+
+@pytest.mark.parametrize("name", ["population-5.safetensors", "population-00005.safetensors.bak", "agent.safetensors"])
+def test_other_files_are_not_taken_for_tensor_files(shards, name):
+    (shards / name).write_bytes(b"notes")
+    assert len(read_checkpoint(shards)[0]) == 4
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_tensor_that_occurs_twice_is_refused(shards, place):
+    forge(shards, SHARDS[place], (shards / SHARDS[0]).read_bytes())
+    verify_checkpoint(shards)  # the hashes do match
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[place]} must hold no tensor .* holds 0\.adapter"):
+        read_checkpoint(shards)
+
+
+def test_a_forged_tensor_file_among_several_is_still_only_parsed_strictly(shards):
+    forge(shards, SHARDS[2], b"PK\x03\x04 a zip, as torch.save writes")
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[2]} must be in the safetensors format"):
+        read_checkpoint(shards)
 
 
 def test_another_kind_of_checkpoint_is_refused(tmp_path):

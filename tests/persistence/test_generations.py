@@ -139,7 +139,7 @@ def write_for_ever(run_dir):
         generator = torch.Generator().manual_seed(generation)
         tensors = {f"layer{i}": torch.randn(97, 101, generator=generator) for i in range(4)}
         record = {"generation": generation, "sums": {name: value.sum().item() for name, value in tensors.items()}}
-        write_checkpoint(generation_folder(run_dir, generation), tensors, record)
+        write_checkpoint(generation_folder(run_dir, generation), tensors, record, file_bytes=50_000)
         write_checkpoint(run_dir / "best", tensors, record, kind="agent", files={"more": b"x" * 50_000}, replace=True)
         print(generation, flush=True)
         prune(run_dir, keep=2)
@@ -203,7 +203,8 @@ def test_kill_9_at_random_moments_never_costs_the_last_generation(tmp_path):
     assert not list((run_dir / "checkpoints").glob(".*"))
 
 
-# Dies right before the k-th operation on a file, for every k until a write gets through.
+# Dies right before the k-th operation on a file, for every k until a write gets through. The number of tensor files
+# differs between the versions when each tensor has a file of its own.
 EVERY_OPERATION = """
 import itertools, os, sys
 from pathlib import Path
@@ -215,8 +216,10 @@ folder = Path(sys.argv[1])
 outcomes = []
 
 def write(version):
-    tensors = {"x": torch.full((8,), float(version))}
-    write_checkpoint(folder, tensors, {"version": version}, files={"more": b"m" * version}, replace=True)
+    tensors = {str(number): torch.full((8,), float(version)) for number in range(2 * version - 1)}
+    write_checkpoint(
+        folder, tensors, {"version": version}, files={"more": b"m" * version}, replace=True, file_bytes=int(sys.argv[2])
+    )
 
 def die_before(operation):
     count = itertools.count(1)
@@ -234,7 +237,8 @@ for operation in itertools.count(1):
         os._exit(0)
     finished = os.waitpid(child, 0)[1] == 0
     tensors, record = read_checkpoint(folder)
-    assert torch.equal(tensors["x"], torch.full((8,), float(record["version"]))), operation
+    assert list(tensors) == [str(number) for number in range(2 * record["version"] - 1)], operation
+    assert all(torch.equal(x, torch.full((8,), float(record["version"]))) for x in tensors.values()), operation
     outcomes.append(record["version"])
     write(1)  # gets past whatever the kill left
     assert read_checkpoint(folder)[1] == {"version": 1}, operation
@@ -246,9 +250,9 @@ assert outcomes == sorted(outcomes) and set(outcomes) == {1, 2} and len(outcomes
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks the process that dies")
-@pytest.mark.parametrize("name", ["best", "generation-0007"])
-def test_a_kill_before_any_file_operation_of_a_replace_leaves_the_old_or_the_new(tmp_path, name):
-    command = [sys.executable, "-c", EVERY_OPERATION, tmp_path / "checkpoints" / name]
+@pytest.mark.parametrize(("name", "file_bytes"), [("best", 10_000), ("generation-0007", 1)])
+def test_a_kill_before_any_file_operation_of_a_replace_leaves_the_old_or_the_new(tmp_path, name, file_bytes):
+    command = [sys.executable, "-c", EVERY_OPERATION, tmp_path / "checkpoints" / name, str(file_bytes)]
     subprocess.run(command, check=True, env=ENVIRONMENT)
 
 
@@ -266,10 +270,13 @@ def test_everything_is_on_disk_before_the_rename_and_the_rename_before_the_retur
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
-    write(tmp_path, 3)
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    write_checkpoint(generation_folder(tmp_path, 3), tensors, {}, files={"more": lambda: b"m"}, file_bytes=1)
     at = next(place for place, (operation, _) in enumerate(log) if operation == "rename")
     temporary = log[at][1]
-    names = {"population.safetensors", "population.json", "manifest.json", temporary}
+    parts = {"population-00001.safetensors", "population-00002.safetensors"}
+    names = {*parts, "population.json", "more", "manifest.json", temporary}
     assert names <= {name for operation, name in log[:at] if operation == "sync"}
-    assert log[at - 1] == ("sync", temporary)  # the list of names, after the files
+    # The manifest after the files that it lists, and the list of names after all.
+    assert log[at - 2 : at] == [("sync", "manifest.json"), ("sync", temporary)]
     assert log[at + 1 :] == [("sync", "checkpoints")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evogrpo.hyperparameters import Hyperparameters
-from tests.tiny_batches import different_members, grpo_loss, same_state, sampled_batch
+from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state, sampled_batch
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model("llama")
@@ -95,3 +95,23 @@ def test_another_error_is_the_callers_to_see():
     with pytest.raises(RuntimeError, match="a bug in the loss"):
         bank.update(batch, broken, {0: HYPERPARAMETERS[0]})
     assert bank.micro_batch_tokens == 1024
+
+
+def test_sampling_and_scoring_go_on_in_smaller_parts():
+    """The vocabulary head refuses more rows than 12, as a full device would."""
+    bank = different_members(MODEL, 3, micro_batch_tokens=64)
+    rows = make_rows(range(3))
+    expected = bank.sample(rows)
+    batch = as_batch(rows, expected)
+    log_probs = bank.log_probs(batch)
+    head = bank.base.head
+
+    def small(hidden):
+        if len(hidden) > 12:
+            raise torch.OutOfMemoryError("no room for more logits")
+        return head(hidden)
+
+    bank.base.head = small
+    assert torch.equal(bank.sample(rows).actions, expected.actions)
+    torch.testing.assert_close(bank.log_probs(batch), log_probs, rtol=1e-4, atol=1e-5)
+    assert bank.micro_batch_tokens < 64

@@ -1,0 +1,142 @@
+"""The arguments of every command, and what becomes of errors: one clean line and an exit code."""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import evogrpo
+
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+
+_OVERRIDES = "key=value with dots between nested keys, e.g. schedule.generations=8 hyperparameters.lr=1e-4"
+_EXIT_CODES = (
+    "exit codes: 0 done; 1 the run or the command failed; 2 the request was refused; 130 stopped by Ctrl-C; "
+    "143 stopped by a signal"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code.
+
+    Args:
+        arguments: Without the program's name; those of the process by default.
+    """
+    parser = make_parser()
+    chosen, rest = parser.parse_known_args(arguments)
+    # argparse takes positional arguments in one go; overrides may also follow options.
+    if rest and ("overrides" not in chosen or any(text.startswith("-") for text in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        chosen.overrides = [*chosen.overrides, *rest]
+    # Only now: help needs none of it.
+    from evogrpo.cli.console import clean_warnings, quieten_libraries, say_error, tolerate_old_encodings
+
+    tolerate_old_encodings()
+    quieten_libraries()
+    module, name = chosen.command.split(":")
+    try:
+        with clean_warnings():
+            return int(getattr(importlib.import_module(module), name)(chosen))
+    except ValueError as error:
+        if chosen.traceback:
+            raise
+        say_error(str(error))
+        return USAGE
+    except OSError as error:
+        if chosen.traceback:
+            raise
+        say_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        return FAILED
+    except KeyboardInterrupt:
+        say_error("interrupted")
+        return INTERRUPTED
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Declare every command; nothing heavy is imported before one is chosen."""
+    parser = argparse.ArgumentParser(
+        prog="evogrpo",
+        description="Evolve a population of GRPO agents that share one base model.",
+        epilog=_EXIT_CODES,
+    )
+    parser.add_argument("--version", action="version", version=f"evogrpo {evogrpo.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_runs(commands)
+    _add_others(commands)
+    return parser
+
+
+def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the commands that train."""
+    demo = _command(
+        commands, "demo", "evogrpo.cli.train:demo", "evolve four agents on a small language model, in minutes"
+    )
+    demo.add_argument("--seed", type=int, help="root of every random stream (default 0)")
+    demo.add_argument("--run-dir", type=Path, help="where records go (default: a new folder under runs/)")
+    demo.add_argument(
+        "--fixed", action="store_true", help="the control: all members keep the poor start, nothing evolves, same cost"
+    )
+    demo.add_argument("--dry-run", action="store_true", help="print the plan and its arithmetic, train nothing")
+    demo.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+    train = _command(
+        commands,
+        "train",
+        "evogrpo.cli.train:train",
+        "train from a YAML configuration",
+        "Relative paths in CONFIG are relative to CONFIG, those in overrides and --run-dir to the working directory. "
+        "Reward functions named in CONFIG are your code, and are run.",
+    )
+    train.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    train.add_argument("--run-dir", type=Path, help="where records go (default: a new folder under runs/)")
+    train.add_argument("--dry-run", action="store_true", help="print the plan and its arithmetic, train nothing")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+
+    resume = _command(
+        commands,
+        "resume",
+        "evogrpo.cli.train:resume",
+        "go on with a stopped run, or train a finished one further",
+        "Goes on from the newest complete checkpoint, exactly as if it had never stopped. The reward functions named "
+        "in the run's config.yaml are run: resume only runs whose config.yaml you trust.",
+    )
+    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    resume.add_argument("--generations", type=int, metavar="N", help="generations in all, those already done included")
+    resume.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="KEY=VALUE",
+        help="generations, max_tokens, max_seconds, target_fitness, test_questions, model or device",
+    )
+
+
+def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the commands that only look or copy."""
+    report = _command(commands, "report", "evogrpo.cli.inspect:report", "draw report.png and report.html of a run")
+    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run; it may still be running")
+    _command(commands, "tasks", "evogrpo.cli.inspect:tasks", "list the tasks that come with evogrpo and its extras")
+    _command(commands, "doctor", "evogrpo.cli.doctor:doctor", "check this machine, with a remedy for each problem")
+    export = _command(
+        commands,
+        "export",
+        "evogrpo.cli.inspect:export",
+        "copy a run's best adapter to a folder that PEFT loads",
+    )
+    export.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="a new or empty folder")
+
+
+def _command(
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    command: str,
+    summary: str,
+    details: str = "",
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(), epilog=_EXIT_CODES
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
+    parser.set_defaults(command=command)
+    return parser

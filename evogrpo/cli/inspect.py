@@ -1,0 +1,70 @@
+"""The commands that look and copy: report, tasks and export."""
+
+import argparse
+import importlib.util
+from pathlib import Path
+
+from rich.columns import Columns
+from rich.text import Text
+
+from evogrpo.cli.arguments import OK
+from evogrpo.cli.console import make_console
+
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def report(chosen: argparse.Namespace) -> int:
+    """Draw the figure and the page of a run."""
+    from evogrpo.report.html import write_html
+
+    page = write_html(chosen.run_dir)
+    console = make_console()
+    for path in (page.with_name("report.png"), page):
+        console.print(str(path), soft_wrap=True, markup=False)
+    return OK
+
+
+def tasks(chosen: argparse.Namespace) -> int:
+    """List the tasks."""
+    from evogrpo.envs.tasks import TASKS
+
+    console = make_console()
+    console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
+    for name, task in TASKS.items():
+        console.print(Text.assemble(("  " + name, "cyan"), f"  {task.description}"))
+    console.print()
+    console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
+    if importlib.util.find_spec("reasoning_gym") is None:
+        console.print(
+            Text("  100+ more tasks are one extra away: pip install 'evogrpo[reasoning]' (needs a C compiler)")
+        )
+    else:
+        names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
+        console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
+    console.print()
+    own = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
+    console.print(Text.assemble(("Your own", "bold"), own))
+    return OK
+
+
+def export(chosen: argparse.Namespace) -> int:
+    """Copy the two files that PEFT needs, after checking that they are whole."""
+    from evogrpo.persistence.checkpoint import read_checkpoint
+    from evogrpo.persistence.durable import make_folder, write_synced
+
+    best: Path = chosen.run_dir / "best"
+    folder: Path = chosen.folder
+    if not best.is_dir():
+        raise ValueError(f"{chosen.run_dir} has no best member yet: it appears after a run's first generation")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
+    _, record = read_checkpoint(best, kind="agent")
+    make_folder(folder)
+    for name in PEFT_FILES:
+        write_synced(folder / name, (best / name).read_bytes())
+    console = make_console()
+    member, base = record["member"], record["shared"]["source"]
+    console.print(Text(f"member #{member['index']} is in {folder}, an adapter of {base}"), soft_wrap=True)
+    loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
+    console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
+    return OK

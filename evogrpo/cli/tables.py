@@ -1,0 +1,149 @@
+"""What a run shows after each step and each generation, as rich renderables; completions only ever as plain text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text
+from evogrpo.training.reports import Example, GenerationReport, MemberReport, StepReport
+
+NARROW = 100  # columns below which a table leaves out what the report page shows as well
+_ARROWS = {True: "↑", False: "↓"}
+
+
+def step_text(report: StepReport, position: str) -> Text:
+    """Write one learning step on one line: where it is, how long it took, every member's mean reward."""
+    text = Text.assemble(("step ", "dim"), position, ("  mean reward ", "dim"))
+    text.append_text(rewards_text(report))
+    return text.append(f"  {report.seconds:.1f} s", "dim")
+
+
+def rewards_text(report: StepReport) -> Text:
+    """Write every member's mean reward in a step, the failed ones marked."""
+    text = Text()
+    for slot, learned in report.learned.items():
+        text.append(f" #{report.indices[slot]} ", "dim")
+        if learned.failed:
+            text.append("failed", "red")
+        else:
+            text.append(f"{learned.reward:.2f}", "bold" if learned.reward == _highest(report) else "")
+    return text
+
+
+def _highest(report: StepReport) -> float:
+    return max((learned.reward for learned in report.learned.values() if not learned.failed), default=0.0)
+
+
+def generation_table(report: GenerationReport, evolving: Sequence[str], width: int) -> Table:
+    """Draw one generation: a row per member.
+
+    Args:
+        report: The generation.
+        evolving: The hyperparameters to show.
+        width: Columns of the terminal.
+    """
+    wide = width >= NARROW
+    heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
+    heads |= {"fitness ± SE": "left", "tokens": "right"} | ({"time": "right"} if wide else {}) | {"": "left"}
+    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", pad_edge=False)
+    for head, justify in heads.items():
+        # Long names take two lines, and the others stand on the second.
+        text = head.replace("_", "_\n", 1) if "_" in head else f"\n{head}"
+        table.add_column(text, justify="left" if justify == "left" else "right", no_wrap=bool(head))
+    for member in report.members:
+        best = member.index == report.best.index
+        row = [
+            str(member.slot),
+            f"#{member.index}",
+            "–" if member.parent is None else f"#{member.parent}",
+            *(_value(member, name) for name in evolving),
+            Text("failed", "red") if member.fitness is None else score_text(member.fitness, member.standard_error),
+        ]
+        costs = [_short_count(member.tokens), *([_short_time(member.seconds)] if wide else [])]
+        table.add_row(*row, *costs, member_note(member, report, short=not wide), style="bold green" if best else "")
+    return table
+
+
+def _value(member: MemberReport, name: str) -> Text:
+    """Write a hyperparameter; one that changed at the member's birth stands out."""
+    text = Text(number_text(getattr(member.hyperparameters, name)))
+    if name in member.changes:
+        text.stylize("bold cyan")
+    return text
+
+
+def member_note(member: MemberReport, report: GenerationReport, *, short: bool) -> Text:
+    """Say what is special about a member in this generation: failed, best, newly born."""
+    if member.failed is not None:
+        return Text(printable(member.failed), "red")
+    notes = ["★" if short else "★ best"] if member.index == report.best.index else []
+    if member.parent is not None and member.born == report.generation - 1:
+        moves = ", ".join(f"{name} {_ARROWS[new > old]}" for name, (old, new) in member.changes.items())
+        notes.append(f"{'new' if short else f'clone of #{member.parent}'}{f': {moves}' if moves else ''}")
+    return Text((" " if short else " · ").join(notes))
+
+
+def plan_lines(report: GenerationReport) -> list[Text]:
+    """Say what selection decided after a generation: one line per birth, or that everyone stays."""
+    plan = report.plan
+    if plan is None:
+        return []
+    if not plan.children:
+        close = any("within noise" in reason for reason in plan.reasons)
+        why = "no difference is beyond the noise" if close else "nobody was replaced"
+        return [Text(f"selection: everyone stays, {why}", "dim")]
+    lines = []
+    for child in plan.children:
+        gone = next(member.index for member in report.members if member.slot == child.slot)
+        line = Text.assemble((f"selection: #{gone} → #{child.index}", "cyan"), f", a clone of #{child.parent}")
+        changes = changes_text(child.changes)
+        lines.append(line.append(f" with {changes}" if changes else ", unchanged"))
+    return lines
+
+
+def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """Write hyperparameter changes such as `lr 0.0001 → 0.0002, group_size 8 → 4`."""
+    return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
+
+
+def example_lines(examples: Sequence[Example], best: int, width: int) -> list[Text]:
+    """Show two completions on a line each: the best member's, and another's with another reward if there is one."""
+    first = [example for example in examples if example.index == best] or list(examples[:1])
+    others = [example for example in examples if example not in first]
+    others.sort(key=lambda example: example.reward == (first[0].reward if first else None))
+    return [_example_line(example, width) for example in (*first, *others[:1])]
+
+
+def _example_line(example: Example, width: int) -> Text:
+    reward = number_text(example.reward)
+    head = f"#{example.index} reward {reward}"
+    room = max(width - len(head) - 8, 20)
+    prompt, completion = _lines(example.prompt), " ⏎ ".join(_lines(example.completion))
+    if len(prompt) > 1 and prompt[-1].rstrip(":").isalpha():
+        prompt.pop()  # the role that a chat template ends with says nothing
+    question = " ⏎ ".join(prompt)
+    # The end of a prompt says more than its beginning, where system messages stand; of an answer both ends count.
+    most = max(room - 36, 24)
+    shown = completion if len(completion) <= most else f"{completion[: most - 13]}…{completion[-12:]}"
+    left = room - len(shown)
+    asked = question if len(question) <= left else f"…{question[-left + 1 :]}"
+    return Text.assemble((head, "dim"), ("  ", ""), (asked, "dim"), " → ", (shown or "(nothing)", "italic"))
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines of an untrusted text that hold something, made safe to print."""
+    return [line for line in (piece.strip() for piece in printable(text.expandtabs(1)).split("\n")) if line]
+
+
+def _short_count(count: int) -> str:
+    """Write a count of tokens in four or five characters: 940, 12.3k, 456k, 7.8M."""
+    for unit, size in (("M", 1_000_000), ("k", 1_000)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}" if count < 1000 * size else f"{count_text(count / size)}{unit}"
+    return str(count)
+
+
+def _short_time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else duration_text(seconds)

@@ -1,0 +1,158 @@
+"""The commands that train: demo, train and resume."""
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import as_file, files
+from pathlib import Path
+from types import FrameType
+
+from rich.console import Console
+from rich.text import Text
+
+from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
+from evogrpo.cli.console import clean_warnings, make_console, say_error, say_warning
+from evogrpo.cli.ending import command, show_command, show_ending
+from evogrpo.cli.plan import show_arithmetic, show_plan
+from evogrpo.cli.progress import RunDisplay, outcome_lines
+from evogrpo.envs.rewards import RewardError
+from evogrpo.evolution.strategies import NoEvolution
+from evogrpo.training.config import Config, load_config
+from evogrpo.training.evolve import AllFailedError, Evolution
+from evogrpo.training.launch import check_unused, free_run_dir, prepare, read_resumable, start
+from evogrpo.training.launch import resume as resume_run
+from evogrpo.training.planning import compute
+from evogrpo.training.reports import TestReport as TestOutcome
+from evogrpo.training.sources import user_line
+
+TERMINATED = 128 + signal.SIGTERM
+
+
+def demo(chosen: argparse.Namespace) -> int:
+    """Train on the packaged configuration."""
+    overrides = list(chosen.overrides)
+    if chosen.seed is not None:
+        overrides.insert(0, f"seed={chosen.seed}")
+    with as_file(files("evogrpo.training") / "demo.yaml") as path:
+        config = load_config(path, overrides)
+    if chosen.fixed:
+        population = dataclasses.replace(config.population, spread=False)
+        config = dataclasses.replace(config, population=population, strategy=NoEvolution())
+    return _begin(config, chosen, "demo-fixed" if chosen.fixed else "demo")
+
+
+def train(chosen: argparse.Namespace) -> int:
+    """Train on the user's configuration."""
+    return _begin(load_config(chosen.config, chosen.overrides), chosen, chosen.config.stem)
+
+
+def _begin(config: Config, chosen: argparse.Namespace, name: str) -> int:
+    """Start a run, or only show its plan."""
+    console = make_console()
+    wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
+    run_dir = wanted or free_run_dir(name)
+    config = dataclasses.replace(config, run_dir=str(run_dir))
+    check_unused(run_dir)
+    with _working(console, "reading the model's outline and the task"):
+        prepared = prepare(config)
+    show_plan(console, prepared, run_dir)
+    if chosen.dry_run:
+        show_arithmetic(console, prepared, compute(prepared))
+        return OK
+    with _working(console, "loading the model"):
+        evolution = start(prepared, run_dir)
+    return _go(console, evolution, run_dir)
+
+
+def resume(chosen: argparse.Namespace) -> int:
+    """Go on with a stored run."""
+    console = make_console()
+    run_dir: Path = chosen.run_dir
+    overrides = list(chosen.overrides)
+    if chosen.generations is not None:
+        overrides.append(f"generations={chosen.generations}")
+    resumable = read_resumable(run_dir, overrides)
+    for error in resumable.skipped:
+        say_warning(f"skipped a newer checkpoint that cannot be used: {error}")
+    if resumable.complete:
+        console.print(f"nothing is left to do: this run has ended after {resumable.generation} generations")
+        show_ending(console, run_dir, resumable.generation)
+        return OK
+    with _working(console, "reading the model's outline and the task"):
+        prepared = prepare(resumable.config)
+    console.print(
+        f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
+    )
+    with _working(console, "loading the model"):
+        evolution = resume_run(prepared, resumable, run_dir)
+    return _go(console, evolution, run_dir)
+
+
+def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
+    """Run to the end, to Ctrl-C or to an error, and say how to go on."""
+    display = RunDisplay(console, evolution)
+    resume_line = command("resume", run_dir)
+    outcome: TestOutcome | None = None
+    try:
+        with display, clean_warnings(console), _stopping_on_signals(evolution, display) as signals:
+            for report in evolution.reports():
+                display.show(report)
+                outcome = report if isinstance(report, TestOutcome) else None
+    except KeyboardInterrupt:
+        say_error("aborted; what was learned since the newest checkpoint is lost")
+        show_command(console, "go on", resume_line)
+        return INTERRUPTED
+    except (RewardError, AllFailedError) as error:
+        console.print()
+        say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
+        show_command(console, "once mended" if isinstance(error, RewardError) else "go on", resume_line)
+        return FAILED
+    except Exception:
+        show_command(console, "go on", resume_line)
+        raise
+    if signals and outcome is None:
+        console.print(Text(f"stopped after learning step {evolution.progress.step}; everything is saved", "yellow"))
+        show_command(console, "go on", resume_line)
+        return TERMINATED if signals[0] == signal.SIGTERM else INTERRUPTED
+    for line in outcome_lines(outcome) if outcome else ():
+        console.print(line)
+    console.print()
+    show_ending(console, run_dir, evolution.progress.generation)
+    return OK
+
+
+@contextmanager
+def _stopping_on_signals(evolution: Evolution, display: RunDisplay) -> Iterator[list[int]]:
+    """Let the first Ctrl-C or SIGTERM stop after the step, and the second abort; yields the signals that came."""
+    received: list[int] = []
+
+    def handle(number: int, _: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+        evolution.stop()
+        display.stopping = True
+        if not sys.stdout.isatty():
+            # Not through the console, which may be in the middle of a line right now.
+            os.write(2, b"stopping after this step... (Ctrl-C again aborts at once)\n")
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _working(console: Console, what: str) -> Iterator[None]:
+    """Show that something is being prepared; a log gets nothing."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"{what}…", spinner="dots"):
+        yield

@@ -1,0 +1,270 @@
+"""The configuration of a run: frozen records, read strictly from YAML and written back with every default."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+import evogrpo
+from evogrpo.agents.shared import Settings
+from evogrpo.evolution.strategies import Strategy, Tournament, strategy_from_json
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.objective import Objective, Optimizer
+from evogrpo.persistence.durable import replace_file
+from evogrpo.training.schedule import Schedule
+from evogrpo.training.strict_yaml import parse_override, read_yaml_file, with_value
+from evogrpo.training.tasks import Task, parse_task
+from evogrpo.training.typed import build, inside, mapping, plain, refuse_unknown_keys, typed
+
+CONFIG_FILE = "config.yaml"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PopulationConfig:
+    """The population.
+
+    Attributes:
+        size: Members.
+        spread: Whether founders are spread over the ranges of what evolves; false lets all start alike.
+    """
+
+    size: int = 4
+    spread: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """The adapters; peft's names.
+
+    Attributes:
+        r: Rank.
+        lora_alpha: Scale, times the rank.
+        target_modules: What is adapted: "all-linear", a regular expression, or module names.
+        exclude_modules: What is left out of that.
+        use_rslora: Divide by the root of the rank rather than by the rank.
+        init_lora_weights: true, or "gaussian".
+    """
+
+    r: int = 16
+    lora_alpha: int = 32
+    target_modules: str | tuple[str, ...] = "all-linear"
+    exclude_modules: str | tuple[str, ...] | None = None
+    use_rslora: bool = False
+    init_lora_weights: bool | str = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """What members share and evolution leaves alone; see `evogrpo.agents.options.Options`."""
+
+    max_output_tokens: int = 128
+    min_output_tokens: int = 0
+    eos_token_ids: tuple[int, ...] | None = None
+    micro_batch_tokens: int = 1024
+    reduce_memory_peak: bool = True
+    calc_position_embeddings: bool = True
+    objective: Objective = field(default_factory=Objective)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+
+    def __post_init__(self) -> None:
+        Settings(pad_token_id=0, eos_token_ids=self.eos_token_ids or (0,), **self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `GRPO.population` among the fields, apart from lora and eos_token_ids."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_SETTINGS}
+
+
+_NOT_SETTINGS = ("lora", "eos_token_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What a run leaves behind besides journal, checkpoints and report.
+
+    Attributes:
+        tensorboard: Whether scalars are logged for TensorBoard.
+        keep_checkpoints: How many of the newest generations stay on disk.
+    """
+
+    tensorboard: bool = True
+    keep_checkpoints: int = 2
+
+    def __post_init__(self) -> None:
+        if self.keep_checkpoints < 1:
+            raise ValueError(f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run, resolved.
+
+    Attributes:
+        model: "smollm2-135m", a local folder, a .gguf file or a hub id.
+        task: What is asked and how it is rewarded.
+        schedule: How long and at what cost.
+        device: Such as "cpu" or "cuda"; null = a GPU if there is one.
+        seed: Root of every random stream.
+        run_dir: Where records go; null = a new folder under runs/.
+        hyperparameters: The first member's; everyone's where nothing evolves.
+        evolve: What evolution may change and between which values.
+        population: How many members and how they start.
+        strategy: The rule of selection and mutation.
+        agent: What members share.
+        logging: What is written.
+    """
+
+    model: str
+    task: Task
+    schedule: Schedule
+    device: str | None = None
+    seed: int = 0
+    run_dir: str | None = None
+    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    evolve: HyperparameterConfig = field(default_factory=HyperparameterConfig)
+    population: PopulationConfig = field(default_factory=PopulationConfig)
+    strategy: Strategy = field(default_factory=Tournament)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
+        self.evolve.for_samples_per_step(samples)
+        if samples % size:
+            raise ValueError(
+                f"hyperparameters.group_size must divide schedule.samples_per_step = {samples}, got {size}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every field as plain values; `parse_config` reads them back."""
+        return {
+            **{each.name: plain(getattr(self, each.name)) for each in fields(self)},
+            "hyperparameters": self.hyperparameters.to_json(),
+            "evolve": self.evolve.to_json(),
+            "strategy": dict(self.strategy.to_json()),
+            "schedule": asdict(self.schedule),
+        }
+
+
+def parse_config(values: Mapping[str, Any]) -> Config:
+    """Build a configuration from plain values.
+
+    Raises:
+        ValueError: If a key is unknown or missing, or a value is refused; with the key's full path.
+    """
+    names = [each.name for each in fields(Config)]
+    refuse_unknown_keys(values, names, "")
+    for name in ("model", "task"):
+        if values.get(name) is None:
+            raise ValueError(f"{name} must be given")
+    hyperparameters = mapping(values.get("hyperparameters") or {}, "hyperparameters")
+    refuse_unknown_keys(hyperparameters, Hyperparameters.__dataclass_fields__, "hyperparameters")
+    parsed = {
+        "model": typed(str, values["model"], "model"),
+        "device": typed(str | None, values.get("device"), "device"),
+        "seed": typed(int, values.get("seed", 0), "seed"),
+        "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),
+        "task": parse_task(values["task"]),
+        "hyperparameters": _refused("hyperparameters", lambda: Hyperparameters.from_json(hyperparameters)),
+        "evolve": parse_space(values.get("evolve")),
+        "population": build(PopulationConfig, values.get("population"), "population"),
+        "schedule": build(Schedule, values.get("schedule"), "schedule"),
+        "agent": build(AgentConfig, values.get("agent"), "agent"),
+        "logging": build(LoggingConfig, values.get("logging"), "logging"),
+    }
+    if values.get("strategy") is not None:
+        strategy = mapping(values["strategy"], "strategy")
+        parsed["strategy"] = _refused("strategy", lambda: strategy_from_json({"name": "tournament", **strategy}))
+    return Config(**parsed)
+
+
+def parse_space(values: object) -> HyperparameterConfig:
+    """Build the evolving space from its section; a hyperparameter set to null stays fixed."""
+    section = mapping(values or {}, "evolve")
+    refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "evolve")
+    parameters = {
+        name: build(RLParameter, each, inside("evolve", name)) for name, each in section.items() if each is not None
+    }
+    return _refused("evolve", lambda: HyperparameterConfig(**parameters))
+
+
+def _refused(where: str, make: Callable[[], T]) -> T:
+    try:
+        return make()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration file and put overrides on top.
+
+    Relative paths of models, datasets and reward files are relative to the configuration file where they stand in it,
+    and to the working directory where they stand in an override; `run_dir` is always relative to the latter.
+
+    Args:
+        path: A YAML file.
+        overrides: `key=value` with dots between nested keys; values are read as YAML.
+
+    Raises:
+        ValueError: If the file or an override is refused.
+    """
+    values = absolute_paths(read_yaml_file(path), path.resolve().parent)
+    return parse_config(override(values, overrides))
+
+
+def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the values with `key=value` overrides put on top, one after another."""
+    result = dict(values)
+    for text in overrides:
+        keys, value = parse_override(text)
+        nested = absolute_paths(with_value({}, keys, value), Path.cwd())
+        for key in keys:
+            nested = nested[key]
+        result = with_value(result, keys, nested)
+    return result
+
+
+def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the values with relative paths of models, datasets and reward files made absolute."""
+    result = dict(values)
+    model = result.get("model")
+    # A hub id looks like a relative path: it is one only if there is something at it.
+    if isinstance(model, str) and (model.startswith((".", "~")) or (folder / model).exists()):
+        result["model"] = _absolute(model, folder)
+    task = result.get("task")
+    if isinstance(task, Mapping):
+        task = dict(task)
+        if isinstance(task.get("dataset"), Mapping):
+            files = task["dataset"].items()
+            task["dataset"] = {key: _absolute(file, folder) if isinstance(file, str) else file for key, file in files}
+        if isinstance(task.get("reward"), str):
+            task["reward"] = _absolute_function(task["reward"], folder)
+        elif isinstance(task.get("reward"), list):
+            task["reward"] = [_absolute_function(each, folder) for each in task["reward"]]
+        result["task"] = task
+    return result
+
+
+def _absolute(path: str, folder: Path) -> str:
+    return str((folder / Path(path).expanduser()).resolve())
+
+
+def _absolute_function(reference: Any, folder: Path) -> Any:
+    place, sign, name = str(reference).rpartition(":")
+    return f"{_absolute(place, folder)}{sign}{name}" if place.endswith(".py") else reference
+
+
+def write_config(config: Config, run_dir: Path) -> None:
+    """Store a resolved configuration in a run's folder, in one step."""
+    head = f"# The resolved configuration of this run, written by evogrpo {evogrpo.__version__} for `evogrpo resume`.\n"
+    text = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
+    replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))

@@ -1,0 +1,124 @@
+"""What a configuration names outside itself: prompt datasets in files, and the user's own reward functions."""
+
+import csv
+import importlib
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def read_rows(path: Path) -> Sequence[Any]:
+    """Read a prompt dataset: one mapping of columns a row.
+
+    Args:
+        path: A .jsonl, .json (a list of objects) or .csv file (every value is text); or a .parquet file, for which
+            the extra `datasets` must be installed.
+
+    Raises:
+        ValueError: If the file is missing, of another kind or not what its name says.
+    """
+    if path.suffix not in FILE_KINDS:
+        raise ValueError(f"a dataset file must end in {', '.join(FILE_KINDS)}, got {path}")
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            if path.suffix == ".csv":
+                rows: list[Any] = list(csv.DictReader(file))
+            elif path.suffix == ".json":
+                rows = json.load(file)
+            else:
+                rows = [_json_line(line, path, number) for number, line in enumerate(file, 1) if line.strip()]
+    except OSError as error:
+        raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
+    except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a {path.suffix} file in UTF-8: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and None not in row for row in rows):
+        raise ValueError(f"{path} must hold one object with the same columns a row")
+    return rows
+
+
+def _json_line(line: str, path: Path, number: int) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+
+
+def _read_parquet(path: Path) -> Sequence[Any]:
+    try:
+        from datasets import Dataset
+    except ImportError:
+        raise ValueError(f"reading {path} needs the package datasets: pip install evogrpo[datasets]") from None
+    if not path.is_file():
+        raise ValueError(f"cannot read the dataset {path} (no such file)")
+    rows: Sequence[Any] = Dataset.from_parquet(str(path))
+    return rows
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """Load a function that the user names, running the code of its module.
+
+    Args:
+        reference: `path.py:function`, or `module:function`, imported as if from the working directory.
+
+    Raises:
+        ValueError: If there is no such module or function, or the module raises while it is run.
+    """
+    place, sign, name = reference.rpartition(":")
+    if not sign or not place or not name:
+        raise ValueError(f'a reward function is named "path.py:function" or "module:function", got {reference!r}')
+    module = _run_file(Path(place)) if place.endswith(".py") else _import(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ValueError(f"{place} has no function {name!r}: it has {', '.join(known) or 'none'}")
+    return function  # type: ignore[no-any-return]  # callable, as just checked
+
+
+def _run_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"no file {path} to take a reward function from")
+    name = f"evogrpo_user_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the file ends in .py
+    module = importlib.util.module_from_spec(spec)
+    # As for a script: what lies beside the file can be imported, and the module can be looked up by its name.
+    _search(path.parent)
+    sys.modules[name] = module
+    _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]  # see the assertion
+    return module
+
+
+def _import(name: str) -> ModuleType:
+    _search(Path.cwd())
+    found: list[ModuleType] = []
+    _run(lambda: found.append(importlib.import_module(name)), name)
+    return found[0]
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _run(load: Callable[[], object], what: str) -> None:
+    try:
+        load()
+    except Exception as error:
+        raise ValueError(f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}") from error
+
+
+def user_line(error: BaseException) -> str:
+    """Return where an error of the user's code was raised, such as ` (rewards.py, line 7)`; empty if unknown."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    own = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

@@ -1,0 +1,132 @@
+"""Frozen records from plain values, strictly: unknown names, missing ones and wrong types are refused by full path."""
+
+import dataclasses
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from evogrpo.hyperparameters import finite_number, unknown_name_error, whole_number
+
+T = TypeVar("T")
+
+
+def build(kind: type[T], values: object, where: str) -> T:
+    """Build a dataclass from a mapping of its fields.
+
+    Args:
+        kind: The dataclass; fields may be plain types, dataclasses, Literal, unions, sequences and mappings of those.
+        values: The mapping; None counts as an empty one.
+        where: The dotted path that leads here, for messages.
+
+    Raises:
+        ValueError: If a name is unknown or missing, a value is of the wrong type, or the dataclass refuses it.
+    """
+    assert dataclasses.is_dataclass(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values = mapping({} if values is None else values, where)
+    refuse_unknown_keys(values, fields, where)
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise ValueError(f"{inside(where, name)} must be given")
+    hints = get_type_hints(kind)
+    checked = {name: typed(hints[name], value, inside(where, name)) for name, value in values.items()}
+    try:
+        return kind(**checked)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def refuse_unknown_keys(values: Mapping[str, Any], valid: Mapping[str, Any] | Sequence[str], where: str) -> None:
+    """Raise ValueError for the first key that does not exist, with its full path and the nearest key that does."""
+    for name in values:
+        if name not in valid:
+            raise unknown_name_error(f"key in {where}" if where else "key", name, valid)
+
+
+def mapping(value: object, where: str) -> Mapping[str, Any]:
+    """Return a mapping with text keys, or raise ValueError naming `where`."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{where} must be a mapping of keys to values, got {value!r:.80}")
+    return value
+
+
+def inside(where: str, name: str) -> str:
+    """Return the dotted path of a key."""
+    return f"{where}.{name}" if where else name
+
+
+def typed(hint: Any, value: object, where: str) -> Any:
+    """Return `value` as the type that `hint` asks for; lists become tuples.
+
+    Raises:
+        ValueError: If it is of another type.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return build(hint, value, where)
+    if origin in (Union, types.UnionType):
+        return _one_of(arguments, value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise unknown_name_error(f"value of {where}:", value, map(str, arguments))
+        return value
+    if origin is not None and issubclass(origin, Mapping):
+        return {key: typed(arguments[1], item, inside(where, key)) for key, item in mapping(value, where).items()}
+    if origin is not None and issubclass(origin, Sequence):
+        return _sequence(arguments, value, where)
+    return _plain(hint, value, where)
+
+
+def _one_of(arguments: Sequence[Any], value: object, where: str) -> Any:
+    """Read a union: None, or the first arm that takes the value."""
+    if value is None and type(None) in arguments:
+        return None
+    arms = [arm for arm in arguments if arm is not type(None)]
+    errors: list[ValueError] = []
+    for arm in arms:
+        try:
+            return typed(arm, value, where)
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    raise ValueError(" or ".join(str(error) for error in errors))
+
+
+def _sequence(arguments: Sequence[Any], value: object, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"{where} must be a list, got {value!r:.80}")
+    if len(arguments) == 1 or arguments[1] is Ellipsis:
+        return tuple(typed(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value))
+    if len(value) != len(arguments):
+        raise ValueError(f"{where} must be a list of {len(arguments)}, got {len(value)}")
+    return tuple(
+        typed(hint, item, f"{where}[{number}]")
+        for number, (hint, item) in enumerate(zip(arguments, value, strict=True))
+    )
+
+
+def _plain(hint: Any, value: object, where: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is int:
+        return whole_number(where, value)
+    if hint is float:
+        return finite_number(where, value)
+    assert hint in (bool, str), f"{where} is declared as {hint}"
+    if not isinstance(value, hint):
+        kind = "true or false" if hint is bool else "text"
+        raise ValueError(f"{where} must be {kind}, got {value!r:.80} ({type(value).__name__})")
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Return records, tuples and mappings as plain lists and dicts, all fields written out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

@@ -1,0 +1,211 @@
+"""What the constructor accepts and refuses, and how an accelerator sets precision."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from peft import LoraConfig
+
+from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
+from evogrpo.objective import Optimizer
+from tests.tiny_models import EOS, tiny_model
+from tests.tiny_training import (
+    equal_states,
+    graded,
+    scatter,
+    shared_model,
+    state_of,
+    tiny_agent,
+    tiny_env,
+    tiny_options,
+    tiny_population,
+)
+
+
+@pytest.fixture
+def accelerators() -> Iterator[None]:
+    """Accelerate keeps its settings in global state: put it back."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("make", [tiny_agent, lambda **options: tiny_population(2, **options)])
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"clip_coeff": 0.1}, "unknown argument 'clip_coeff': did you mean 'clip_coef'"),
+        ({"group_sise": 4}, "did you mean 'group_size'"),
+        ({"actor_network": None}, "actor_network must be a transformers model, got NoneType"),
+        ({"actor_network": torch.nn.Linear(2, 2)}, "actor_network must be a transformers model, got Linear"),
+        ({"actor_network": "smollm2-135m"}, "load_base"),
+        ({"pad_token_id": None}, "pad_token_id must be given"),
+        ({"lr": 0.0}, "lr must be greater than 0"),
+        ({"lr": float("nan")}, "lr must be finite"),
+        ({"clip_coef": 1.0}, r"clip_coef must lie in \(0, 1\)"),
+        ({"group_size": 1}, "group_size must be at least 2"),
+        ({"beta": -0.1}, "beta must be at least 0"),
+        ({"temperature": 0.0}, "temperature must be greater than 0"),
+        ({"update_epochs": 0}, "update_epochs must be at least 1"),
+        ({"batch_size": 2.0}, "batch_size must be an integer"),
+        ({"max_output_tokens": 0}, "max_output_tokens must be at least 1"),
+        ({"min_output_tokens": 7}, r"min_output_tokens must lie in \[0, max_output_tokens = 6\]"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens must be at least 1"),
+        ({"lora_config": LoraConfig(target_modules="all-linear", lora_dropout=0.1)}, "lora_dropout"),
+        ({"lora_config": LoraConfig(target_modules=["nothing"])}, "matches no module"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(make, options, rule):
+    with pytest.raises(ValueError, match=rule):
+        make(**options)
+
+
+def test_a_population_needs_a_member():
+    with pytest.raises(ValueError, match="size"):
+        tiny_population(0)
+
+
+def test_a_model_without_an_end_of_sequence_needs_one_named():
+    model = tiny_model()
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match="eos_token_ids must be given"):
+        tiny_agent(actor_network=model)
+    agent = tiny_agent(actor_network=model, eos_token_ids=(5, 7))
+    assert agent._shared.settings.eos_token_ids == (5, 7)
+    ids, masks = agent.get_action([{"input_ids": torch.tensor([[8, 9]])}] * 6)
+    ends = 0
+    for rows, mask in zip(ids, masks, strict=True):
+        for tokens, counted in zip(rows[:, 2:].tolist(), mask[:, 1:].tolist(), strict=True):
+            sampled = tokens[: sum(counted)]
+            assert not {5, 7} & set(sampled[:-1])
+            ends += len(sampled) < 6
+    assert ends > 0  # and completions did end there
+
+
+def test_the_models_own_end_of_sequence_is_the_default():
+    assert tiny_agent()._shared.settings.eos_token_ids == (EOS,)
+
+
+def test_the_smallest_length_holds_back_the_end():
+    prompts = tiny_env().reset()[0]
+    free, held = tiny_agent(seed=2, temperature=2.0), tiny_agent(seed=2, temperature=2.0, min_output_tokens=6)
+    assert any(EOS in rows[:, -6:] for rows in free.get_action(prompts)[0])
+    ids, masks = held.get_action(prompts)
+    assert all(bool(mask[:, -6:].all()) for mask in masks)
+    before = state_of(held)
+    held.learn((ids, masks, graded(ids)))
+    assert not equal_states(state_of(held), before)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2"])
+def test_agents_learn_on_other_architectures(architecture):
+    agent = GRPO(**tiny_options(actor_network=tiny_model(architecture), beta=0.1))
+    ids, masks = agent.get_action(tiny_env().reset()[0])
+    report = agent.learn((ids, masks, graded(ids)))
+    assert report.failed is None
+    assert int(state_of(agent)["step"]) == 1
+    assert agent.clone().test(tiny_env()) == agent.test(tiny_env())
+
+
+def test_settings_reach_the_bank():
+    optimizer = Optimizer(betas=(0.5, 0.6), eps=1e-4, weight_decay=0.3, warmup_steps=3)
+    agent = tiny_agent(optimizer=optimizer, lr=0.4)
+    scatter(agent)
+    before = state_of(agent)["adapter"]
+    ids, masks = agent.get_action(tiny_env().reset()[0])
+    report = agent.learn((ids, masks, graded(ids)))
+    after = state_of(agent)
+    gradient = after["exp_avg"] / 0.5
+    assert report.lr == pytest.approx(0.1)  # the first of three steps of warm-up: 1 / (3 + 1)
+    expected = before * (1 - 0.1 * 0.3) - 0.1 * gradient / (gradient.abs() + 1e-4)
+    torch.testing.assert_close(after["adapter"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_memory_settings_change_no_result():
+    results = []
+    for options in (
+        {"micro_batch_tokens": 10_000, "reduce_memory_peak": False},
+        {"micro_batch_tokens": 10_000, "reduce_memory_peak": True},
+        {"micro_batch_tokens": 8, "reduce_memory_peak": True},
+    ):
+        agent = tiny_agent(**options)
+        scatter(agent)
+        ids, masks = agent.get_action(tiny_env().reset()[0])
+        agent.learn((ids, masks, graded(ids)))
+        results.append(state_of(agent)["exp_avg"])
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-7)
+
+
+def test_hyperparameters_outside_their_space_are_the_users_choice_for_the_first_member():
+    space = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-4, scale="log"))
+    population = tiny_population(3, lr=0.5, hp_config=space)
+    assert population[0].lr == 0.5
+    assert all(1e-5 <= member.lr <= 1e-4 for member in population[1:])
+
+
+def test_an_objective_of_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="loss_type"):
+        Objective(loss_type="ppo")
+
+
+# ---- accelerators
+
+
+def train(agent: GRPO) -> torch.Tensor:
+    scatter(agent)
+    ids, masks = tiny_agent().get_action(tiny_env().reset()[0])
+    agent.learn((ids, masks, graded(ids)))
+    return state_of(agent)["exp_avg"]
+
+
+def test_an_accelerator_in_full_precision_changes_nothing(accelerators):
+    agent = tiny_agent(accelerator=Accelerator(cpu=True))
+    assert agent.device == torch.device("cpu")
+    assert torch.equal(train(agent), train(tiny_agent()))
+
+
+def test_an_accelerator_sets_the_precision_until_it_is_unwrapped(accelerators):
+    agent = tiny_agent(accelerator=Accelerator(cpu=True, mixed_precision="bf16"))
+    exact, mixed = train(tiny_agent()), train(agent)
+    assert not torch.equal(mixed, exact)
+    assert float((mixed - exact).norm()) < 0.1 * float(exact.norm())  # bfloat16 keeps 8 bits
+    assert state_of(agent)["adapter"].dtype == torch.float32
+    assert shared_model().dtype == torch.float32
+    assert torch.equal(train(agent.clone()), mixed)
+    assert torch.equal(train(agent.clone(wrap=False)), exact)
+    agent.unwrap_models()
+    assert torch.equal(train(agent), exact)
+
+
+def test_a_loaded_agent_takes_the_accelerator_it_is_given(accelerators, tmp_path):
+    agent = tiny_agent()
+    agent.save_checkpoint(tmp_path / "agent")
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    loaded = GRPO.load(tmp_path / "agent", accelerator=accelerator, actor_network=shared_model())
+    assert not torch.equal(train(loaded), train(agent))
+
+
+def test_more_than_one_process_is_refused(accelerators, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    for state in (AcceleratorState, PartialState):
+        monkeypatch.setitem(state._shared_state, "num_processes", 2)
+    assert accelerator.num_processes == 2
+    with pytest.raises(ValueError, match="one process trains a whole population, got an accelerator with 2"):
+        tiny_agent(accelerator=accelerator)
+
+
+def test_an_accelerator_and_a_device_are_not_given_both(accelerators):
+    with pytest.raises(ValueError, match="leave out device='cpu'"):
+        tiny_agent(accelerator=Accelerator(cpu=True), device="cpu")
+
+
+def test_the_padding_token_is_the_one_given():
+    agent = tiny_agent(pad_token_id=5, group_size=8, temperature=3.0)
+    prompts = [{"input_ids": torch.tensor([[8, 9]])}] * 4
+    ids, masks = agent.get_action(prompts)
+    filled = torch.cat([rows[:, 2:][~mask[:, 1:]] for rows, mask in zip(ids, masks, strict=True)])
+    assert filled.tolist() == [5] * len(filled)
+    assert len(filled) > 0

@@ -1,0 +1,446 @@
+"""Every method that a user of AgileRL's GRPO knows, with that meaning."""
+
+import math
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+
+from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter
+from evogrpo.agents.base import NetworkGroup
+from evogrpo.evolution import Mutation
+from tests.tiny_models import EOS, PAD, tiny_model
+from tests.tiny_training import (
+    SPACE,
+    equal_states,
+    graded,
+    peft_twin,
+    scatter,
+    shared_model,
+    state_of,
+    tiny_agent,
+    tiny_env,
+    tiny_population,
+)
+
+
+def practise(agent: GRPO, seed: int = 0) -> None:
+    """Let an agent take one learning step on prompts and rewards that are always the same."""
+    ids, masks = agent.get_action(tiny_env().reset()[0], training=True)
+    agent.learn((ids, masks, graded(ids, seed)))
+
+
+@pytest.fixture
+def agent():
+    agent = tiny_agent(hp_config=SPACE, update_epochs=2)
+    scatter(agent)
+    practise(agent)
+    return agent
+
+
+# ---- clone, copy_attributes, evolvable_attributes, inspect_attributes
+
+
+@pytest.mark.parametrize("trained", ["clone", "original"])
+def test_a_clone_has_learnt_the_same_and_is_independent(agent, trained):
+    twin = agent.clone()
+    assert equal_states(state_of(twin), state_of(agent))
+    assert (twin.index, twin.hyperparameters, twin.steps) == (agent.index, agent.hyperparameters, agent.steps)
+    learner, other = (twin, agent) if trained == "clone" else (agent, twin)
+    before = state_of(other)
+    practise(learner)
+    learner.lr = 0.5
+    assert equal_states(state_of(other), before)
+    assert not torch.equal(state_of(learner)["adapter"], before["adapter"])
+    assert other.lr == 1e-3
+    practise(other)
+    assert not equal_states(state_of(other), before)
+
+
+def test_a_clone_goes_on_as_the_original_would(agent):
+    twin = agent.clone()
+    practise(agent)
+    practise(twin)
+    assert equal_states(state_of(twin), state_of(agent))
+
+
+def test_a_clone_of_a_member_leaves_the_population(agent):
+    population = tiny_population(3, hp_config=SPACE)
+    scatter(population[1])
+    twin = population[1].clone(index=7)
+    assert (twin.slot, twin.index, twin._shared.bank.size) == (0, 7, 1)
+    assert equal_states(state_of(twin), state_of(population[1]))
+    before = [state_of(member) for member in population]
+    practise(twin)
+    assert all(equal_states(state_of(member), kept) for member, kept in zip(population, before, strict=True))
+
+
+def test_copied_attributes_are_all_but_weights_slot_and_index(agent):
+    other = tiny_agent(index=9)
+    weights = state_of(other)
+    called = []
+    agent.register_init_hook(lambda: called.append(1))
+    agent.parent, agent.born, agent.lr = 4, 2, 0.25
+    agent.set_training_mode(False)
+    agent.failed = "for a reason"
+    assert GRPO.copy_attributes(agent, other) is other
+    for name in ("parent", "born", "hyperparameters", "fitness", "failed", "training", "steps"):
+        assert getattr(other, name) == getattr(agent, name)
+    assert (other.index, other.slot) == (9, 0)
+    assert equal_states(state_of(other), weights)
+    other.mutated()
+    assert called == [1]
+    other.register_init_hook(lambda: called.append(2))
+    agent.mutated()
+    assert called == [1, 1]  # the hooks are copies as well
+
+
+def test_evolvable_attributes_are_the_policys_weights_and_its_optimiser(agent):
+    everything, state = agent.evolvable_attributes(), state_of(agent)
+    assert set(everything) == {"actor", "optimizer"}
+    assert equal_states(everything["actor"] | everything["optimizer"], state)
+    networks = agent.evolvable_attributes(networks_only=True)
+    assert set(networks) == {"actor"}
+    networks["actor"]["adapter"].zero_()
+    assert equal_states(state_of(agent), state)  # copies
+
+
+def test_inspected_attributes_are_the_constructors_arguments_and_the_agents_state(agent):
+    arguments = GRPO.inspect_attributes(agent, input_args_only=True)
+    assert arguments["lr"] == agent.lr
+    assert arguments["max_output_tokens"] == 6
+    rebuilt = GRPO(actor_network=shared_model(), **arguments)
+    assert GRPO.inspect_attributes(rebuilt, input_args_only=True) == arguments
+    everything = GRPO.inspect_attributes(agent)
+    assert set(everything) - set(arguments) == {"slot", "parent", "born", "fitness", "failed", "training", "steps"}
+    assert everything["steps"] == 2  # one get_action, one learn
+    assert not any(isinstance(value, torch.Tensor | torch.nn.Module) for value in everything.values())
+
+
+# ---- get_action, get_policy, set_training_mode
+
+
+def test_actions_in_training_are_groups_with_prompts_in_front(agent):
+    prompts = tiny_env().reset()[0]
+    ids, masks = agent.get_action(prompts)
+    assert len(ids) == len(masks) == 3
+    for prompt, rows, mask in zip(prompts, ids, masks, strict=True):
+        length = prompt["input_ids"].shape[1]
+        assert rows.shape[0] == 4
+        assert length < rows.shape[1] <= length + 6
+        assert mask.shape == (4, rows.shape[1] - 1)
+        assert mask.dtype == torch.bool
+        assert torch.equal(rows[:, :length], prompt["input_ids"].expand(4, -1))
+        assert not mask[:, : length - 1].any()
+        for tokens, counted in zip(rows[:, length:].tolist(), mask[:, length - 1 :].tolist(), strict=True):
+            count = sum(counted)
+            assert counted == [True] * count + [False] * (len(counted) - count)
+            assert EOS not in tokens[: count - 1]
+            assert count == 6 or tokens[count - 1] == EOS
+            assert tokens[count:] == [PAD] * (len(tokens) - count)
+
+
+def test_actions_differ_from_call_to_call_and_repeat_with_the_seed():
+    prompts = tiny_env().reset()[0]
+    one, other, third = tiny_agent(seed=3), tiny_agent(seed=3), tiny_agent(seed=4)
+    first, second = one.get_action(prompts)[0], one.get_action(prompts)[0]
+    assert [rows.tolist() for rows in first] != [rows.tolist() for rows in second]
+    assert [rows.tolist() for rows in first] == [rows.tolist() for rows in other.get_action(prompts)[0]]
+    assert [rows.tolist() for rows in first] != [rows.tolist() for rows in third.get_action(prompts)[0]]
+
+
+def test_actions_outside_training_are_one_greedy_row(agent):
+    prompts = tiny_env().reset()[0]
+    agent.set_training_mode(False)
+    steps = agent.steps
+    ids, masks = agent.get_action(prompts)
+    assert agent.steps == steps  # no random stream was used up
+    member = peft_twin(agent)
+    for prompt, rows, mask in zip(prompts, ids, masks, strict=True):
+        assert rows.shape[0] == mask.shape[0] == 1
+        expected = prompt["input_ids"][0].tolist()
+        while len(expected) < rows.shape[1] and expected[-1] != EOS:
+            expected.append(int(member.probabilities(expected, temperature=1.0).argmax()))
+        assert rows[0, : len(expected)].tolist() == expected
+    assert [rows.tolist() for rows in agent.get_action(prompts, training=False)[0]] == [rows.tolist() for rows in ids]
+    agent.set_training_mode(True)
+    assert agent.get_action(prompts)[0][0].shape[0] == agent.group_size
+    assert agent.get_action(prompts, training=False)[0][0].shape[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "rule"),
+    [
+        ([], "at least one prompt"),
+        ([torch.tensor([[1]])], "mapping with input_ids"),
+        ([{"attention_mask": torch.ones(1, 2)}], "mapping with input_ids"),
+        ([{"input_ids": torch.tensor([[3, 4]]), "attention_mask": torch.ones(1, 3)}], "as long as input_ids"),
+        ([{"input_ids": torch.tensor([[3]]), "attention_mask": torch.zeros(1, 1)}], "no tokens"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_are_refused(agent, prompts, rule):
+    with pytest.raises(ValueError, match=rule):
+        agent.get_action(prompts)
+
+
+def test_padding_on_the_left_of_a_prompt_is_no_part_of_it(agent):
+    padded = {"input_ids": torch.tensor([[PAD, PAD, 8, 9]]), "attention_mask": torch.tensor([[0, 0, 1, 1]])}
+    plain = {"input_ids": torch.tensor([[8, 9]])}
+    one = agent.get_action([padded], training=False)[0][0]
+    assert torch.equal(one, agent.get_action([plain], training=False)[0][0])
+
+
+def test_the_policys_logits_are_those_of_the_exported_peft_model(agent, tmp_path):
+    agent.save_checkpoint(tmp_path / "agent")
+    exported = PeftModel.from_pretrained(tiny_model(), tmp_path / "agent").eval()
+    ids = torch.tensor([[8, 9, 10, 11], [PAD, 12, 13, 14]])
+    mask = torch.tensor([[1, 1, 1, 1], [0, 1, 1, 1]])
+    policy = agent.get_policy()
+    with torch.no_grad():
+        expected = exported(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        base = shared_model()(input_ids=ids, attention_mask=mask).logits
+    got = policy(ids, mask)
+    torch.testing.assert_close(got[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(got[0], base[0], atol=0.1)
+    before = policy(ids, mask)
+    practise(agent)  # the policy is read from the agent, not copied
+    assert not torch.equal(policy(ids, mask), before)
+
+
+# ---- learn
+
+
+def test_learning_unpacks_as_loss_and_divergence(agent):
+    ids, masks = agent.get_action(tiny_env().reset()[0])
+    report = agent.learn((ids, masks, graded(ids)))
+    loss, kl = report
+    assert (loss, math.isnan(kl)) == (report.loss, True)
+    agent.beta = 0.1
+    loss, kl = agent.learn((ids, masks, graded(ids)))
+    assert math.isfinite(loss)
+    assert kl > 0
+
+
+def test_the_hand_written_loop_learns():
+    env = tiny_env(reward_fn=lambda completion, answer, question: completion.count("e") / 6, group_size=8)
+    agent = tiny_agent(group_size=8, lr=2e-2, max_grad_norm=1.0)
+    before = agent.test(env)
+    prompts, _ = env.reset()
+    earned = []
+    for _ in range(12):
+        ids, masks = agent.get_action(prompts)
+        prompts, rewards, *_ = env.step(ids)
+        agent.learn((ids, masks, rewards))
+        earned.append(float(rewards.mean()))
+    assert np.mean(earned[-3:]) > np.mean(earned[:3]) + 0.2
+    assert agent.test(env) > before + 0.2
+
+
+# ---- save_checkpoint, load, load_checkpoint (their errors: test_agent_checkpoints.py)
+
+
+def test_saving_and_loading_brings_everything_back(agent, tmp_path):
+    agent.parent, agent.born, agent.temperature = 5, 2, 0.8
+    agent.save_checkpoint(tmp_path / "agent")
+    loaded = GRPO.load(tmp_path / "agent", actor_network=tiny_model())
+    assert equal_states(state_of(loaded), state_of(agent))
+    assert GRPO.inspect_attributes(loaded)["lora_config"].to_dict() == agent._shared.bank.lora_config.to_dict() | {
+        "task_type": "CAUSAL_LM"
+    }
+    unlike = {"observation_space", "action_space", "lora_config", "hp_config"}
+    one, other = GRPO.inspect_attributes(loaded), GRPO.inspect_attributes(agent)
+    assert {k: v for k, v in one.items() if k not in unlike} == {k: v for k, v in other.items() if k not in unlike}
+    assert dict(loaded.hp_config) == dict(agent.hp_config)
+    practise(agent)
+    practise(loaded)
+    assert equal_states(state_of(loaded), state_of(agent))
+
+
+def test_loading_into_an_agent_replaces_what_it_had_learnt(agent, tmp_path):
+    agent.save_checkpoint(tmp_path / "agent")
+    population = tiny_population(3)
+    neighbours = [state_of(population[0]), state_of(population[2])]
+    population[1].load_checkpoint(tmp_path / "agent")
+    assert population[1].slot == 1
+    assert population[1].hyperparameters == agent.hyperparameters
+    assert equal_states(state_of(population[1]), state_of(agent))
+    assert equal_states(state_of(population[0]), neighbours[0])
+    assert equal_states(state_of(population[2]), neighbours[1])
+
+
+def test_a_checkpoint_is_replaced_only_when_asked(agent, tmp_path):
+    agent.save_checkpoint(tmp_path / "agent")
+    with pytest.raises(ValueError, match="replace=True"):
+        agent.save_checkpoint(tmp_path / "agent")
+    practise(agent)
+    agent.save_checkpoint(tmp_path / "agent", replace=True)
+    assert equal_states(state_of(GRPO.load(tmp_path / "agent", actor_network=shared_model())), state_of(agent))
+
+
+# ---- population
+
+
+def test_a_population_is_a_sequence_of_agents_over_one_bank():
+    population = GRPO.population(
+        4,
+        None,
+        None,
+        actor_network=shared_model(),
+        pad_token_id=PAD,
+        hp_config=SPACE,
+        lr=2e-3,
+        group_size=4,
+        index=10,
+    )
+    assert isinstance(population, Population)
+    assert [member.index for member in population] == [10, 11, 12, 13]
+    assert [member.slot for member in population] == [0, 1, 2, 3]
+    assert population[1:3] == [population[1], population[2]]
+    assert population[-1] is population[3]
+    assert len({id(member._shared.bank) for member in population}) == 1
+    assert (population[0].lr, population[0].group_size) == (2e-3, 4)
+    assert len({member.lr for member in population}) == 4
+    assert all(1e-4 <= member.lr <= 3e-2 and member.group_size in (2, 4, 8) for member in population)
+    assert all(member.temperature == 1.0 for member in population)  # what does not evolve is the same for all
+    with pytest.raises(ValueError, match="no member has a fitness"):
+        _ = population.best
+
+
+def test_members_can_be_wrapped():
+    class Tagged:
+        def __init__(self, agent, tag="none"):
+            self.agent, self.tag = agent, tag
+
+    population = tiny_population(2, wrapper_cls=Tagged, wrapper_kwargs={"tag": "mine"})
+    assert [type(member) for member in population] == [Tagged, Tagged]
+    assert [member.tag for member in population] == ["mine", "mine"]
+    assert [member.agent for member in population] == population.agents
+    population.evaluate(tiny_env())
+    assert isinstance(population.best, Tagged)
+    assert population.best is population[population.best.agent.slot]
+    assert tiny_population(1, wrapper_cls=Tagged)[0].tag == "none"
+
+
+def test_a_range_of_group_sizes_needs_to_know_what_they_divide():
+    space = HyperparameterConfig(group_size=RLParameter(min=2, max=9))
+    with pytest.raises(ValueError, match="samples_per_step"):
+        tiny_population(4, hp_config=space)
+    population = tiny_population(8, hp_config=space, samples_per_step=24)
+    assert {member.group_size for member in population} <= {2, 3, 4, 6, 8}
+
+
+# ---- spaces and devices
+
+
+def test_spaces_give_their_dimensions_and_preprocess_observations():
+    box, discrete = gymnasium.spaces.Box(-1.0, 1.0, (3, 2)), gymnasium.spaces.Discrete(5)
+    agent = tiny_agent(observation_space=box, action_space=discrete)
+    assert (agent.observation_space, agent.action_space) == (box, discrete)
+    assert GRPO.get_state_dim(box) == (3, 2)
+    assert GRPO.get_action_dim(discrete) == 5
+    seen = agent.preprocess_observation(np.full((3, 2), 0.5))
+    assert seen.shape == (1, 3, 2)
+    assert torch.equal(seen, torch.full((1, 3, 2), 0.5))
+    twin = agent.clone()
+    assert (twin.observation_space, twin.action_space) == (box, discrete)
+
+
+def test_an_environments_own_spaces_are_understood():
+    env = tiny_env()
+    assert GRPO.get_state_dim(env.observation_space) == (len(env.tokenizer),)
+    assert GRPO.get_action_dim(env.action_space) == len(env.tokenizer)
+
+
+def test_without_a_space_observations_cannot_be_preprocessed(agent):
+    assert agent.observation_space is None
+    with pytest.raises(ValueError, match="observation_space"):
+        agent.preprocess_observation(np.zeros(3))
+
+
+def test_experiences_move_to_the_device_however_nested(agent):
+    nested = {"a": [torch.ones(2), (torch.zeros(1), "text")]}
+    tensor, mapping, number = agent.to_device(torch.arange(3), nested, 7)
+    assert torch.equal(tensor, torch.arange(3))
+    assert torch.equal(mapping["a"][0], torch.ones(2))
+    assert isinstance(mapping["a"][1], tuple)
+    assert mapping["a"][1][1] == "text"
+    assert number == 7
+
+
+# ---- mutation, hooks, network groups
+
+
+def test_mutation_changes_what_evolves_reports_it_and_runs_the_hooks(agent):
+    called = []
+    agent.register_init_hook(lambda: called.append("first"))
+    agent.register_init_hook(lambda: called.append("second"))
+    before = agent.hyperparameters
+    changes = agent.mutate(np.random.default_rng(1), Mutation(probability=1.0))
+    assert set(changes) == {"lr", "clip_coef", "group_size"}
+    for name, (old, new) in changes.items():
+        assert (old, new) == (getattr(before, name), getattr(agent, name))
+        assert old != new
+    assert called == ["first", "second"]
+    with pytest.raises(ValueError, match="hp_config"):
+        tiny_agent().mutate(np.random.default_rng(0))
+
+
+def test_assignments_are_checked(agent):
+    for name, value, rule in [
+        ("lr", 0.0, "lr must be greater than 0"),
+        ("lr", "1e-4", "lr must be a number"),
+        ("clip_coef", 1.5, r"lie in \(0, 1\)"),
+        ("group_size", 1, "at least 2"),
+        ("update_epochs", 1.5, "integer"),
+    ]:
+        before = agent.hyperparameters
+        with pytest.raises(ValueError, match=rule):
+            setattr(agent, name, value)
+        assert agent.hyperparameters is before
+
+
+def test_the_evaluated_network_is_one_that_the_agent_has(agent):
+    agent.register_network_group(NetworkGroup(eval_network="actor"))
+    with pytest.raises(ValueError, match="did you mean 'actor'"):
+        agent.register_network_group(NetworkGroup(eval_network="actr"))
+
+
+def test_recompiling_changes_no_result(agent):
+    ids = torch.tensor([[8, 9, 10]])
+    before = agent.get_policy()(ids)
+    agent.recompile()
+    assert torch.equal(agent.get_policy()(ids), before)
+    practise(agent)
+
+
+# ---- test
+
+
+def test_testing_is_the_mean_greedy_reward_on_held_out_questions(agent):
+    seen = []
+
+    def recorded(completion, answer, question):
+        seen.append(question)
+        return float(len(completion))
+
+    env = tiny_env(reward_fn=recorded)
+    held_out = {
+        split: {row["question"] for row in env.open(split, range(env.size(split))).rows}
+        for split in ("validation", "test")
+    }
+    before, steps = state_of(agent), agent.steps
+    score = agent.test(env)
+    assert set(seen) == held_out["validation"]
+    assert len(seen) == 8
+    seen.clear()
+    assert agent.test(env, loop=3) == score
+    assert len(seen) == 24
+    seen.clear()
+    agent.test(env, split="test")
+    assert set(seen) == held_out["test"]
+    assert equal_states(state_of(agent), before)
+    assert agent.steps == steps
+    with pytest.raises(ValueError, match="loop must be at least 1"):
+        agent.test(env, loop=0)

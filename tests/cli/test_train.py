@@ -1,0 +1,236 @@
+"""Training from the command line, start to end: plan, run, report, export, and everything refused before weights."""
+
+import importlib.resources
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from evogrpo.cli import main
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training import launch
+from evogrpo.training.config import load_config
+from evogrpo.training.planning import compute
+from tests.cli.project import CONFIG, command
+
+
+@pytest.fixture(scope="module")
+def finished(project, tmp_path_factory):
+    """Train once; returns the run's folder and what was printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    process = command("train", project / "tiny.yaml", "--run-dir", "runs/a run", cwd=folder)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return folder / "runs" / "a run", output, errors
+
+
+def test_a_run_leaves_everything_it_promises(finished):
+    run_dir, _, _ = finished
+    for name in ("journal.jsonl", "config.yaml", "report.png", "report.html", "best", "checkpoints", "tensorboard"):
+        assert (run_dir / name).exists(), name
+    kinds = [event["event"] for event in read_journal(run_dir / "journal.jsonl")]
+    assert kinds.count("generation") == 3
+    assert kinds[-2:] == ["test", "stopped"]
+
+
+def test_the_stored_configuration_is_complete_and_works_from_anywhere(finished, project):
+    stored = yaml.safe_load((finished[0] / "config.yaml").read_text())
+    assert stored["model"] == str(project / "model")
+    assert stored["task"]["reward"] == f"{project / 'rewards.py'}:score"
+    assert stored["agent"]["lora"]["r"] == 16
+
+
+def test_the_output_of_a_log_is_plain_and_tells_the_story(finished):
+    _, output, errors = finished
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", output + errors)
+    assert errors == ""
+    for text in (
+        "untrained base: fitness",
+        "step 6/6  mean reward",
+        "Generation 3 of 3",
+        "fitness ± SE",
+        "Test: 32 questions that neither training nor selection saw",
+        "How #",
+        "evogrpo resume 'runs/a run' --generations 6",
+        "evogrpo export 'runs/a run' FOLDER",
+        "runs/a run/report.html",
+    ):
+        assert text in output, text
+
+
+def test_an_exported_adapter_is_two_files_that_peft_loads(finished, project, here, capsys):
+    assert main(["export", str(finished[0]), "adapter"]) == 0
+    assert sorted(path.name for path in Path("adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    base = AutoModelForCausalLM.from_pretrained(project / "model")
+    ids = torch.arange(3, 19)[None]
+    plain = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, "adapter")(ids).logits
+    assert torch.isfinite(adapted).all()
+    assert not torch.allclose(plain, adapted)
+    assert main(["export", str(finished[0]), "adapter"]) == 2
+    assert "not an empty folder" in capsys.readouterr().err
+
+
+def test_a_damaged_adapter_is_not_exported(finished, here, capsys):
+    run_dir = here / "copy"
+    for path in finished[0].glob("best/*"):
+        (run_dir / "best").mkdir(parents=True, exist_ok=True)
+        (run_dir / "best" / path.name).write_bytes(path.read_bytes())
+    weights = run_dir / "best" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
+    assert main(["export", str(run_dir), "out"]) == 2
+    assert "adapter_model.safetensors" in capsys.readouterr().err
+    assert not Path("out").exists()
+
+
+def test_reports_are_drawn_again(finished, capsys):
+    page = finished[0] / "report.html"
+    page.unlink()
+    assert main(["report", str(finished[0])]) == 0
+    assert page.is_file()
+    assert str(page) in capsys.readouterr().out
+
+
+def test_a_finished_run_has_nothing_left_to_do(finished, capsys):
+    assert main(["resume", str(finished[0])]) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+
+
+def test_a_folder_that_holds_a_run_is_refused_before_any_work(finished, project, capsys):
+    assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(finished[0])]) == 2
+    assert "already holds a run" in capsys.readouterr().err
+
+
+# ---- plans
+
+
+def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(project, here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "schedule.samples_per_step=32"]) == 0
+    output = capsys.readouterr().out
+    assert "32 completions per member and learning step, 128 in all" in output
+    assert "16 groups of 2, 8 groups of 4, 4 groups of 8" in output
+    assert "8 steps per member and learning step" in output  # 2 epochs x 32 / 8
+    assert "6 = 3 generations × 2, and 272 completions" in output  # 16 (1 + 4 x 3) + 2 x 32
+    assert "about 0.0" in output
+    assert list(here.iterdir()) == []
+
+
+def test_token_bounds_hold_and_are_not_idle(finished, project):
+    bound = compute(launch.prepare(load_config(project / "tiny.yaml")))
+    generations = [event for event in read_journal(finished[0] / "journal.jsonl") if event["event"] == "generation"]
+    spent = generations[-1]["tokens"]
+    assert bound.tokens is not None
+    assert 0.1 * bound.tokens < spent <= bound.tokens
+    model = AutoModelForCausalLM.from_pretrained(project / "model")
+    assert bound.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert bound.memory.base == 4 * bound.parameters
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("model=./missing", "cannot be loaded"),
+        ("device=cuda:99", "device 'cuda:99' cannot be used"),
+        ("task.dataset.train=missing.jsonl", "cannot read the dataset"),
+        ("task.dataset.train=rows.txt", "must end in"),
+        ("task.reward=missing.py:score", "no file"),
+        ("task.reward=rewards", 'named "path.py:function"'),
+        ("task.reward=json:no_such", "json has no function 'no_such'"),
+        ("task.reward=no_such_module:f", "loading no_such_module raised ModuleNotFoundError"),
+        ("task.form=trl", "must have the columns"),
+        ("task.max_prompt_length=1", "left out"),
+        ("agent.max_output_tokens=4000", "must leave room for a prompt"),
+        ("agent.lora.target_modules=[nothing]", "matches no module"),
+        ("agent.lora.init_lora_weights=pissa", "init_lora_weights must be True or 'gaussian'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_loaded(project, here, override, message, capsys, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(launch, "load_base", never)
+    assert main(["train", str(project / "tiny.yaml"), override]) == 2
+    assert message in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+def test_a_reward_file_that_raises_is_shown_with_its_line(project, here, capsys):
+    Path("broken.py").write_text("import math\n\nmath.nothing\n")
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "task.reward=broken.py:f"]) == 2
+    error = capsys.readouterr().err
+    assert "AttributeError" in error
+    assert "broken.py, line 3" in error
+
+
+def test_datasets_of_every_kind_read_alike(project, here, capsys):
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(12) for b in range(12)]
+    Path("rows.json").write_text(json.dumps(rows))
+    Path("rows.csv").write_text("question,answer\n" + "".join(f"{r['question']},{r['answer']}\n" for r in rows))
+    from datasets import Dataset
+
+    Dataset.from_list(rows).to_parquet("rows.parquet")
+    config = project / "tiny.yaml"
+    alike = [launch.prepare(load_config(config, [f"task.dataset.train=rows.{kind}"])) for kind in ("json", "csv", "parquet")]
+    alike.append(launch.prepare(load_config(config)))
+    questions = [prepared.env.open("test", range(32)).prompts for prepared in alike]
+    assert all(each == questions[0] for each in questions)
+
+
+def test_the_form_of_trl_takes_several_weighted_rewards(project, here):
+    Path("rows.json").write_text(json.dumps([{"prompt": f"{a}+{b}=", "want": a} for a in range(12) for b in range(12)]))
+    Path("trl.py").write_text(
+        "def length(completions, **_):\n    return [float(len(text)) for text in completions]\n"
+        "def wanted(completions, want, **_):\n    return [float(value) for value in want]\n"
+    )
+    config = load_config(
+        project / "tiny.yaml",
+        [
+            "task={dataset: {train: rows.json}, form: trl, reward: ['trl.py:length', 'trl.py:wanted']}",
+            "task.reward_weights=[2, 10]",
+        ],
+    )
+    env = launch.prepare(config).env
+    scores = env.open("test", [0]).score([0], [[20, 21, 22]])
+    want = int(bytes(env.tokenizer.decode(env.open("test", [0]).prompts[0]), "utf-8").split(b"+")[0])
+    assert scores.rewards[0] == 2 * 3 + 10 * want
+
+
+# ---- the demo and its control
+
+
+def test_the_control_differs_from_the_demo_in_evolution_alone(here, project, capsys):
+    tiny = [f"model={project / 'model'}", "task.test_size=8", "schedule.generations=1", "schedule.steps_per_generation=1"]
+    short = [*tiny, "task.validation_size=8", "agent.max_output_tokens=4"]
+    for arguments in (["demo", "--seed", "3"], ["demo", "--fixed", "--seed", "3"]):
+        assert main([*arguments, *short]) == 0
+    evolved, fixed = (yaml.safe_load(Path(f"runs/{name}/config.yaml").read_text()) for name in ("demo", "demo-fixed"))
+    assert fixed["strategy"] == {"name": "no_evolution"}
+    assert (evolved["population"]["spread"], fixed["population"]["spread"]) == (True, False)
+    for values in (evolved, fixed):
+        del values["strategy"], values["population"], values["run_dir"]
+    assert evolved == fixed
+    assert evolved["seed"] == 3
+    members = read_journal(Path("runs/demo-fixed/journal.jsonl"))[0]["members"]
+    assert [member["hyperparameters"] for member in members] == 4 * [evolved["hyperparameters"]]
+
+
+def test_the_demo_is_packaged():
+    assert (importlib.resources.files("evogrpo.training") / "demo.yaml").is_file()
+
+
+def test_the_second_run_gets_a_folder_of_its_own(here):
+    assert launch.free_run_dir("demo") == Path("runs/demo")
+    Path("runs/demo").mkdir(parents=True)
+    assert launch.free_run_dir("demo") == Path("runs/demo")
+    Path("runs/demo/journal.jsonl").touch()
+    assert launch.free_run_dir("demo") == Path("runs/demo-2")
+
+
+def test_the_tiny_configuration_is_what_the_tests_think(project):
+    assert load_config(project / "tiny.yaml").schedule.samples_per_step == CONFIG["schedule"]["samples_per_step"]

@@ -1,0 +1,265 @@
+"""Tiny agents, populations, environments and runs to train, and what a user would compute from them by hand."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
+from evogrpo.agents.base import EvolvableAlgorithm
+from evogrpo.envs.prompts import Tokenizer
+from evogrpo.evolution import Child, NoEvolution, Plan, Strategy
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.persistence.journal import latest_generations, read_journal
+from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.randomness import generator
+from evogrpo.training.evolve import Evolution
+from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.schedule import Schedule
+from tests.oracles.peft_members import PeftMember
+from tests.tiny_batches import lora
+from tests.tiny_models import EOS, PAD, tiny_model, tiny_tokenizer
+
+QUESTIONS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+SPACE = HyperparameterConfig(
+    lr=RLParameter(min=1e-4, max=3e-2, scale="log"),
+    clip_coef=RLParameter(min=0.1, max=0.4),
+    group_size=RLParameter(choices=[2, 4, 8]),
+)
+
+
+@cache
+def shared_model() -> PreTrainedModel:
+    """Return one tiny base for the whole test process: nothing may ever change it."""
+    return tiny_model()
+
+
+@cache
+def shared_tokenizer() -> Tokenizer:
+    return tiny_tokenizer()
+
+
+def variety(completion: str, answer: str, question: str) -> float:
+    """Reward completions of many different characters."""
+    return len(set(completion)) / 8
+
+
+def tiny_env(**options: Any) -> HuggingFaceGym:
+    """Return 56 training, 8 validation and 36 test questions; every prompt has the same length."""
+    defaults: dict[str, Any] = {"reward_fn": variety, "data_batch_size": 3, "validation_size": 8}
+    if "reward_funcs" in options:
+        del defaults["reward_fn"]
+    train, test = QUESTIONS[:64], QUESTIONS[64:]
+    if "reward_funcs" in options:
+        train, test = ([{"prompt": row["question"], "answer": row["answer"]} for row in rows] for rows in (train, test))
+    return HuggingFaceGym(train, test, shared_tokenizer(), **(defaults | options))
+
+
+def tiny_options(**options: Any) -> dict[str, Any]:
+    defaults = {"pad_token_id": PAD, "max_output_tokens": 6, "group_size": 4, "lr": 1e-3, "lora_config": lora()}
+    return defaults | options
+
+
+def tiny_agent(**options: Any) -> GRPO:
+    return GRPO(**{"actor_network": shared_model()} | tiny_options(**options))
+
+
+def tiny_population(size: int, **options: Any) -> Population:
+    return GRPO.population(size, **{"actor_network": shared_model()} | tiny_options(**options))
+
+
+def scatter(agent: EvolvableAlgorithm, seed: int = 0, std: float = 0.2) -> None:
+    """Give an agent random adapters, far from the base, and a fresh optimiser."""
+    bank = agent._shared.bank
+    state = {name: torch.zeros_like(value) for name, value in bank.state(agent.slot).items()}
+    values = generator(seed, "test adapter").standard_normal(state["adapter"].shape, dtype=np.float32)
+    bank.load_state(agent.slot, state | {"adapter": std * torch.from_numpy(values)})
+
+
+def state_of(agent: EvolvableAlgorithm) -> dict[str, Tensor]:
+    return agent._shared.bank.state(agent.slot)
+
+
+def equal_states(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def peft_twin(agent: EvolvableAlgorithm) -> PeftMember:
+    """Return the agent's policy as a separate PEFT model over a copy of the base."""
+    bank = agent._shared.bank
+    adapter, _ = bank.peft_files(agent.slot)
+    return PeftMember(shared_model(), bank.lora_config, adapter, [EOS])
+
+
+def flat(tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
+    """Return tensors as one vector, in the order that the bank keeps adapters in."""
+    values = tensors.values() if isinstance(tensors, Mapping) else tensors
+    return torch.cat([value.detach().reshape(-1) for value in values])
+
+
+def flat_gradient(member: PeftMember) -> Tensor:
+    return flat([parameter.grad for parameter in member.parameters.values()])
+
+
+Completion = tuple[tuple[int, ...], list[int]]
+
+
+def completions(experiences: tuple[Sequence[Tensor], Sequence[Tensor], Any]) -> list[Completion]:
+    """Return (prompt, sampled tokens) of every row of experiences that have no gaps."""
+    result = []
+    for ids, masks in zip(experiences[0], experiences[1], strict=True):
+        start = int(masks.any(0).nonzero()[0]) + 1
+        for row, mask in zip(ids.tolist(), masks, strict=True):
+            result.append((tuple(row[:start]), row[start : start + int(mask.sum())]))
+    return result
+
+
+def graded(ids: Sequence[Tensor], seed: int = 0) -> Tensor:
+    """Return arbitrary rewards `[prompts, g]`, none alike."""
+    values = generator(seed, "test rewards").random((len(ids), len(ids[0])), dtype=np.float32)
+    return torch.from_numpy(values)
+
+
+# ---- runs
+
+QUICK: dict[str, Any] = {"generations": 3, "steps_per_generation": 2, "samples_per_step": 8}
+
+
+def tiny_run(
+    folder: Path | None,
+    *,
+    size: int = 3,
+    env: HuggingFaceGym | None = None,
+    strategy: Strategy | None = None,
+    options: Mapping[str, Any] | None = None,
+    **schedule: Any,
+) -> Evolution:
+    """Return a small run that has not begun: members that evolve, several optimizer steps, ragged group sizes."""
+    population = tiny_population(size, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
+    return Evolution(
+        population,
+        env or tiny_env(),
+        schedule=Schedule(**(QUICK | schedule)),
+        strategy=strategy or Tournament(z=0.0),
+        run_dir=None if folder is None else RunDir(folder, tensorboard=False),
+    )
+
+
+def resumed_run(folder: Path, *, env: HuggingFaceGym | None = None, **schedule: Any) -> Evolution:
+    """Return a run as another process would bring it back: new model object, new bank, new environment."""
+    saved = open_run(folder)
+    population, progress = saved.restore(tiny_model())
+    return Evolution(
+        population,
+        env or tiny_env(),
+        schedule=Schedule(**(saved.record["schedule"] | schedule)),
+        strategy=saved.strategy,
+        run_dir=RunDir(folder, tensorboard=False),
+        progress=progress,
+    )
+
+
+def finish(run: Evolution) -> list[Any]:
+    return list(run.reports())
+
+
+def start_or_resume(folder: str) -> None:
+    """Bring a run of three members to its end, wherever it stands: what a killed process is started again with."""
+    torch.set_num_threads(1)
+    try:
+        run = resumed_run(Path(folder))
+    except CheckpointError:
+        run = tiny_run(Path(folder))
+    finish(run)
+
+
+def timeless(value: Any) -> Any:
+    """Return a journal event without what two runs of the same work cannot share: clock readings."""
+    if isinstance(value, Mapping):
+        return {key: timeless(item) for key, item in value.items() if key not in ("time", "seconds")}
+    return [timeless(item) for item in value] if isinstance(value, list) else value
+
+
+def story(folder: Path) -> list[Any]:
+    """Return what a journal says in the end, clock readings aside: of events written twice, the later counts."""
+    events = read_journal(folder / "journal.jsonl")
+    steps = {event["step"]: event for event in events if event["event"] == "step"}
+    last = {event["event"]: event for event in events if event["event"] in ("baseline", "test")}
+    return timeless([*last.values(), *(steps[number] for number in sorted(steps)), *latest_generations(events)])
+
+
+def final_states(folder: Path) -> dict[str, Tensor]:
+    """Return all members' learner states in the newest checkpoint."""
+    return open_run(folder).tensors
+
+
+# ---- every way in which the value of a hyperparameter can reach an agent that then trains
+
+
+def default_of(name: str, options: Mapping[str, Any]) -> Any:
+    """Return the value that `tiny_agent(**options)` has for a hyperparameter."""
+    return tiny_options(**options).get(name, getattr(Hyperparameters(), name))
+
+
+def _assigned(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+    agent = tiny_agent(**options)
+    setattr(agent, name, value)
+    return agent
+
+
+def _mutated(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+    default = default_of(name, options)
+    agent = tiny_agent(**options, hp_config=HyperparameterConfig(**{name: RLParameter(choices=[default, value])}))
+    assert agent.mutate(np.random.default_rng(0)) == {name: (default, value)}
+    return agent
+
+
+def _inherited(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+    population = tiny_population(3, **options)
+    child = Child(
+        slot=2,
+        index=3,
+        parent=0,
+        hyperparameters=replace(population[0].hyperparameters, **{name: value}),
+        changes={name: (getattr(population[0], name), value)},
+    )
+    population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", ""), elite=0))
+    return population[2]
+
+
+def _loaded(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+    _assigned(name, value, folder, options).save_checkpoint(folder / "agent")
+    return GRPO.load(folder / "agent", actor_network=shared_model())
+
+
+def _restored(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+    _assigned(name, value, folder, options).save_checkpoint(folder / "agent")
+    agent = tiny_agent(**options)
+    agent.load_checkpoint(folder / "agent")
+    return agent
+
+
+def _resumed(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+    run = tiny_run(folder / "run", size=2, strategy=NoEvolution(), options={"hp_config": None} | options)
+    setattr(run.population[1], name, value)
+    steps: Iterator[Any] = run.reports()
+    next(steps)
+    run.stop()
+    assert not list(steps)
+    return resumed_run(folder / "run").population[1]
+
+
+ROUTES = {
+    "assigned": _assigned,
+    "mutated": _mutated,
+    "inherited": _inherited,
+    "loaded": _loaded,
+    "loaded into another": _restored,
+    "resumed": _resumed,
+}

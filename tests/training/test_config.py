@@ -1,0 +1,234 @@
+"""The configuration: strict, complete when written back, and refused before anything expensive."""
+
+import importlib.resources
+
+import pytest
+import yaml
+
+from evogrpo.training.config import CONFIG_FILE, Config, load_config, override, parse_config, write_config
+from evogrpo.training.strict_yaml import read_yaml, read_yaml_file
+from evogrpo.training.tasks import BuiltinTask, DatasetTask
+
+MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
+OWN = {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}
+
+
+def with_(path, value):
+    """Return the minimal configuration with one key changed, as YAML would give it."""
+    nested = value
+    for key in reversed(path.split(".")):
+        nested = {key: nested}
+    return _merged(MINIMAL, nested)
+
+
+def _merged(old, new):
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return new
+    return {key: _merged(old.get(key), new[key]) if key in new else old[key] for key in {**old, **new}}
+
+
+# ---- reading YAML
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-4", 1e-4), ("1E5", 1e5), ("-2.5e3", -2.5e3), ("1.0e-4", 1e-4), ("12", 12), ("0.5", 0.5), ("1e-4x", "1e-4x")],
+)
+def test_numbers_are_read_as_people_write_them(text, value):
+    read = read_yaml(text, "test")
+    assert read == value
+    assert type(read) is type(value)
+
+
+@pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "x: {a: 1, a: 1}", "- {a: 1, b: 2, a: 1}"])
+def test_a_key_that_stands_twice_is_refused(text):
+    with pytest.raises(ValueError, match=r"line \d, column \d+: the key 'a' stands twice"):
+        read_yaml(text, "test")
+
+
+def test_a_key_that_yaml_reads_as_something_else_is_refused():
+    with pytest.raises(ValueError, match="must be text, got True"):
+        read_yaml("on: 1", "test")
+
+
+def test_yaml_never_builds_objects():
+    with pytest.raises(ValueError, match="could not determine a constructor"):
+        read_yaml("!!python/object/apply:os.system ['true']", "test")
+
+
+@pytest.mark.parametrize(("content", "message"), [("a: [1", "line 1"), ("[1, 2]", "mapping"), ("", "mapping")])
+def test_a_file_that_holds_no_mapping_is_refused(tmp_path, content, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_yaml_file(path)
+
+
+# ---- strictness
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("modle", "unknown key 'modle': did you mean 'model'"),
+        ("schedule.generation", "unknown key in schedule 'generation': did you mean 'generations'"),
+        ("hyperparameters.learning_rate", "unknown key in hyperparameters 'learning_rate'"),
+        ("evolve.clip_coeff", "unknown key in evolve 'clip_coeff': did you mean 'clip_coef'"),
+        ("evolve.lr.mim", "unknown key in evolve.lr 'mim': did you mean 'min'"),
+        ("agent.lora.rank", "unknown key in agent.lora 'rank'"),
+        ("agent.objective.loss", "unknown key in agent.objective 'loss': did you mean 'loss_type'"),
+        ("agent.optimizer.beta", "unknown key in agent.optimizer 'beta': did you mean 'betas'"),
+        ("task.validation", "unknown key in task 'validation': did you mean 'validation_size'"),
+        ("strategy.sise", "strategy: unknown setting of tournament 'sise': did you mean 'size'"),
+        ("population.sizes", "unknown key in population 'sizes': did you mean 'size'"),
+        ("logging.tensorbord", "unknown key in logging 'tensorbord': did you mean 'tensorboard'"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(with_(path, 1))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("seed", "0", "seed must be an integer"),
+        ("seed", True, "seed must be an integer"),
+        ("seed", -1, "seed must be at least 0"),
+        ("schedule.generations", 2.0, "schedule.generations must be an integer"),
+        ("schedule.generations", 0, "schedule: generations must be above 0"),
+        ("schedule.max_seconds", "1 h", "schedule.max_seconds must be a number"),
+        ("hyperparameters.lr", "fast", "hyperparameters: lr must be a number"),
+        ("hyperparameters.clip_coef", 2, "hyperparameters: clip_coef must lie in"),
+        ("hyperparameters", [1], "hyperparameters must be a mapping"),
+        ("evolve.lr", 3, "evolve.lr must be a mapping"),
+        ("evolve.lr", {"min": 1, "max": 0.1}, "evolve.lr: min must be below max"),
+        ("evolve.group_size", {"choices": [3, 4]}, "every choice of group_size must divide"),
+        ("hyperparameters.group_size", 5, "must divide schedule.samples_per_step = 64, got 5"),
+        ("population.size", 0, "population: size must be at least 1"),
+        ("population.spread", "no", "population.spread must be true or false"),
+        ("strategy.name", "tournamnet", "unknown strategy 'tournamnet': did you mean 'tournament'"),
+        ("strategy.mutation", 3, "strategy: mutation must be"),
+        ("agent.max_output_tokens", 0, "agent: max_output_tokens must be at least 1"),
+        ("agent.eos_token_ids", ["a"], r"agent.eos_token_ids\[0\] must be an integer"),
+        ("agent.objective.loss_type", "gpro", "did you mean 'grpo'"),
+        ("agent.optimizer.betas", [0.9], "agent.optimizer.betas must be a list of 2"),
+        ("agent.lora.target_modules", 3, "agent.lora.target_modules must be text"),
+        ("logging.keep_checkpoints", 0, "logging: keep_checkpoints must be at least 1"),
+        ("model", 3, "model must be text"),
+        ("model", None, "model must be given"),
+        ("task", None, "task must be given"),
+        ("task.name", "two_digit_sum", "task: unknown task 'two_digit_sum': did you mean 'two_digit_sums'"),
+        ("task", {}, "exactly one of the three, got none"),
+        (
+            "task",
+            {"name": "two_digit_sums", "dataset": {"train": "x"}},
+            "exactly one of the three, got name and dataset",
+        ),
+        ("task", {"nmae": "two_digit_sums"}, "unknown key in task 'nmae': did you mean 'name'"),
+        ("task", {**OWN, "dataset": {"trian": "x"}}, "unknown key in task.dataset 'trian': did you mean 'train'"),
+        ("task", {"dataset": {"train": "x"}, "reward": "r.py:f"}, "task.form must be given"),
+        ("task", {**OWN, "form": "trl", "system_prompt": "Hi"}, "go with form: agilerl"),
+        ("task", {**OWN, "reward": ["r.py:f", "r.py:g"]}, "several go with form: trl"),
+        ("task", {"reasoning_gym": "chain_sum", "sizes": {"tarin": 1}}, "did you mean 'train'"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_path(path, value, message):
+    values = {**MINIMAL, path: value} if path == "task" else with_(path, value)
+    with pytest.raises(ValueError, match=message):
+        parse_config(values)
+
+
+def test_a_run_needs_an_end():
+    with pytest.raises(ValueError, match="schedule: a run needs an end"):
+        parse_config({"model": "m", "task": {"name": "two_digit_sums"}})
+
+
+# ---- writing back
+
+
+def test_the_resolved_configuration_names_every_default_and_reads_back_equal(tmp_path):
+    config = parse_config(with_("evolve.lr", {"min": 1e-5, "max": 1e-3, "scale": "log"}))
+    write_config(config, tmp_path)
+    stored = read_yaml_file(tmp_path / CONFIG_FILE)
+    assert parse_config(stored) == config
+    assert set(stored) == set(Config.__dataclass_fields__)
+    assert stored["agent"]["optimizer"]["eps"] == 1e-8
+    assert stored["strategy"]["mutation"] == {"probability": 0.5}
+    assert stored["task"]["on_reward_error"] == "raise"
+
+
+def test_every_kind_of_task_reads_back_equal(tmp_path):
+    own = {**OWN, "form": "trl", "reward": ["r.py:f", "m:g"], "reward_weights": [1, 0.5], "seed": 3}
+    templated = {**OWN, "conversation_template": [{"role": "user", "content": "Q: {question}"}]}
+    reasoning = {"reasoning_gym": "chain_sum", "sizes": {"train": 9}, "options": {"min_terms": 2}}
+    for task in (own, templated, reasoning):
+        config = parse_config({**MINIMAL, "task": task})
+        write_config(config, tmp_path)
+        assert parse_config(read_yaml_file(tmp_path / CONFIG_FILE)) == config
+
+
+def test_a_hyperparameter_set_to_null_does_not_evolve():
+    values = with_("evolve.lr", {"min": 1e-5, "max": 1e-3})
+    assert "lr" in parse_config(values).evolve
+    assert "lr" not in parse_config(override(values, ["evolve.lr=null"])).evolve
+
+
+# ---- overrides and paths
+
+
+def test_overrides_are_typed_and_the_later_wins():
+    values = override(MINIMAL, ["schedule.generations=5", "hyperparameters.lr=1e-5", "schedule.generations=7"])
+    config = parse_config(values)
+    assert config.schedule.generations == 7
+    assert config.hyperparameters.lr == 1e-5
+    assert MINIMAL["schedule"] == {"generations": 2}
+
+
+@pytest.mark.parametrize("text", ["generations", "=3", "schedule..generations=3", "a=[1"])
+def test_a_malformed_override_is_refused(text):
+    with pytest.raises(ValueError, match="override"):
+        override(MINIMAL, [text])
+
+
+def test_an_override_through_a_value_is_refused():
+    with pytest.raises(ValueError, match="model is 'smollm2-135m', which holds no keys"):
+        override(MINIMAL, ["model.size=3"])
+
+
+def test_paths_are_relative_to_what_names_them(tmp_path, monkeypatch):
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (project / "base").mkdir(parents=True)
+    elsewhere.mkdir()
+    files = {"train": "a.jsonl", "test": "../b.csv"}
+    task = {"dataset": files, "reward": "r.py:f", "form": "agilerl"}
+    (project / "c.yaml").write_text(yaml.safe_dump({**MINIMAL, "model": "base", "task": task}))
+    monkeypatch.chdir(elsewhere)
+    config = load_config(project / "c.yaml", ["task.dataset.validation=v.json"])
+    assert config.model == str(project / "base")
+    assert isinstance(config.task, DatasetTask)
+    assert config.task.dataset.train == str(project / "a.jsonl")
+    assert config.task.dataset.test == str(tmp_path / "b.csv")
+    assert config.task.dataset.validation == str(elsewhere / "v.json")
+    assert config.task.reward == f"{project / 'r.py'}:f"
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "someone/some-model"])
+def test_a_model_that_is_no_folder_here_keeps_its_name(tmp_path, name):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump({**MINIMAL, "model": name}))
+    assert load_config(tmp_path / "c.yaml").model == name
+
+
+# ---- the packaged demo
+
+
+def test_the_packaged_demo_is_valid_and_starts_at_the_poor_end():
+    source = importlib.resources.files("evogrpo.training") / "demo.yaml"
+    config = parse_config(read_yaml(source.read_text(encoding="utf-8"), "demo.yaml"))
+    assert isinstance(config.task, BuiltinTask)
+    assert config.task.test_size >= 128
+    assert config.population.size == 4
+    assert set(config.evolve) == {"lr", "clip_coef", "group_size"}
+    assert config.hyperparameters.lr == config.evolve["lr"].bounds[0]
+    assert config.schedule.generations is not None
+    assert config.schedule.generations >= 3

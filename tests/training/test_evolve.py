@@ -1,0 +1,391 @@
+"""The loop end to end: what it reports, what it records, what it keeps, and when it ends."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
+from evogrpo.agents.collecting import evaluate
+from evogrpo.evolution import Mutation, NoEvolution, Plan
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.evolve import Evolution
+from evogrpo.training.reports import GenerationReport, StepReport, TestReport
+from evogrpo.training.schedule import Schedule
+from tests.tiny_models import tiny_model
+from tests.tiny_training import (
+    SPACE,
+    equal_states,
+    finish,
+    shared_model,
+    state_of,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+)
+
+STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finished:
+    """A run that has come to its end."""
+
+    folder: Path
+    population: Any
+    reports: list[GenerationReport]
+    journal: list[dict[str, Any]]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [event for event in self.journal if event["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    population = tiny_population(4, hp_config=SPACE, update_epochs=2)
+    reports = list(evolve(population, tiny_env(), run_dir=folder, generations=4, strategy=Tournament(z=0.0), **STEPS))
+    return Finished(folder, population, reports, read_journal(folder / "journal.jsonl"))
+
+
+def test_reports_are_numbered_and_frozen(run):
+    assert [report.generation for report in run.reports] == [1, 2, 3, 4]
+    assert [report.step for report in run.reports] == [2, 4, 6, 8]
+    assert [report.tokens for report in run.reports] == sorted({report.tokens for report in run.reports})
+    assert [report.seconds for report in run.reports] == sorted({report.seconds for report in run.reports})
+    assert run.reports[-1].plan is None
+    assert all(
+        isinstance(report.plan, Plan) and report.plan.generation == report.generation for report in run.reports[:-1]
+    )
+    for report in run.reports:
+        assert [member.slot for member in report.members] == [0, 1, 2, 3]
+        assert report.best.fitness == max(member.fitness for member in report.members)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            report.generation = 9
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            report.best.fitness = 1.0
+
+
+def test_members_in_a_report_are_those_that_the_last_plan_made(run):
+    assert sum(len(report.plan.children) for report in run.reports[:-1]) > 0
+    for before, after in zip(run.reports, run.reports[1:], strict=False):
+        born = {child.slot: child for child in before.plan.children}
+        for old, new in zip(before.members, after.members, strict=True):
+            if new.slot in born:
+                child = born[new.slot]
+                assert (new.index, new.parent, new.born) == (child.index, child.parent, before.generation)
+                assert (new.hyperparameters, dict(new.changes)) == (child.hyperparameters, dict(child.changes))
+                assert new.reason == child.reason
+            else:
+                assert (new.index, new.parent, new.born) == (old.index, old.parent, old.born)
+                assert new.hyperparameters == old.hyperparameters
+    indices = [birth.index for birth in run.population.lineage.births]
+    assert indices == list(range(len(indices)))
+
+
+def test_the_journal_holds_every_event_whole(run):
+    assert [event["event"] for event in run.journal] == [
+        "run",
+        "baseline",
+        *(["step", "step", "generation"] * 4),
+        "test",
+        "stopped",
+    ]
+    assert all(isinstance(event["time"], float) for event in run.journal)
+    (opening,) = run.events("run")
+    assert set(opening) >= {
+        *("event", "time", "version", "seed", "population_size", "samples_per_step", "steps_per_generation"),
+        *("evolvable", "strategy", "members"),
+    }
+    assert opening["evolvable"] == json.loads(json.dumps(SPACE.to_json()))
+    assert opening["strategy"] == Tournament(z=0.0).to_json()
+    assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 4
+    (baseline,) = run.events("baseline")
+    assert set(baseline) == {"event", "time", "split", "fitness", "standard_error", "questions"}
+    assert (baseline["split"], baseline["questions"]) == ("validation", 8)
+    for number, event in enumerate(run.events("step")):
+        assert (event["step"], event["generation"]) == (number, number // 2 + 1)
+        for member in event["members"]:
+            assert set(member) >= {"slot", "index", "reward", "loss", "kl", "grad_norm", "clip_ratio"}
+            assert member["kl"] is None  # beta is 0: not measured
+    for event, report in zip(run.events("generation"), run.reports, strict=True):
+        assert {key: event[key] for key in ("generation", "step", "seconds", "tokens")} == {
+            key: getattr(report, key) for key in ("generation", "step", "seconds", "tokens")
+        }
+        assert event["best"] == report.best.index
+        assert event["plan"] == (None if report.plan is None else json.loads(json.dumps(report.plan.to_json())))
+        assert event["members"] == json.loads(json.dumps([member.to_json() for member in report.members]))
+        assert all(
+            set(member)
+            >= {
+                *("slot", "index", "parent", "born", "hyperparameters", "fitness", "standard_error", "failed"),
+                *("tokens", "seconds", "changes", "reason"),
+            }
+            for member in event["members"]
+        )
+    (test,) = run.events("test")
+    assert set(test) == {"event", "time", "split", "questions", "index", "before", "after"}
+    assert (test["split"], test["questions"]) == ("test", 36)
+    assert run.journal[-1]["reason"] == "finished"
+
+
+def test_the_base_is_measured_before_anything_is_learnt(run):
+    env = tiny_env()
+    scores = evaluate(tiny_population(1).shared, [0], env, "validation")[0]
+    assert run.events("baseline")[0]["fitness"] == pytest.approx(scores.mean())
+    before = evaluate(tiny_population(1).shared, [0], env, "test")[0]
+    assert run.events("test")[0]["before"]["fitness"] == pytest.approx(before.mean())
+
+
+def test_the_best_ever_is_kept_as_it_was_when_it_earned_its_fitness(run):
+    fitness = {
+        (event["generation"], member["index"]): member["fitness"]
+        for event in run.events("generation")
+        for member in event["members"]
+    }
+    best = max(fitness.values())
+    first = min(key for key, value in fitness.items() if value == best)
+    kept = GRPO.load(run.folder / "best", actor_network=shared_model())
+    assert kept.index == first[1]
+    assert kept.fitness.mean == best
+    assert kept.test(tiny_env()) == best
+    (test,) = run.events("test")
+    assert test["index"] == kept.index
+    assert test["after"]["fitness"] == pytest.approx(kept.test(tiny_env(), split="test"))
+    PeftModel.from_pretrained(tiny_model(), run.folder / "best")  # a standard adapter folder as well
+
+
+def test_only_the_newest_checkpoints_stay(run):
+    names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
+    assert names == ["generation-0003", "generation-0004"]
+    assert sorted(path.name for path in run.folder.iterdir()) == ["best", "checkpoints", "journal.jsonl", "tensorboard"]
+
+
+def test_tensorboard_reads_the_logs(run):
+    logs = EventAccumulator(str(run.folder / "tensorboard"))
+    logs.Reload()
+    rewards = [(scalar.step, scalar.value) for scalar in logs.Scalars("reward/slot_2")]
+    journalled = [(event["step"], event["members"][2]["reward"]) for event in run.events("step")]
+    assert [step for step, _ in rewards] == [step for step, _ in journalled]
+    assert [value for _, value in rewards] == pytest.approx([value for _, value in journalled])
+    fitness = [(scalar.step, scalar.value) for scalar in logs.Scalars("fitness/slot_0")]
+    expected = [(report.step, pytest.approx(report.members[0].fitness)) for report in run.reports]
+    assert fitness == expected
+    assert len(logs.Scalars("lr/slot_3")) == 8 + 4  # what a step used, and what a generation had
+
+
+def test_examples_show_one_completion_of_every_member(run):
+    for report in run.reports:
+        assert [example.index for example in report.examples] == [member.index for member in report.members]
+        for example in report.examples:
+            assert example.reward == pytest.approx(len(set(example.completion)) / 8)
+            assert "=" in example.prompt
+
+
+def test_costs_are_recorded_and_equal_where_group_sizes_are():
+    # With a divergence to measure, no completion is skipped for teaching nothing.
+    space = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2, scale="log"))
+    reports = finish(tiny_run(None, options={"hp_config": space, "min_output_tokens": 6, "beta": 0.01}, generations=2))
+    steps = [report for report in reports if isinstance(report, StepReport)]
+    for report in reports:
+        if isinstance(report, GenerationReport):
+            own = [step for step in steps if step.generation == report.generation]
+            (tokens,) = {member.tokens for member in report.members}
+            assert 3 * tokens == sum(step.tokens for step in own)
+            # Sampled once; then one pass for the reference and two epochs, each over the same prompts and completions.
+            prompt = len(tiny_env().open("train", [0]).prompts[0])
+            assert tokens == 2 * 4 * (2 * prompt + 8 * 6)
+            assert sum(member.seconds for member in report.members) == pytest.approx(sum(s.seconds for s in own))
+            assert all(member.seconds > 0 for member in report.members)
+
+
+def test_metrics_are_means_over_the_generations_steps(run):
+    for report, events in zip(run.reports, zip(*[iter(run.events("step"))] * 2, strict=True), strict=True):
+        for member in report.members:
+            values = [event["members"][member.slot]["reward"] for event in events]
+            assert member.metrics["reward"] == pytest.approx(sum(values) / 2)
+
+
+def test_a_run_without_a_folder_keeps_no_record(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    reports = finish(tiny_run(None, generations=1))
+    assert [type(report) for report in reports] == [StepReport, StepReport, GenerationReport, TestReport]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_test_split_can_be_left_alone(tmp_path):
+    asked = []
+
+    def reward(completion, answer, question):
+        asked.append(question)
+        return len(set(completion)) / 8
+
+    env = tiny_env(reward_fn=reward)
+    held_out = {row["question"] for row in env.open("test", range(env.size("test"))).rows}
+    reports = finish(tiny_run(tmp_path / "run", env=env, generations=1, test_questions=0))
+    assert not any(isinstance(report, TestReport) for report in reports)
+    assert not held_out & set(asked)
+
+
+def test_wrapped_members_evolve_as_well():
+    class Wrapped:
+        def __init__(self, agent):
+            self.wrapped = agent
+
+    population = tiny_population(3, hp_config=SPACE, wrapper_cls=Wrapped, update_epochs=2)
+    (report,) = evolve(population, tiny_env(), generations=1, **STEPS)
+    assert population.best.wrapped.index == report.best.index
+
+
+# ---- selection
+
+
+class Watched:
+    """A tournament that notes every member's state at the moment of the plan."""
+
+    def __init__(self, population):
+        self.population = population
+        self.tournament = Tournament(z=0.0, mutation=Mutation(probability=1.0))
+        self.states = []
+
+    def plan(self, *args, **choices):
+        self.states.append([state_of(agent) for agent in self.population])
+        return self.tournament.plan(*args, **choices)
+
+    def to_json(self):
+        return self.tournament.to_json()
+
+
+def test_the_elite_is_untouched_and_children_are_their_parents_copies():
+    run = tiny_run(None, size=4, generations=4)
+    run.strategy = watched = Watched(run.population)
+    replaced = 0
+    for report in run.reports():
+        if not isinstance(report, GenerationReport) or report.plan is None:
+            continue
+        plan, before = report.plan, watched.states[-1]
+        assert plan.parents[plan.elite] == plan.elite == report.best.slot
+        assert plan.elite not in [child.slot for child in plan.children]
+        elite = run.population[plan.elite]
+        assert (elite.index, elite.hyperparameters) == (report.best.index, report.best.hyperparameters)
+        for slot, parent in enumerate(plan.parents):
+            assert equal_states(state_of(run.population[slot]), before[parent])
+        for child in plan.children:
+            replaced += 1
+            assert run.population[child.slot].hyperparameters == child.hyperparameters
+            assert child.changes
+    assert replaced > 0
+
+
+def test_a_winner_can_come_from_a_mutated_ancestor(tmp_path):
+    """Founders that hardly learn; only mutated descendants can win, and the record shows how."""
+    space = HyperparameterConfig(lr=RLParameter(choices=[1e-9, 2e-2]))
+    population = tiny_population(2, hp_config=space, lr=1e-9, spread=False, group_size=8, max_grad_norm=1.0)
+    env = tiny_env(reward_fn=lambda completion, answer, question: completion.count("e") / 6)
+    strategy = Tournament(elitism=False, z=0.0)
+    reports = list(
+        evolve(
+            population,
+            env,
+            run_dir=tmp_path / "run",
+            strategy=strategy,
+            generations=4,
+            steps_per_generation=6,
+            samples_per_step=16,
+        )
+    )
+    best = max((member for report in reports for member in report.members), key=lambda member: member.fitness)
+    assert best.fitness > reports[0].best.fitness + 0.1
+    changes = population.lineage.changes(best.index)
+    assert ("lr", 1e-9, 2e-2) in [(change.name, change.old, change.new) for change in changes]
+    births = {
+        member["index"]: member
+        for event in read_journal(tmp_path / "run" / "journal.jsonl")
+        if event["event"] == "generation"
+        for member in event["members"]
+    }
+    index, ancestors = best.index, []
+    while index is not None:
+        ancestors.append(births[index])
+        index = births[index]["parent"]
+    assert len(ancestors) >= 2
+    assert {"lr": [1e-9, 2e-2]} in [member["changes"] for member in ancestors]
+
+
+def test_without_evolution_members_train_apart():
+    """The control: nobody is replaced, and each ends as it would without the others."""
+    run = tiny_run(None, strategy=NoEvolution())
+    start = [agent.clone() for agent in run.population]
+    finish(run)
+    assert [agent.index for agent in run.population] == [0, 1, 2]
+    assert [agent.hyperparameters for agent in run.population] == [agent.hyperparameters for agent in start]
+    assert int(state_of(run.population[0])["step"]) == 3 * 2 * 2  # generations, steps, epochs
+
+
+# ---- when it ends
+
+
+def test_a_budget_of_tokens_ends_a_generation_early():
+    whole = [report for report in finish(tiny_run(None)) if isinstance(report, StepReport)]
+    budget = whole[0].tokens + whole[1].tokens + whole[2].tokens
+    reports = finish(tiny_run(None, generations=None, max_tokens=budget))
+    assert [type(report) for report in reports] == [
+        *(StepReport, StepReport, GenerationReport),
+        *(StepReport, GenerationReport, TestReport),
+    ]
+    assert [report.tokens for report in reports if isinstance(report, StepReport)] == [s.tokens for s in whole[:3]]
+    assert reports[-2].plan is None
+    exact = finish(tiny_run(None, generations=None, max_tokens=budget + 1))
+    assert sum(isinstance(report, StepReport) for report in exact) == 4
+
+
+def test_a_budget_of_seconds_ends_after_one_step():
+    reports = finish(tiny_run(None, generations=None, max_seconds=1e-9))
+    assert [type(report) for report in reports] == [StepReport, GenerationReport, TestReport]
+
+
+def test_a_target_ends_the_run():
+    fitness = [report.best.fitness for report in finish(tiny_run(None)) if isinstance(report, GenerationReport)]
+    assert math.isfinite(fitness[0])
+    for target, expected in ((fitness[0], 1), (max(fitness) + 1.0, 3)):
+        reports = finish(tiny_run(None, target_fitness=target))
+        assert sum(isinstance(report, GenerationReport) for report in reports) == expected
+
+
+def test_a_folder_with_a_run_is_never_overwritten(run, tmp_path):
+    journal = (run.folder / "journal.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"already holds a run.*evogrpo resume"):
+        evolve(tiny_population(2), tiny_env(), run_dir=run.folder, generations=1, **STEPS)
+    assert (run.folder / "journal.jsonl").read_bytes() == journal
+    (tmp_path / "notes.txt").write_text("mine")  # any other folder will do
+    list(evolve(tiny_population(2), tiny_env(), run_dir=tmp_path, generations=1, **STEPS))
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({}, "a run needs an end"),
+        ({"generations": 1, "samples_per_step": 6}, "group_size"),
+        ({"generations": 1, "keep_checkpoints": 0, "run_dir": "somewhere"}, "keep_checkpoints must be at least 1"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(tmp_path, monkeypatch, options, rule):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rule):
+        evolve(tiny_population(2), tiny_env(), **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evolving_a_clip_that_never_binds_is_warned_of():
+    space = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))
+    population = tiny_population(2, hp_config=space)
+    with pytest.warns(UserWarning, match="clip_coef evolves, but every member takes one optimizer step"):
+        evolve(population, tiny_env(), generations=1, samples_per_step=8)
+    with pytest.warns(UserWarning, match="clip_coef evolves"):
+        Evolution(population, tiny_env(), schedule=Schedule(generations=1, samples_per_step=8), strategy=Tournament())

@@ -1,0 +1,224 @@
+"""Stopping anywhere and resuming equals never having stopped: same journal, same weights, bit for bit."""
+
+import multiprocessing
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve
+from evogrpo.evolution import NoEvolution
+from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
+from evogrpo.persistence.generations import generation_folder
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.reports import GenerationReport, StepReport
+from evogrpo.training.rundir import open_run
+from tests.tiny_models import tiny_model
+from tests.tiny_training import (
+    SPACE,
+    equal_states,
+    final_states,
+    finish,
+    resumed_run,
+    start_or_resume,
+    story,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+)
+
+LAST = 3 * 2  # learning steps of a run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return the folder of a run that was never stopped."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    finish(tiny_run(folder))
+    assert any(event["plan"]["children"] for event in story(folder) if event.get("plan"))
+    return folder
+
+
+def same_run(folder: Path, other: Path) -> bool:
+    best, other_best = (read_checkpoint(path / "best", kind="agent") for path in (folder, other))
+    assert story(folder) == story(other)
+    assert equal_states(final_states(folder), final_states(other))
+    assert best[1] == other_best[1]
+    return equal_states(best[0], other_best[0])
+
+
+def stop_after(run, steps: int) -> None:
+    """Run that many learning steps, then ask for a stop."""
+    for report in run.reports():
+        if isinstance(report, StepReport) and report.step + 1 == steps:
+            run.stop()
+
+
+@pytest.mark.parametrize("steps", range(1, LAST + 1))
+def test_a_run_stopped_after_any_step_goes_on_as_if_it_had_not_been(whole, tmp_path, steps):
+    stop_after(tiny_run(tmp_path / "run"), steps)
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert (events[-1]["event"], events[-1]["reason"]) == ("stopped", "stopped by the user")
+    assert sum(event["event"] == "step" for event in events) == steps
+    finish(resumed_run(tmp_path / "run"))
+    assert same_run(tmp_path / "run", whole)
+    assert sum(event["event"] == "resumed" for event in read_journal(tmp_path / "run" / "journal.jsonl")) == 1
+
+
+def test_a_run_can_be_stopped_after_every_step(whole, tmp_path):
+    stop_after(tiny_run(tmp_path / "run"), 1)
+    for steps in range(2, LAST + 1):
+        stop_after(resumed_run(tmp_path / "run"), steps)
+    finish(resumed_run(tmp_path / "run"))
+    assert same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("generation", [1, 2, 3])
+def test_a_loop_that_is_left_between_generations_can_be_resumed(whole, tmp_path, generation):
+    population = tiny_population(3, hp_config=SPACE, update_epochs=2)
+    for report in evolve(
+        population,
+        tiny_env(),
+        run_dir=tmp_path / "run",
+        strategy=Tournament(z=0.0),
+        generations=3,
+        steps_per_generation=2,
+        samples_per_step=8,
+    ):
+        if report.generation == generation:
+            break
+    finish(resumed_run(tmp_path / "run"))
+    assert same_run(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("reports", [1, 2, 4, 5, 8])
+def test_a_loop_that_is_left_without_a_word_goes_back_to_the_last_generation(whole, tmp_path, reports):
+    run = tiny_run(tmp_path / "run").reports()
+    for _ in range(reports):
+        next(run)
+    run.close()
+    finish(resumed_run(tmp_path / "run"))
+    assert same_run(tmp_path / "run", whole)
+
+
+def test_a_finished_run_that_is_resumed_learns_nothing_more(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    assert not any(isinstance(report, StepReport | GenerationReport) for report in resumed_run(folder).reports())
+    assert same_run(folder, whole)
+
+
+def test_a_run_that_is_extended_equals_a_longer_one(whole, tmp_path):
+    finish(tiny_run(tmp_path / "run", generations=1))
+    finish(resumed_run(tmp_path / "run", generations=3))
+
+    def without_first_plan(folder):
+        # A run that ended after the first generation made no plan at that time.
+        events = story(folder)
+        for event in events:
+            if event["event"] == "generation" and event["generation"] == 1:
+                event["plan"] = None
+        return events
+
+    assert without_first_plan(tmp_path / "run") == without_first_plan(whole)
+    assert equal_states(final_states(tmp_path / "run"), final_states(whole))
+
+
+def test_evaluating_more_often_changes_nothing(whole, tmp_path):
+    run = tiny_run(tmp_path / "run")
+    env = tiny_env()
+    for report in run.reports():
+        if isinstance(report, StepReport):
+            run.population[0].test(env)
+            run.population[1].get_action(env.reset()[0], training=False)
+    assert same_run(tmp_path / "run", whole)
+
+
+def test_the_order_of_questions_outlives_the_members_that_decided_it(tmp_path):
+    """A founder with groups smaller than any that evolve makes blocks long; so they stay when it is gone."""
+
+    class Overthrow(NoEvolution):
+        def plan(self, members, fitness, space, **rest):
+            doomed = [None if member.index == 0 else value for member, value in zip(members, fitness, strict=True)]
+            return super().plan(members, doomed, space, **rest)
+
+    options = {"hp_config": HyperparameterConfig(group_size=RLParameter(choices=[4, 8])), "group_size": 2}
+    finish(tiny_run(tmp_path / "whole", strategy=Overthrow(), options=options))
+    assert all(member["hyperparameters"]["group_size"] > 2 for member in story(tmp_path / "whole")[-1]["members"])
+    stop_after(tiny_run(tmp_path / "run", strategy=Overthrow(), options=options), 4)
+    finish(resumed_run(tmp_path / "run"))
+    assert same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_kill_between_keeping_the_best_and_the_checkpoint_forgets_the_future(tmp_path):
+    """The best member's folder is one generation ahead then, and its fitness must not end the resumed run early."""
+
+    def cut(folder):
+        stages = tiny_run(folder, generations=6).reports()
+        earlier, best = None, -1.0
+        for report in stages:
+            if isinstance(report, GenerationReport):
+                if report.generation > 1 and report.best.fitness > best:
+                    stages.close()
+                    return report, earlier
+                best = max(best, report.best.fitness)
+                earlier = Path(shutil.copytree(folder, folder.with_name(f"{folder.name}-{report.generation}")))
+        raise AssertionError("no generation improved on the first")
+
+    report, earlier = cut(tmp_path / "run")
+    target = {"generations": 6, "target_fitness": report.best.fitness}
+    shutil.rmtree(earlier / "best")
+    shutil.copytree(tmp_path / "run" / "best", earlier / "best")
+    finish(resumed_run(earlier, **target))
+    finish(tiny_run(tmp_path / "whole", **target))
+    assert same_run(earlier, tmp_path / "whole")
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    (generation_folder(folder, 3) / "population.safetensors").write_bytes(b"cut off")
+    assert open_run(folder).folder == generation_folder(folder, 2)
+    finish(resumed_run(folder))
+    assert same_run(folder, whole)
+
+
+def test_a_folder_without_a_run_says_so(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint to resume from"):
+        open_run(tmp_path)
+
+
+def test_a_run_is_not_resumed_on_another_base(whole):
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        open_run(whole).restore(tiny_model(seed=1))
+
+
+def test_what_resuming_needs_to_know_is_in_the_folder(whole):
+    saved = open_run(whole)
+    assert saved.strategy == Tournament(z=0.0)
+    assert saved.schedule.to_json() == tiny_run(None).schedule.to_json()
+    assert saved.base["source"] == "LlamaForCausalLM"
+
+
+def test_killed_at_random_moments_and_restarted_it_ends_as_if_never_killed(whole, tmp_path):
+    """Real kills, -9, of a process that trains; every restart goes on where the last complete generation is."""
+    context = multiprocessing.get_context("forkserver")  # children start at once, with everything imported
+    context.set_forkserver_preload(["tests.tiny_training"])
+    delays = random.Random(0)
+    kills, finished, deadline = 0, 0, time.monotonic() + 40
+    while kills < 8 or not finished:
+        folder = tmp_path / f"run-{finished}"
+        process = context.Process(target=start_or_resume, args=(str(folder),))
+        process.start()
+        # Patience grows with the number of kills, so that the run comes to its end.
+        process.join(delays.uniform(0.3, 1.5) if kills < 8 and time.monotonic() < deadline else 60)
+        if process.is_alive():
+            process.kill()
+        process.join()
+        assert process.exitcode in (0, -signal.SIGKILL)
+        kills += process.exitcode == -signal.SIGKILL
+        if process.exitcode == 0:
+            assert same_run(folder, whole)
+            finished += 1
+    assert kills >= 6

@@ -1,0 +1,90 @@
+"""The arithmetic of a run, checked before anything expensive starts."""
+
+import warnings
+
+import pytest
+
+from evogrpo import HyperparameterConfig, RLParameter
+from evogrpo.training.schedule import Schedule
+from tests.tiny_training import tiny_population
+
+
+@pytest.mark.parametrize(
+    ("fields", "rule"),
+    [
+        ({}, "a run needs an end"),
+        ({"target_fitness": 0.5}, "a run needs an end"),
+        ({"generations": 0}, "generations must be above 0, got 0"),
+        ({"generations": 1, "steps_per_generation": 0}, "steps_per_generation must be above 0"),
+        ({"max_tokens": -1}, "max_tokens must be above 0"),
+        ({"max_seconds": 0.0}, "max_seconds must be above 0"),
+        ({"max_seconds": float("nan")}, "max_seconds must be above 0"),
+        ({"generations": 1, "validation_questions": 1}, "validation_questions must be at least 2, got 1"),
+        ({"generations": 1, "test_questions": 1}, "test_questions must be 0 or at least 2, got 1"),
+        ({"generations": 1, "test_questions": -1}, "test_questions must be 0 or at least 2"),
+        ({"generations": 1, "samples_per_step": 1}, "samples_per_step must be at least 2"),
+    ],
+)
+def test_a_schedule_that_cannot_be_kept_is_refused(fields, rule):
+    with pytest.raises(ValueError, match=rule):
+        Schedule(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"generations": 3}, {"max_tokens": 10}, {"max_seconds": 0.5, "test_questions": 0}])
+def test_one_limit_is_enough_and_json_brings_it_back(fields):
+    schedule = Schedule(**fields)
+    assert Schedule(**schedule.to_json()) == schedule
+
+
+@pytest.mark.parametrize(
+    ("group_size", "space", "expected"),
+    [
+        (8, {}, 4),
+        (8, {"group_size": RLParameter(choices=[4, 16])}, 8),
+        (2, {"group_size": RLParameter(choices=[4, 16])}, 16),  # a founder outside the space counts
+        (8, {"group_size": RLParameter(min=3, max=20)}, 8),  # 4 is the smallest divisor of 32 in the range
+    ],
+)
+def test_the_block_holds_the_most_questions_that_anyone_can_come_to_need(group_size, space, expected):
+    population = tiny_population(
+        2, group_size=group_size, hp_config=HyperparameterConfig(**space) if space else None, samples_per_step=32
+    )
+    population[1].group_size = 16
+    assert Schedule(generations=1, samples_per_step=32).block(population) == expected
+
+
+def test_group_sizes_that_do_not_divide_the_samples_are_refused():
+    population = tiny_population(2, group_size=4)
+    population[1].group_size = 6
+    with pytest.raises(ValueError, match=r"got 6 \(member 1\): use one of 2, 4, 8, 16, 32"):
+        Schedule(generations=1, samples_per_step=32).block(population)
+    population = tiny_population(
+        2, group_size=4, hp_config=HyperparameterConfig(group_size=RLParameter(choices=[4, 5]))
+    )
+    population[0].group_size = population[1].group_size = 4
+    with pytest.raises(ValueError, match=r"every choice of group_size must divide samples_per_step=32, got \[5\]"):
+        Schedule(generations=1, samples_per_step=32).block(population)
+
+
+CLIP = {"clip_coef": RLParameter(min=0.1, max=0.3)}
+
+
+@pytest.mark.parametrize(
+    ("options", "space", "neutral"),
+    [
+        ({}, CLIP, True),
+        ({"batch_size": 64}, CLIP, True),
+        ({"batch_size": 63}, CLIP, False),
+        ({"update_epochs": 2}, CLIP, False),
+        ({}, CLIP | {"update_epochs": RLParameter(choices=[1, 2])}, False),
+        ({}, CLIP | {"batch_size": RLParameter(choices=[32, 64])}, False),
+        ({}, CLIP | {"batch_size": RLParameter(choices=[64, 128])}, True),
+        ({}, {"lr": RLParameter(min=1e-4, max=1e-3)}, False),
+    ],
+)
+def test_evolving_a_clip_that_never_binds_is_warned_of(options, space, neutral):
+    population = tiny_population(2, hp_config=HyperparameterConfig(**space), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Schedule(generations=1, samples_per_step=64).warn_neutral(population)
+    assert [("clip_coef" in str(warning.message)) for warning in caught] == [True] * neutral
