@@ -2,8 +2,8 @@
 
     python benchmarking/memory.py [--sizes 1 8] [--micro-batch-tokens 512]
 
-Every member samples 2 prompts x 8 completions x 24 tokens a step and learns with a KL term, as in ANCHORS of the peer
-benchmark; the peak is the process's largest resident set, everything included.
+Every member samples 2 prompts x 8 completions x 24 tokens a step and learns with a KL term; the peak is the largest
+resident set of the process, everything included.
 """
 
 import argparse
@@ -58,7 +58,8 @@ def main() -> None:
         return
     results = []
     for size in arguments.sizes:
-        command = [sys.executable, __file__, "--one", str(size), "--micro-batch-tokens", str(arguments.micro_batch_tokens)]
+        budget = str(arguments.micro_batch_tokens)
+        command = [sys.executable, __file__, "--one", str(size), "--micro-batch-tokens", budget]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         results.append(json.loads(printed.splitlines()[-1]))
     print("members | peak memory | against the first | s / agent / step")

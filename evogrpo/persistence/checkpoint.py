@@ -58,7 +58,7 @@ def write_checkpoint(
     is replaced stays loadable until the new one is in its place. Leftovers of killed writes are removed on the way.
     Only one process may write a given folder, or the generations of a run, at a time.
 
-    The memory taken is about twice what one tensor file holds: `file_bytes`, or one tensor more.
+    The memory taken is about three times what one tensor file holds, which is at most `file_bytes` and one tensor.
 
     Args:
         folder: Where the checkpoint goes; its parents are created.

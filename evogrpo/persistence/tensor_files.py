@@ -19,7 +19,8 @@ from evogrpo.persistence.manifest import (
     write_entry,
 )
 
-FILE_BYTES = 32 * 2**20  # small beside any model that is trained, large beside what opening a file costs
+# Serialising takes twice as much again: small beside any model that is trained, and hundreds of files hold gigabytes.
+FILE_BYTES = 16 * 2**20
 
 
 def write_tensors(folder: Path, kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, FileEntry]:

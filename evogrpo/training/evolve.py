@@ -1,20 +1,19 @@
 """The loop: collect, learn, evaluate, select, record; a run that can be stopped anywhere and resumed exactly."""
 
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from evogrpo.agents.collecting import Collected, evaluate
+from evogrpo.agents.collecting import evaluate
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Plan, Strategy, Tournament
 from evogrpo.randomness import generator
-from evogrpo.records import LearnReport
+from evogrpo.training.observing import examples_of, member_reports, metrics, score
 from evogrpo.training.progress import Best, Progress
-from evogrpo.training.reports import Example, GenerationReport, MemberReport, StepReport, TestReport
+from evogrpo.training.reports import GenerationReport, StepReport, TestReport
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.schedule import Schedule
 
@@ -159,7 +158,7 @@ class Evolution:
         scores = evaluate(self.population.shared, [0], self.env, "validation", questions=questions, reference=True)
         progress.baseline = Fitness.from_scores(scores[0].tolist())
         progress.seconds += time.monotonic() - began
-        self._record("baseline", split="validation", questions=scores.shape[1], **_score(progress.baseline))
+        self._record("baseline", split="validation", questions=scores.shape[1], **score(progress.baseline))
         self._save()
 
     def finished(self) -> bool:
@@ -204,7 +203,7 @@ class Evolution:
         seconds = time.monotonic() - began
         tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
         indices = {slot: self.population.agents[slot].index for slot in learned}
-        progress.examples = _examples(self.env, collected, indices)
+        progress.examples = examples_of(self.env, collected, indices)
         report = StepReport(
             step=progress.step,
             generation=progress.generation + 1,
@@ -214,16 +213,16 @@ class Evolution:
             tokens=sum(tokens.values()),
             examples=progress.examples,
         )
-        progress.add_step(seconds, tokens, {slot: _metrics(each) for slot, each in learned.items()})
+        progress.add_step(seconds, tokens, {slot: metrics(each) for slot, each in learned.items()})
         self._record(
             "step",
             step=report.step,
             generation=report.generation,
             seconds=seconds,
-            members=[{"slot": s, "index": indices[s], **_metrics(each)} for s, each in learned.items()],
+            members=[{"slot": s, "index": indices[s], **metrics(each)} for s, each in learned.items()],
         )
         if self.run_dir is not None:
-            self.run_dir.log_scalars(report.step, {slot: _metrics(each) for slot, each in learned.items()})
+            self.run_dir.log_scalars(report.step, {slot: metrics(each) for slot, each in learned.items()})
         return report
 
     def _close_generation(self) -> GenerationReport:
@@ -237,8 +236,7 @@ class Evolution:
             raise
         progress.seconds += time.monotonic() - began
         progress.generation += 1
-        births = {birth.index: birth for birth in population.lineage.births}
-        members = tuple(self._member(slot, births) for slot in range(len(population)))
+        members = member_reports(population, progress)
         self._keep_best()
         progress.step_in_generation = 0
         progress.unplanned = True
@@ -297,24 +295,6 @@ class Evolution:
             samples_per_step=self.schedule.samples_per_step,
         )
 
-    def _member(self, slot: int, births: dict[int, Any]) -> MemberReport:
-        agent, progress = self.population.agents[slot], self.progress
-        return MemberReport(
-            slot=slot,
-            index=agent.index,
-            parent=agent.parent,
-            born=agent.born,
-            hyperparameters=agent.hyperparameters,
-            fitness=None if agent.fitness is None else agent.fitness.mean,
-            standard_error=None if agent.fitness is None else agent.fitness.standard_error,
-            failed=agent.failed,
-            tokens=progress.member_tokens[slot],
-            seconds=progress.member_seconds[slot],
-            changes=births[agent.index].changes,
-            reason=births[agent.index].reason,
-            metrics=progress.mean_metrics(slot),
-        )
-
     def _keep_best(self) -> None:
         """Remember the best member ever, as it was when it earned its fitness."""
         agent = self.population.agents[self.population.best_slot]
@@ -351,8 +331,8 @@ class Evolution:
             split="test",
             questions=report.questions,
             index=report.index,
-            before=_score(before),
-            after=_score(after),
+            before=score(before),
+            after=score(after),
         )
         return report
 
@@ -367,33 +347,3 @@ class Evolution:
             self.run_dir.save(self.population, self.progress, self.strategy, self.schedule)
         if stopped is not None:
             self._record("stopped", reason=stopped)
-
-
-def _score(fitness: Fitness) -> dict[str, float]:
-    return {"fitness": fitness.mean, "standard_error": fitness.standard_error}
-
-
-def _metrics(report: LearnReport) -> dict[str, float | None]:
-    """Return a learning report's numbers; what was not measured is None, as JSON has no NaN."""
-    values = {name: getattr(report, name) for name in report.__dataclass_fields__ if name != "failed"}
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def _examples(env: GroupEnvironment, collected: Collected, indices: dict[int, int]) -> tuple[Example, ...]:
-    """Pick each member's first completion of the step, in words."""
-    decode = getattr(getattr(env, "tokenizer", None), "decode", None)
-    slots = collected.batch.member_ids.tolist()
-    examples = []
-    for slot, index in indices.items():
-        row = slots.index(slot)
-        prompt = collected.batch.inputs.prompts[int(collected.batch.inputs.prompt_ids[row])]
-        reward = float(collected.scores.rewards[row])
-        examples.append(
-            Example(
-                prompt=decode(list(prompt), skip_special_tokens=True) if decode else "",
-                completion=collected.scores.completions[row],
-                reward=reward if math.isfinite(reward) else None,
-                index=index,
-            )
-        )
-    return tuple(examples)

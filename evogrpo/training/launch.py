@@ -258,5 +258,7 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
 
 def _tested(run_dir: Path) -> bool:
     """Tell whether the run has answered the test split since it last went on."""
+    if not (run_dir / JOURNAL).exists():  # killed after the founders were saved and before the first event
+        return False
     events = [event["event"] for event in read_journal(run_dir / JOURNAL)]
     return "test" in events and "resumed" not in events[events.index("test") :]

@@ -1,5 +1,6 @@
 """Checkpoints of agents and populations that must not be loaded: a clear error, and nothing half-loaded."""
 
+import gc
 import hashlib
 import json
 import shutil
@@ -273,6 +274,35 @@ def test_a_population_comes_back_whole(tmp_path):
     env = tiny_env()
     for each in (population, again):
         each.learn(each.collect(env, step=1, samples_per_step=8, block=4).batch, step=1)
+    assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, again, strict=True))
+
+
+def test_a_populations_tensors_are_copied_only_while_they_are_used():
+    def bytes_alive():
+        return sum(value.nbytes for value in gc.get_objects() if type(value) is torch.Tensor)
+
+    population = tiny_population(4)
+    gc.collect()
+    before = bytes_alive()
+    tensors, _ = population_state(population)
+    assert bytes_alive() == before
+    for slot, agent in enumerate(population):
+        scatter(agent, slot)  # what is read is what members are now
+        assert torch.equal(tensors[f"{slot}.adapter"], state_of(agent)["adapter"])
+        tensors[f"{slot}.adapter"].zero_()
+        assert state_of(agent)["adapter"].any()
+    assert bytes_alive() == before
+    assert len(list(tensors)) == len(tensors) == 4 * len(state_of(population[0]))
+
+
+def test_a_population_may_lie_in_several_tensor_files(tmp_path):
+    population = tiny_population(3)
+    for seed, agent in enumerate(population):
+        scatter(agent, seed)
+    tensors, record = population_state(population)
+    write_checkpoint(tmp_path / "p", tensors, record, file_bytes=tensors["0.adapter"].nbytes + 1)
+    assert len(list((tmp_path / "p").glob("population-*.safetensors"))) > 3
+    again = restore_population(GRPO, *read_checkpoint(tmp_path / "p"), shared_model(), tmp_path / "p")
     assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, again, strict=True))
 
 

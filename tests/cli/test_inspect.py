@@ -50,7 +50,11 @@ def test_an_old_or_missing_package_is_a_problem(monkeypatch):
     required = ["rich>=1", "numpy>=999", "surely-not-there>=1", "mypy>=999; extra == 'dev'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
     found = [(finding.state, finding.detail.split(":")[0]) for finding in check_packages()]
-    assert found == [("problem", "numpy"), ("problem", "surely-not-there"), ("ok", "1 required packages are recent enough")]
+    assert found == [
+        ("problem", "numpy"),
+        ("problem", "surely-not-there"),
+        ("ok", "1 required packages are recent enough"),
+    ]
 
 
 def test_too_little_memory_is_a_problem(monkeypatch):

@@ -65,7 +65,10 @@ def test_the_output_of_a_log_is_plain_and_tells_the_story(finished):
 
 def test_an_exported_adapter_is_two_files_that_peft_loads(finished, project, here, capsys):
     assert main(["export", str(finished[0]), "adapter"]) == 0
-    assert sorted(path.name for path in Path("adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert sorted(path.name for path in Path("adapter").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
     base = AutoModelForCausalLM.from_pretrained(project / "model")
     ids = torch.arange(3, 19)[None]
     plain = base(ids).logits
@@ -176,7 +179,9 @@ def test_datasets_of_every_kind_read_alike(project, here, capsys):
 
     Dataset.from_list(rows).to_parquet("rows.parquet")
     config = project / "tiny.yaml"
-    alike = [launch.prepare(load_config(config, [f"task.dataset.train=rows.{kind}"])) for kind in ("json", "csv", "parquet")]
+    alike = [
+        launch.prepare(load_config(config, [f"task.dataset.train=rows.{kind}"])) for kind in ("json", "csv", "parquet")
+    ]
     alike.append(launch.prepare(load_config(config)))
     questions = [prepared.env.open("test", range(32)).prompts for prepared in alike]
     assert all(each == questions[0] for each in questions)
@@ -201,11 +206,25 @@ def test_the_form_of_trl_takes_several_weighted_rewards(project, here):
     assert scores.rewards[0] == 2 * 3 + 10 * want
 
 
+def test_our_warnings_are_clean_lines(project, here, capsys):
+    rows = 2 * [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(12) for b in range(12)]
+    Path("rows.json").write_text(json.dumps(rows))
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "task.dataset.train=rows.json"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: rows were left out")
+    assert "144 duplicates" in line
+
+
 # ---- the demo and its control
 
 
 def test_the_control_differs_from_the_demo_in_evolution_alone(here, project, capsys):
-    tiny = [f"model={project / 'model'}", "task.test_size=8", "schedule.generations=1", "schedule.steps_per_generation=1"]
+    tiny = [
+        f"model={project / 'model'}",
+        "task.test_size=8",
+        "schedule.generations=1",
+        "schedule.steps_per_generation=1",
+    ]
     short = [*tiny, "task.validation_size=8", "agent.max_output_tokens=4"]
     for arguments in (["demo", "--seed", "3"], ["demo", "--fixed", "--seed", "3"]):
         assert main([*arguments, *short]) == 0

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
-from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.persistence.manifest import CheckpointError, FileEntry, Manifest, dump_manifest
 
 TENSORS = {
     "weights": torch.arange(12, dtype=torch.float32).reshape(3, 4) / 7,
@@ -256,10 +256,10 @@ def test_a_file_holds_something(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_more_files_than_can_be_read_back_are_not_written(tmp_path):
+def test_a_manifest_that_could_not_be_read_is_not_written():
+    entry = FileEntry(size=1, sha256="0" * 64)
     with pytest.raises(ValueError, match="9000 files is not readable"):
-        write_checkpoint(tmp_path / "c", {}, {}, files={f"{number:04d}" + "x" * 90: b"" for number in range(8998)})
-    assert list(tmp_path.iterdir()) == []
+        dump_manifest(Manifest(kind="population", files={f"{number:04d}{'x' * 90}": entry for number in range(9000)}))
 
 
 @pytest.mark.parametrize("where", ["tensors", "files"])

@@ -196,7 +196,7 @@ def test_what_is_no_checkpoint_folder_is_refused(tmp_path, place):
     refused(tmp_path / place, place)
 
 
-# --- tensors in several files ------------------------------------------------------------------------------------------
+# --- tensors in several files ----------------------------------------------------------------------------------------
 
 SHARDS = [f"population-{number:05d}.safetensors" for number in (1, 2, 3, 4)]
 

@@ -1,0 +1,74 @@
+"""The demo against its control over several seeds: what evolution changed, at the same seeds and cost.
+
+    python benchmarking/demo_seeds.py [--seeds 0 1 2] [--runs runs/demo-seeds] [--parallel 2] [--table-only]
+
+Runs `evogrpo demo` and `evogrpo demo --fixed` for every seed, each in a process and run directory of its own, and
+prints one row per run from their journals. A run that is already complete is not run again.
+"""
+
+import argparse
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from evogrpo.persistence.journal import read_journal
+from evogrpo.report.lineage import ancestors
+from evogrpo.report.summary import summarise
+
+
+def run(seed: int, fixed: bool, folder: Path) -> None:
+    """Run one demo to its end, unless its journal already has a test result."""
+    journal = folder / "journal.jsonl"
+    if journal.exists() and any(event["event"] == "test" for event in read_journal(journal)):
+        return
+    command = [sys.executable, "-m", "evogrpo.cli", "demo", "--seed", str(seed), "--run-dir", str(folder)]
+    with (folder.with_suffix(".log")).open("w") as log:
+        subprocess.run([*command, *(["--fixed"] if fixed else [])], check=True, stdout=log, stderr=subprocess.STDOUT)
+
+
+def row(seed: int, fixed: bool, folder: Path) -> str:
+    """Return one line of the table."""
+    events = read_journal(folder / "journal.jsonl")
+    summary = summarise(events)
+    test = next(event for event in events if event["event"] == "test")
+    last = [event for event in events if event["event"] == "generation"][-1]
+    births = {m["index"]: m for event in events if event["event"] == "generation" for m in event["members"]}
+    replaced = sum(1 for member in births.values() if member["parent"] is not None)
+    line = [*ancestors(summary, test["index"]), test["index"]]
+    mutations = sum(len(births[index]["changes"]) for index in line if index in births)
+    before, after = test["before"], test["after"]
+    gain = after["fitness"] - before["fitness"]
+    return (
+        f"| {seed} | {'fixed' if fixed else 'evolved'} | {before['fitness']:.3f} ± {before['standard_error']:.3f} "
+        f"| {after['fitness']:.3f} ± {after['standard_error']:.3f} | {gain:+.3f} | {replaced} | {mutations} "
+        f"| {last['tokens'] / 1e3:.0f} k | {last['seconds'] / 60:.1f} |"
+    )
+
+
+def main() -> None:
+    """Run what is missing, then print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=Path("runs/demo-seeds"))
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time; set OMP_NUM_THREADS accordingly")
+    parser.add_argument("--table-only", action="store_true", help="run nothing")
+    arguments = parser.parse_args()
+    arguments.runs.mkdir(parents=True, exist_ok=True)
+    jobs = [
+        (seed, fixed, arguments.runs / f"seed{seed}{'-fixed' if fixed else ''}")
+        for fixed in (False, True)
+        for seed in arguments.seeds
+    ]
+    if not arguments.table_only:
+        with ThreadPoolExecutor(arguments.parallel) as pool:
+            list(pool.map(lambda job: run(*job), jobs))
+    print("| seed | arm | untrained base | best member | gain | births | winner's mutations | tokens | minutes |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for job in jobs:
+        if (job[2] / "journal.jsonl").exists():
+            print(row(*job))
+
+
+if __name__ == "__main__":
+    main()
