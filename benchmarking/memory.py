@@ -3,7 +3,7 @@
     python benchmarking/memory.py [--sizes 1 8] [--micro-batch-tokens 512]
 
 Every member samples 2 prompts x 8 completions x 24 tokens a step and learns with a KL term; the peak is the largest
-resident set of the process, everything included.
+resident set of the process, evaluation and checkpoints included.
 """
 
 import argparse
@@ -11,21 +11,20 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 import warnings
-
-STEPS = 3
+from pathlib import Path
 
 
 def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
-    """Train `size` members for a few steps in this process and return its peak memory and step times."""
-    import time
-
-    from evogrpo import GRPO
+    """Train `size` members for a few steps in this process and return its peak memory."""
+    from evogrpo import GRPO, evolve
     from evogrpo.envs.tasks import TASKS
+    from evogrpo.evolution.strategies import NoEvolution
     from evogrpo.policies.models import load_base
 
     base = load_base("smollm2-135m")
-    env = TASKS["two_digit_sums"].build(base.tokenizer)
+    env = TASKS["two_digit_sums"].build(base.tokenizer, validation_size=16)
     population = GRPO.population(
         size,
         actor_network=base.model,
@@ -35,14 +34,20 @@ def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
         max_output_tokens=24,
         micro_batch_tokens=micro_batch_tokens,
     )
-    seconds = []
-    for step in range(STEPS):
-        began = time.perf_counter()
-        collected = population.collect(env, step=step, samples_per_step=16, block=2)
-        population.learn(collected.batch, step=step)
-        seconds.append(time.perf_counter() - began)
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in evolve(
+            population,
+            env,
+            strategy=NoEvolution(),
+            generations=1,
+            steps_per_generation=3,
+            samples_per_step=16,
+            test_questions=0,
+            run_dir=Path(folder) / "run",
+        ):
+            pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"size": size, "peak_bytes": peak, "seconds_per_agent": min(seconds[1:]) / size}
+    return {"size": size, "peak_bytes": peak}
 
 
 def main() -> None:
@@ -62,13 +67,10 @@ def main() -> None:
         command = [sys.executable, __file__, "--one", str(size), "--micro-batch-tokens", budget]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         results.append(json.loads(printed.splitlines()[-1]))
-    print("members | peak memory | against the first | s / agent / step")
+    print("members | peak memory | against the first")
     for result in results:
         ratio = result["peak_bytes"] / results[0]["peak_bytes"]
-        print(
-            f"{result['size']:7d} | {result['peak_bytes'] / 2**30:8.2f} GiB | {ratio:17.2f} | "
-            f"{result['seconds_per_agent']:8.2f}"
-        )
+        print(f"{result['size']:7d} | {result['peak_bytes'] / 2**30:7.2f} GiB | {ratio:17.2f}")
 
 
 if __name__ == "__main__":

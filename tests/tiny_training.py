@@ -126,6 +126,12 @@ def graded(ids: Sequence[Tensor], seed: int = 0) -> Tensor:
     return torch.from_numpy(values)
 
 
+def practise(agent: GRPO, seed: int = 0) -> None:
+    """Let an agent take one learning step on prompts and rewards that are always the same."""
+    ids, masks = agent.get_action(tiny_env().reset()[0], training=True)
+    agent.learn((ids, masks, graded(ids, seed)))
+
+
 # ---- runs
 
 QUICK: dict[str, Any] = {"generations": 3, "steps_per_generation": 2, "samples_per_step": 8}

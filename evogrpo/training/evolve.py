@@ -10,6 +10,7 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Plan, Strategy, Tournament
+from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.randomness import generator
 from evogrpo.training.observing import examples_of, member_reports, metrics, score
 from evogrpo.training.progress import Best, Progress
@@ -52,8 +53,9 @@ def evolve(
         One report per generation.
 
     Raises:
-        ValueError: If a setting is out of range or the run directory already holds a run.
+        ValueError: If a setting is unknown or out of range, or the run directory already holds a run.
     """
+    refuse_unknown("argument of evolve", schedule, Schedule.__dataclass_fields__)
     run = Evolution(
         population,
         env,

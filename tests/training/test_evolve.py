@@ -1,8 +1,7 @@
-"""The loop end to end: what it reports, what it records, what it keeps, and when it ends."""
+"""The loop end to end: what it reports, what it records and what it keeps."""
 
 import dataclasses
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.agents.collecting import evaluate
-from evogrpo.evolution import Mutation, NoEvolution, Plan
+from evogrpo.evolution import Plan
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.evolve import Evolution
 from evogrpo.training.reports import GenerationReport, StepReport, TestReport
-from evogrpo.training.schedule import Schedule
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     SPACE,
-    equal_states,
     finish,
     shared_model,
-    state_of,
     tiny_env,
     tiny_population,
     tiny_run,
@@ -240,152 +235,3 @@ def test_wrapped_members_evolve_as_well():
     population = tiny_population(3, hp_config=SPACE, wrapper_cls=Wrapped, update_epochs=2)
     (report,) = evolve(population, tiny_env(), generations=1, **STEPS)
     assert population.best.wrapped.index == report.best.index
-
-
-# ---- selection
-
-
-class Watched:
-    """A tournament that notes every member's state at the moment of the plan."""
-
-    def __init__(self, population):
-        self.population = population
-        self.tournament = Tournament(z=0.0, mutation=Mutation(probability=1.0))
-        self.states = []
-
-    def plan(self, *args, **choices):
-        self.states.append([state_of(agent) for agent in self.population])
-        return self.tournament.plan(*args, **choices)
-
-    def to_json(self):
-        return self.tournament.to_json()
-
-
-def test_the_elite_is_untouched_and_children_are_their_parents_copies():
-    run = tiny_run(None, size=4, generations=4)
-    run.strategy = watched = Watched(run.population)
-    replaced = 0
-    for report in run.reports():
-        if not isinstance(report, GenerationReport) or report.plan is None:
-            continue
-        plan, before = report.plan, watched.states[-1]
-        assert plan.parents[plan.elite] == plan.elite == report.best.slot
-        assert plan.elite not in [child.slot for child in plan.children]
-        elite = run.population[plan.elite]
-        assert (elite.index, elite.hyperparameters) == (report.best.index, report.best.hyperparameters)
-        for slot, parent in enumerate(plan.parents):
-            assert equal_states(state_of(run.population[slot]), before[parent])
-        for child in plan.children:
-            replaced += 1
-            assert run.population[child.slot].hyperparameters == child.hyperparameters
-            assert child.changes
-    assert replaced > 0
-
-
-def test_a_winner_can_come_from_a_mutated_ancestor(tmp_path):
-    """Founders that hardly learn; only mutated descendants can win, and the record shows how."""
-    space = HyperparameterConfig(lr=RLParameter(choices=[1e-9, 2e-2]))
-    population = tiny_population(2, hp_config=space, lr=1e-9, spread=False, group_size=8, max_grad_norm=1.0)
-    env = tiny_env(reward_fn=lambda completion, answer, question: completion.count("e") / 6)
-    strategy = Tournament(elitism=False, z=0.0)
-    reports = list(
-        evolve(
-            population,
-            env,
-            run_dir=tmp_path / "run",
-            strategy=strategy,
-            generations=4,
-            steps_per_generation=6,
-            samples_per_step=16,
-        )
-    )
-    best = max((member for report in reports for member in report.members), key=lambda member: member.fitness)
-    assert best.fitness > reports[0].best.fitness + 0.1
-    changes = population.lineage.changes(best.index)
-    assert ("lr", 1e-9, 2e-2) in [(change.name, change.old, change.new) for change in changes]
-    births = {
-        member["index"]: member
-        for event in read_journal(tmp_path / "run" / "journal.jsonl")
-        if event["event"] == "generation"
-        for member in event["members"]
-    }
-    index, ancestors = best.index, []
-    while index is not None:
-        ancestors.append(births[index])
-        index = births[index]["parent"]
-    assert len(ancestors) >= 2
-    assert {"lr": [1e-9, 2e-2]} in [member["changes"] for member in ancestors]
-
-
-def test_without_evolution_members_train_apart():
-    """The control: nobody is replaced, and each ends as it would without the others."""
-    run = tiny_run(None, strategy=NoEvolution())
-    start = [agent.clone() for agent in run.population]
-    finish(run)
-    assert [agent.index for agent in run.population] == [0, 1, 2]
-    assert [agent.hyperparameters for agent in run.population] == [agent.hyperparameters for agent in start]
-    assert int(state_of(run.population[0])["step"]) == 3 * 2 * 2  # generations, steps, epochs
-
-
-# ---- when it ends
-
-
-def test_a_budget_of_tokens_ends_a_generation_early():
-    whole = [report for report in finish(tiny_run(None)) if isinstance(report, StepReport)]
-    budget = whole[0].tokens + whole[1].tokens + whole[2].tokens
-    reports = finish(tiny_run(None, generations=None, max_tokens=budget))
-    assert [type(report) for report in reports] == [
-        *(StepReport, StepReport, GenerationReport),
-        *(StepReport, GenerationReport, TestReport),
-    ]
-    assert [report.tokens for report in reports if isinstance(report, StepReport)] == [s.tokens for s in whole[:3]]
-    assert reports[-2].plan is None
-    exact = finish(tiny_run(None, generations=None, max_tokens=budget + 1))
-    assert sum(isinstance(report, StepReport) for report in exact) == 4
-
-
-def test_a_budget_of_seconds_ends_after_one_step():
-    reports = finish(tiny_run(None, generations=None, max_seconds=1e-9))
-    assert [type(report) for report in reports] == [StepReport, GenerationReport, TestReport]
-
-
-def test_a_target_ends_the_run():
-    fitness = [report.best.fitness for report in finish(tiny_run(None)) if isinstance(report, GenerationReport)]
-    assert math.isfinite(fitness[0])
-    for target, expected in ((fitness[0], 1), (max(fitness) + 1.0, 3)):
-        reports = finish(tiny_run(None, target_fitness=target))
-        assert sum(isinstance(report, GenerationReport) for report in reports) == expected
-
-
-def test_a_folder_with_a_run_is_never_overwritten(run, tmp_path):
-    journal = (run.folder / "journal.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"already holds a run.*evogrpo resume"):
-        evolve(tiny_population(2), tiny_env(), run_dir=run.folder, generations=1, **STEPS)
-    assert (run.folder / "journal.jsonl").read_bytes() == journal
-    (tmp_path / "notes.txt").write_text("mine")  # any other folder will do
-    list(evolve(tiny_population(2), tiny_env(), run_dir=tmp_path, generations=1, **STEPS))
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({}, "a run needs an end"),
-        ({"generations": 1, "samples_per_step": 6}, "group_size"),
-        ({"generations": 1, "keep_checkpoints": 0, "run_dir": "somewhere"}, "keep_checkpoints must be at least 1"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_anything_starts(tmp_path, monkeypatch, options, rule):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=rule):
-        evolve(tiny_population(2), tiny_env(), **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_evolving_a_clip_that_never_binds_is_warned_of():
-    space = HyperparameterConfig(clip_coef=RLParameter(min=0.1, max=0.3))
-    population = tiny_population(2, hp_config=space)
-    with pytest.warns(UserWarning, match="clip_coef evolves, but every member takes one optimizer step"):
-        evolve(population, tiny_env(), generations=1, samples_per_step=8)
-    with pytest.warns(UserWarning, match="clip_coef evolves"):
-        Evolution(population, tiny_env(), schedule=Schedule(generations=1, samples_per_step=8), strategy=Tournament())

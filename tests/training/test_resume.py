@@ -205,12 +205,13 @@ def test_killed_at_random_moments_and_restarted_it_ends_as_if_never_killed(whole
     context = multiprocessing.get_context("forkserver")  # children start at once, with everything imported
     context.set_forkserver_preload(["tests.tiny_training"])
     delays = random.Random(0)
-    kills, finished = 0, 0
+    kills, finished, attempts = 0, 0, 0
     while kills < 8 or not finished:
         folder = tmp_path / f"run-{finished}"
         process = context.Process(target=start_or_resume, args=(str(folder),))
         process.start()
-        process.join(delays.uniform(0.1, 1.0) if kills < 8 else 60)
+        attempts += 1  # a slow machine is given more and more time to get somewhere before the kill
+        process.join(delays.uniform(0.05, 0.4) * (1 + attempts / 8) if kills < 8 else 60)
         under_way = (folder / "journal.jsonl").exists()
         process.kill()
         process.join()

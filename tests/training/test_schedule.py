@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 
-from evogrpo import HyperparameterConfig, RLParameter
+from evogrpo import HyperparameterConfig, RLParameter, evolve
 from evogrpo.training.schedule import Schedule
-from tests.tiny_training import tiny_population
+from tests.tiny_training import tiny_env, tiny_population
 
 
 @pytest.mark.parametrize(
@@ -88,3 +88,8 @@ def test_evolving_a_clip_that_never_binds_is_warned_of(options, space, neutral):
         warnings.simplefilter("always")
         Schedule(generations=1, samples_per_step=64).warn_neutral(population)
     assert [("clip_coef" in str(warning.message)) for warning in caught] == [True] * neutral
+
+
+def test_an_unknown_setting_of_evolve_is_refused_with_the_nearest_name():
+    with pytest.raises(ValueError, match="did you mean 'generations'"):
+        evolve(tiny_population(2), tiny_env(), generation=3)
