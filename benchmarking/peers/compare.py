@@ -41,7 +41,7 @@ class Contestant:
 
 # One agent's whole batch is 16. It is AgileRL's default; TRL's is 8. A population's whole batch is 16 for each agent.
 CONTESTANTS: dict[str, Contestant] = {
-    ANCHOR: Contestant(script="run_evogrpo.py", peer=None, agents=8, micro_batches=(16, 32, 128)),
+    ANCHOR: Contestant(script="run_evogrpo.py", peer=None, agents=8, micro_batches=(16, 32)),
     "trl": Contestant(script="run_trl.py", peer="trl", agents=1, micro_batches=(16, 8)),
     "agilerl": Contestant(script="run_agilerl.py", peer="agilerl", agents=1, micro_batches=(16, 8)),
     "evogrpo-1": Contestant(script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16,)),
