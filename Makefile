@@ -48,7 +48,7 @@ demo: $(USER_STAMP)  ## evolve four agents on a small language model (ARGS="--se
 test: $(DEV_STAMP)  ## run the test suite (ARGS="tests/test_package.py -x" narrows it)
 	$(PYTEST) -n $(WORKERS) -q $(ARGS)
 
-test-slow: $(DEV_STAMP)  ## run the tests that train a real model
+test-slow: $(DEV_STAMP)  ## run the tests on a real model
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
 
 test-gpu: $(DEV_STAMP)  ## run the tests that need an accelerator

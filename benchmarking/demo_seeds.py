@@ -18,24 +18,25 @@ from evogrpo.report.summary import summarise
 
 
 def run(seed: int, fixed: bool, folder: Path) -> None:
-    """Run one demo to its end, unless its journal already has a test result."""
-    journal = folder / "journal.jsonl"
-    if journal.exists() and any(event["event"] == "test" for event in read_journal(journal)):
-        return
-    command = [sys.executable, "-m", "evogrpo.cli", "demo", "--seed", str(seed), "--run-dir", str(folder)]
-    with (folder.with_suffix(".log")).open("w") as log:
-        subprocess.run([*command, *(["--fixed"] if fixed else [])], check=True, stdout=log, stderr=subprocess.STDOUT)
+    """Run one demo to its end, from where it stopped if it was begun; a complete one is left alone."""
+    if (folder / "journal.jsonl").exists():
+        words = ["resume", str(folder)]
+    else:
+        words = ["demo", "--seed", str(seed), "--run-dir", str(folder), *(["--fixed"] if fixed else [])]
+    with (folder.with_suffix(".log")).open("a") as log:
+        command = [sys.executable, "-m", "evogrpo.cli", *words]
+        subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
 
 
 def row(seed: int, fixed: bool, folder: Path) -> str:
     """Return one line of the table."""
     events = read_journal(folder / "journal.jsonl")
     summary = summarise(events)
-    test = next(event for event in events if event["event"] == "test")
+    test = [event for event in events if event["event"] == "test"][-1]
     last = [event for event in events if event["event"] == "generation"][-1]
     births = {m["index"]: m for event in events if event["event"] == "generation" for m in event["members"]}
     replaced = sum(1 for member in births.values() if member["parent"] is not None)
-    line = [*ancestors(summary, test["index"]), test["index"]]
+    line = [ancestor.index for ancestor in ancestors(summary, test["index"])]
     mutations = sum(len(births[index]["changes"]) for index in line if index in births)
     before, after = test["before"], test["after"]
     gain = after["fitness"] - before["fitness"]

@@ -15,6 +15,7 @@ __all__ = [
     "RLParameter",
     "Tournament",
     "evolve",
+    "resume",
 ]
 
 _HOMES = {
@@ -27,6 +28,7 @@ _HOMES = {
     "RLParameter": "evogrpo.hyperparameters",
     "Tournament": "evogrpo.evolution.strategies",
     "evolve": "evogrpo.training.evolve",
+    "resume": "evogrpo.training.evolve",
 }
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from evogrpo.evolution.strategies import Tournament
     from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
     from evogrpo.objective import Objective
-    from evogrpo.training.evolve import evolve
+    from evogrpo.training.evolve import evolve, resume
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 
     def __getattr__(name: str) -> object:

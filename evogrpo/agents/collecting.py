@@ -141,7 +141,8 @@ def evaluate(
         missing = int((~np.isfinite(rewards)).sum())
         raise ValueError(
             f"fitness needs a reward for every {split} completion, but none applied to {missing} of {rewards.size}: "
-            "let at least one reward function return a number for every question of the held-out splits"
+            "let at least one reward function return a number for every question of the held-out splits "
+            "(on_reward_error='exclude' leaves completions out of training only)"
         )
     return rewards
 

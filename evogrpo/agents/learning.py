@@ -119,7 +119,7 @@ class _LearningStep:
             part = self.batch.select(held)
             self.reference[held] = self.bank.reference_log_probs(part)
             self._charge(part)
-        if self.batch.sampler_log_probs is not None:
+        if self.batch.sampler_log_probs is not None and (self.bank.sampler_is_exact or not several):
             self.old = self.batch.sampler_log_probs.clone()
         elif several:
             part = self.batch.select(self.needed.nonzero()[:, 0])

@@ -20,6 +20,7 @@ from evogrpo.evolution.lineage import Lineage
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.persistence.placement import stored_at
 from evogrpo.policies.adapters import AdapterBank
 from evogrpo.policies.lora import lora_from_json, lora_to_json
 from evogrpo.policies.models import fingerprint, load_base
@@ -69,7 +70,7 @@ def load_agent(
     """Bring one agent back in a bank of its own; see `GRPO.load`."""
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
-        model = actor_network or _saved_base(Path(path)) or named_base(record["shared"])
+        model = actor_network or _saved_base(stored_at(Path(path))) or named_base(record["shared"])
         shared = _open(record["shared"], model, 1, path, device=device, accelerator=accelerator)
         agent = kind._member(shared, 0, 0, Hyperparameters())
         _restore(agent, record["member"], tensors, path)

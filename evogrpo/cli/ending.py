@@ -1,6 +1,8 @@
 """What a run says at its end: the winner's lineage, where everything lies, and the next commands."""
 
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +18,9 @@ from evogrpo.report.text import number_text, printable, score_text
 
 def command(*words: str | Path) -> str:
     """Return a command line to copy, quoted for the shell."""
-    return shlex.join(["evogrpo", *map(str, words)])
+    # Inside a virtual environment that was not activated, the bare name would not be found.
+    program = "evogrpo" if shutil.which("evogrpo") else f"{sys.executable} -m evogrpo.cli"
+    return f"{program} {shlex.join(map(str, words))}"
 
 
 def show_lineage(console: Console, summary: RunSummary) -> None:

@@ -51,14 +51,15 @@ def export(chosen: argparse.Namespace) -> int:
     """Copy the two files that PEFT needs, after checking that they are whole."""
     from evogrpo.persistence.checkpoint import read_checkpoint
     from evogrpo.persistence.durable import make_folder, write_synced
+    from evogrpo.persistence.placement import stored_at
 
-    best: Path = chosen.run_dir / "best"
+    best = stored_at(chosen.run_dir / "best")
     folder: Path = chosen.folder
     if not best.is_dir():
         raise ValueError(f"{chosen.run_dir} has no best member yet: it appears after a run's first generation")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
-    _, record = read_checkpoint(best, kind="agent")
+    _, record = read_checkpoint(chosen.run_dir / "best", kind="agent")
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())

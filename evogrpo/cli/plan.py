@@ -124,7 +124,7 @@ def _memory(arithmetic: Arithmetic, size: int) -> str:
     memory = arithmetic.memory
     return (
         f"about {_gigabytes(memory.total)} at the peak (an estimate): base {_gigabytes(memory.base)} + members "
-        f"{_gigabytes(memory.members)} ({size} × adapter, gradient and two moments, float32) + the larger of learning "
+        f"{_gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
         f"{_gigabytes(memory.learning)} (activations and logits of a micro-batch) and sampling "
         f"{_gigabytes(memory.sampling)} (keys and values); Python and its libraries come on top"
     )

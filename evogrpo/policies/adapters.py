@@ -86,6 +86,12 @@ class AdapterBank:
         """Number of slots."""
         return self._states.size
 
+    @property
+    def sampler_is_exact(self) -> bool:
+        """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
+        dtype = next(self.base.model.parameters()).dtype
+        return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
+
     def sample(self, rows: Rows, *, reference: bool = False) -> Rollout:
         """Sample one completion per row; rows may come in any order.
 
@@ -158,11 +164,11 @@ class AdapterBank:
         return reports
 
     def cost(self, batch: Batch) -> dict[int, int]:
-        """Return how many tokens one pass over the batch processes for each of its members, prompts counted once."""
+        """Return how many tokens one pass over the batch processes for each member; shared prompts count once."""
         inputs: TokenInputs = batch.inputs
         tokens: dict[int, int] = {}
-        pairs, _ = share_prefixes(batch.member_ids.cpu(), inputs.prompt_ids.cpu())
-        for slot, prompt in pairs:
+        pairs, rows = share_prefixes(batch.member_ids.cpu(), inputs.prompt_ids.cpu())
+        for slot, prompt in pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]:
             tokens[slot] = tokens.get(slot, 0) + len(inputs.prompts[prompt])
         for slot, length in zip(batch.member_ids.tolist(), batch.present.sum(1).tolist(), strict=True):
             tokens[slot] += length

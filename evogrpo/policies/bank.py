@@ -35,6 +35,11 @@ class PolicyBank(Sampler, Protocol):
         """Number of slots."""
         ...
 
+    @property
+    def sampler_is_exact(self) -> bool:
+        """Whether the sampler's log-probabilities are those of `log_probs`, up to rounding in float32."""
+        ...
+
     def log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked."""
         ...

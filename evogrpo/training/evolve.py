@@ -2,8 +2,11 @@
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel
 
 from evogrpo.agents.collecting import evaluate
 from evogrpo.agents.population import Population
@@ -15,8 +18,8 @@ from evogrpo.randomness import generator
 from evogrpo.training.observing import examples_of, member_reports, metrics, score
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.reports import GenerationReport, StepReport, TestReport
-from evogrpo.training.rundir import RunDir
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.schedule import LIMITS, Schedule
 
 Report = StepReport | GenerationReport | TestReport
 STOPPED = "stopped by the user"
@@ -63,7 +66,32 @@ def evolve(
         strategy=strategy or Tournament(),
         run_dir=None if run_dir is None else RunDir(run_dir, keep=keep_checkpoints),
     )
-    return (report for report in run.reports() if isinstance(report, GenerationReport))
+    return run.generations()
+
+
+def resume(run_dir: str | Path, env: GroupEnvironment, *, actor_network: PreTrainedModel, **limits: Any) -> "Evolution":
+    """Open a run that `evolve` began, where its newest complete checkpoint left it.
+
+    `for generation in resume(...).generations()` then goes on as if the run had never stopped; the members are its
+    `population`.
+
+    Args:
+        run_dir: The run's folder.
+        env: Where members act; it must be built as it was for the run.
+        actor_network: The base model the run was trained on.
+        limits: Fields of `Schedule` to change: generations, max_tokens, max_seconds, target_fitness, test_questions.
+
+    Raises:
+        CheckpointError: If the folder holds no complete checkpoint, or the base model is another one.
+        ValueError: If a limit is unknown or out of range.
+    """
+    refuse_unknown("limit of a resumed run", limits, LIMITS)
+    saved = open_run(run_dir)
+    schedule = replace(saved.schedule, **limits)
+    population, progress = saved.restore(actor_network)
+    return Evolution(
+        population, env, schedule=schedule, strategy=saved.strategy, run_dir=RunDir(run_dir), progress=progress
+    )
 
 
 class Evolution:
@@ -130,6 +158,10 @@ class Evolution:
         if self.schedule.test_questions != 0 and progress.best is not None:
             yield self._test()
         self._record("stopped", reason="finished")
+
+    def generations(self) -> Iterator[GenerationReport]:
+        """Run to the end of the schedule, yielding the generations' reports only."""
+        return (report for report in self.reports() if isinstance(report, GenerationReport))
 
     # ---- the parts of a run
 
@@ -281,8 +313,8 @@ class Evolution:
             reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in self.population.agents)
             self._record("stopped", reason=f"every member failed ({reasons})")
             raise AllFailedError(
-                f"every member failed, so there is nobody to clone ({reasons}). Lower the learning rates or the "
-                "temperatures; the newest checkpoint holds the members before they failed"
+                f"every member failed, so there is nobody to clone ({reasons}). Start a new run "
+                "with lower learning rates or temperatures: resuming this one would only repeat it"
             )
 
     def _plan(self, generation: int) -> Plan:

@@ -19,11 +19,10 @@ from evogrpo.policies.models import BaseModel, load_base, load_outline
 from evogrpo.training.config import CONFIG_FILE, Config, override, parse_config, write_config
 from evogrpo.training.evolve import Evolution
 from evogrpo.training.rundir import JOURNAL, RunDir, open_run
-from evogrpo.training.schedule import Schedule
+from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.strict_yaml import parse_override, read_yaml_file
 from evogrpo.training.typed import plain, typed
 
-LIMITS = ("generations", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """What a resumed run may change of its schedule; the rest is part of what makes resuming exact."""
 
 
@@ -192,7 +191,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
     if not (run_dir / CONFIG_FILE).is_file():
         raise ValueError(
             f"{run_dir} holds no {CONFIG_FILE}: name the folder of a run started with `evogrpo demo` or `evogrpo "
-            "train`; one started from Python goes on with evogrpo.training.rundir.open_run"
+            "train`; one started by evolve() in Python goes on with evogrpo.resume()"
         )
     limits, rest = _split_overrides(overrides)
     config = parse_config(override(read_yaml_file(run_dir / CONFIG_FILE), rest))
@@ -202,6 +201,9 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
     spent = {"generations": "generation", "max_tokens": "tokens", "max_seconds": "seconds"}
     limited = {limit: getattr(schedule, limit) for limit in spent}
     ended = any(most is not None and progress[spent[limit]] >= most for limit, most in limited.items())
+    if schedule.target_fitness is not None and saved.best is not None:
+        scores = saved.best[1]["member"]["scores"]
+        ended = ended or sum(scores) / len(scores) >= schedule.target_fitness
     tested = schedule.test_questions == 0 or _tested(run_dir)
     return Resumable(
         config=config,
@@ -261,4 +263,5 @@ def _tested(run_dir: Path) -> bool:
     if not (run_dir / JOURNAL).exists():  # killed after the founders were saved and before the first event
         return False
     events = [event["event"] for event in read_journal(run_dir / JOURNAL)]
-    return "test" in events and "resumed" not in events[events.index("test") :]
+    resumed = max((number for number, event in enumerate(events) if event == "resumed"), default=-1)
+    return "test" in events[resumed + 1 :]

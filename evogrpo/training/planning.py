@@ -15,7 +15,7 @@ class Memory:
 
     Attributes:
         base: The frozen base model's weights.
-        members: Adapters, gradients and AdamW's two moments of all members, and the common first adapter.
+        members: Adapters and AdamW's two moments of all members, one gradient and the common first adapter.
         learning: Activations and logits of one micro-batch.
         sampling: Keys and values, held as they grow and copied as they are extended.
     """
@@ -143,7 +143,7 @@ def _memory(prepared: Prepared, adapter: int, longest: int) -> Memory:
     cached = min(rows * (longest + config.agent.max_output_tokens), CACHED_TOKENS)
     return Memory(
         base=parameters * precision,
-        members=(4 * config.population.size + 1) * adapter * FLOAT,
+        members=(3 * config.population.size + 2) * adapter * FLOAT,
         learning=budget * layers * (12 * hidden + 5 * intermediate) * precision + logits,
         sampling=2 * cached * layers * 2 * key_heads * head * precision,
     )

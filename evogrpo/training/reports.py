@@ -103,7 +103,7 @@ class GenerationReport:
         best: The member with the highest fitness.
         plan: What happens next; None after the last generation.
         seconds: Wall-clock time of the run so far, resumed parts included.
-        tokens: Tokens processed by all members so far.
+        tokens: Tokens processed by all members so far, evaluations left out.
         examples: One completion of each member, from the last learning step.
     """
 

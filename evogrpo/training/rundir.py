@@ -55,8 +55,8 @@ class RunDir:
         # The founders are saved before the first event: a journal is always one that can be resumed.
         if (self.path / JOURNAL).exists() or latest_complete(self.path).folder is not None:
             raise ValueError(
-                f"{self.path} already holds a run, which is never overwritten: continue it with "
-                f"`evogrpo resume {self.path}`, or choose another run directory"
+                f"{self.path} already holds a run, which is never overwritten: continue it (`evogrpo resume` on the "
+                "command line, evogrpo.resume in Python), or choose another run directory"
             )
         self.path.mkdir(parents=True, exist_ok=True)
 
@@ -173,5 +173,10 @@ def open_run(path: str | Path) -> Saved:
         reasons = "".join(f" {error}" for error in latest.skipped)
         raise CheckpointError(f"{folder} holds no complete checkpoint to resume from: name a run directory.{reasons}")
     tensors, record = read_checkpoint(latest.folder)
-    best = read_checkpoint(folder / "best", kind="agent") if stored_at(folder / "best").is_dir() else None
-    return Saved(tensors=tensors, record=record, best=best, folder=latest.folder, skipped=latest.skipped)
+    best, skipped = None, list(latest.skipped)
+    if stored_at(folder / "best").is_dir():
+        try:
+            best = read_checkpoint(folder / "best", kind="agent")
+        except CheckpointError as error:  # the members themselves are whole, so the run goes on without it
+            skipped.append(error)
+    return Saved(tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped))

@@ -7,6 +7,9 @@ from typing import Any
 from evogrpo.agents.population import Population
 from evogrpo.hyperparameters import feasible_group_sizes
 
+LIMITS = ("generations", "max_tokens", "max_seconds", "target_fitness", "test_questions")
+"""The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
@@ -21,7 +24,7 @@ class Schedule:
         samples_per_step: Completions of every member per learning step.
         validation_questions: Questions of the validation split used for fitness; None = all.
         test_questions: Questions of the test split used at the end; None = all; 0 = no test.
-        max_tokens: Most tokens, all members and updates together.
+        max_tokens: Most tokens, all members and updates together; evaluations are not counted.
         max_seconds: Most wall-clock time.
         target_fitness: Stop once a member reaches it.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve
+from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.evolution import NoEvolution
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.persistence.generations import generation_folder
@@ -222,3 +222,37 @@ def test_killed_at_random_moments_and_restarted_it_ends_as_if_never_killed(whole
         else:
             assert kills < 8, "a run of a few seconds must come to its end"
             kills += under_way
+
+
+BRIEF = {"steps_per_generation": 2, "samples_per_step": 8}
+
+
+def test_a_run_begun_in_python_goes_on_in_python(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    list(
+        evolve(tiny_population(3), tiny_env(), run_dir=whole, generations=3, steps_per_generation=2, samples_per_step=8)
+    )
+    list(
+        evolve(tiny_population(3), tiny_env(), run_dir=parts, generations=1, steps_per_generation=2, samples_per_step=8)
+    )
+    run = resume(parts, tiny_env(), actor_network=tiny_model(), generations=3)
+    assert [report.generation for report in run.generations()] == [2, 3]
+    assert equal_states(final_states(parts), final_states(whole))
+    assert run.population.best.fitness.mean >= max(agent.fitness.mean for agent in run.population)
+    with pytest.raises(ValueError, match="unknown limit of a resumed run 'samples_per_step'"):
+        resume(parts, tiny_env(), actor_network=tiny_model(), samples_per_step=16)
+
+
+def test_a_damaged_best_member_does_not_keep_the_run_from_going_on(tmp_path):
+    list(
+        evolve(
+            tiny_population(2), tiny_env(), run_dir=tmp_path, generations=1, steps_per_generation=1, samples_per_step=8
+        )
+    )
+    weights = tmp_path / "best" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    saved = open_run(tmp_path)
+    assert saved.best is None
+    assert [str(tmp_path / "best") in str(error) for error in saved.skipped] == [True]
+    run = resume(tmp_path, tiny_env(), actor_network=tiny_model(), generations=2)
+    assert [report.generation for report in run.generations()] == [2]
