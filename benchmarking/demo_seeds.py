@@ -67,7 +67,8 @@ def main() -> None:
     print("| seed | arm | untrained base | best member | gain | births | winner's mutations | tokens | minutes |")
     print("|---|---|---|---|---|---|---|---|---|")
     for job in jobs:
-        if (job[2] / "journal.jsonl").exists():
+        journal = job[2] / "journal.jsonl"
+        if journal.exists() and any(event["event"] == "test" for event in read_journal(journal)):
             print(row(*job))
 
 
