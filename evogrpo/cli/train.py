@@ -56,7 +56,8 @@ def _begin(config: Config, chosen: argparse.Namespace, name: str) -> int:
     wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
     run_dir = wanted or free_run_dir(name)
     config = dataclasses.replace(config, run_dir=str(run_dir))
-    check_unused(run_dir)
+    if not chosen.dry_run:
+        check_unused(run_dir)
     with _working(console, "reading the model's outline and the task"):
         prepared = prepare(config)
     show_plan(console, prepared, run_dir)

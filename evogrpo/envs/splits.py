@@ -80,7 +80,7 @@ def check_table(table: object, columns: Sequence[str], name: str) -> None:
     if missing:
         raise ValueError(
             f"{name} must have the columns {list(columns)}, got {present}: rename columns to provide {missing} "
-            "(reward_fn reads question and answer, reward_funcs read prompt)"
+            "(reward_fn, or form: agilerl, reads question and answer; reward_funcs, or form: trl, read prompt)"
         )
 
 

@@ -188,7 +188,8 @@ class AdapterBank:
 
     def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
         """Return a member as PEFT stores it: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
-        return peft_files(self.targets, self.lora_config, self._states.weights[slot])
+        config = replace(self.lora_config, base_model_name_or_path=self.base.model.name_or_path or None)
+        return peft_files(self.targets, config, self._states.weights[slot])
 
     def policy(self, slot: int) -> nn.Module:
         """Return a module whose call gives one member's logits; it reads the bank, and holds no weights of its own."""

@@ -57,6 +57,8 @@ def load_base(
     with _loading(name):
         model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+    if name == DEMO_MODEL:
+        model.name_or_path = name  # not the cache folder it was read from: a checkpoint names what can be loaded again
     return BaseModel(model.to(device), tokenizer, name)  # type: ignore[arg-type]  # transformers wraps `to`
 
 

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from evogrpo.cli import main
+from evogrpo.cli.ending import command
 from tests.cli.project import ROOT
 
 
@@ -61,3 +62,9 @@ def test_a_refused_request_is_one_clean_line_and_exit_code_2(here, arguments, me
 def test_a_traceback_is_there_for_the_asking(here):
     with pytest.raises(ValueError, match="cannot read"):
         main(["train", "missing.yaml", "--traceback"])
+
+
+def test_commands_to_copy_work_in_an_environment_that_is_not_activated(monkeypatch, tmp_path):
+    assert command("resume", "a run") == "evogrpo resume 'a run'"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert command("resume", "run") == f"{sys.executable} -m evogrpo.cli resume run"

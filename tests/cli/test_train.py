@@ -56,8 +56,8 @@ def test_the_output_of_a_log_is_plain_and_tells_the_story(finished):
         "fitness ± SE",
         "Test: 32 questions that neither training nor selection saw",
         "How #",
-        "evogrpo resume 'runs/a run' --generations 6",
-        "evogrpo export 'runs/a run' FOLDER",
+        " resume 'runs/a run' --generations 6",
+        " export 'runs/a run' FOLDER",
         "runs/a run/report.html",
     ):
         assert text in output, text
