@@ -75,9 +75,13 @@ def test_a_signal_stops_after_the_step_and_resuming_equals_never_stopping(
 
 
 def test_a_second_signal_aborts_at_once_and_the_run_still_resumes(project, here, slow, uninterrupted):
-    Path("slow.py").write_text(Path("slow.py").read_text().replace("0.004", "0.03"))
+    # Once the file is there a completion takes so long that its step cannot end between the two signals.
+    patient = "30 if __import__('os').path.exists('hang') else 0.004"
+    Path("slow.py").write_text(Path("slow.py").read_text().replace("0.004", patient))
     process = command("train", project / "tiny.yaml", "--run-dir", "run", *slow, cwd=here)
     wait_for_step(here / "run", 1)
+    (here / "hang").touch()
+    time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
