@@ -23,10 +23,11 @@ from evogrpo.envs.rewards import RewardError
 from evogrpo.evolution.strategies import NoEvolution
 from evogrpo.training.config import Config, load_config
 from evogrpo.training.evolve import AllFailedError, Evolution
-from evogrpo.training.launch import check_unused, free_run_dir, prepare, read_resumable, start
+from evogrpo.training.launch import free_run_dir, prepare, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
 from evogrpo.training.planning import compute
 from evogrpo.training.reports import TestReport as TestOutcome
+from evogrpo.training.rundir import RunDir
 from evogrpo.training.sources import user_line
 
 TERMINATED = 128 + signal.SIGTERM
@@ -57,7 +58,7 @@ def _begin(config: Config, chosen: argparse.Namespace, name: str) -> int:
     run_dir = wanted or free_run_dir(name)
     config = dataclasses.replace(config, run_dir=str(run_dir))
     if not chosen.dry_run:
-        check_unused(run_dir)
+        RunDir(run_dir).check_unused()
     with _working(console, "reading the model's outline and the task"):
         prepared = prepare(config)
     show_plan(console, prepared, run_dir)

@@ -11,7 +11,6 @@ from peft import LoraConfig
 
 from evogrpo.agents.grpo import GRPO
 from evogrpo.envs.huggingface import HuggingFaceGym
-from evogrpo.persistence.generations import latest_complete
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.lora import Target, check_supported, find_targets, lora_from_json
@@ -103,21 +102,6 @@ def free_run_dir(name: str, folder: Path | None = None) -> Path:
         if not path.exists() or (path.is_dir() and not any(path.iterdir())):
             return path
         number += 1
-
-
-def check_unused(run_dir: Path) -> None:
-    """Refuse a folder that already holds a run, before anything expensive.
-
-    Raises:
-        ValueError: If it does.
-    """
-    if (run_dir / JOURNAL).exists() or latest_complete(run_dir).folder is not None:
-        raise ValueError(
-            f"{run_dir} already holds a run, which is never overwritten: continue it with "
-            f"`evogrpo resume {run_dir}`, or choose another run directory"
-        )
-    if run_dir.exists() and not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is a file: choose another run directory")
 
 
 def start(prepared: Prepared, run_dir: Path) -> Evolution:

@@ -46,18 +46,24 @@ class RunDir:
         self._journal: Journal | None = None
         self._writer: Any = None
 
-    def create(self) -> None:
-        """Make the folder; refuse one that already holds a run.
+    def check_unused(self) -> None:
+        """Refuse a folder that already holds a run, before anything expensive.
 
         Raises:
-            ValueError: If it does.
+            ValueError: If it does, or it is a file.
         """
+        if self.path.exists() and not self.path.is_dir():
+            raise ValueError(f"{self.path} is a file: choose another run directory")
         # The founders are saved before the first event: a journal is always one that can be resumed.
         if (self.path / JOURNAL).exists() or latest_complete(self.path).folder is not None:
             raise ValueError(
                 f"{self.path} already holds a run, which is never overwritten: continue it (`evogrpo resume` on the "
                 "command line, evogrpo.resume in Python), or choose another run directory"
             )
+
+    def create(self) -> None:
+        """Make the folder; refuse one that already holds a run, as `check_unused` does."""
+        self.check_unused()
         self.path.mkdir(parents=True, exist_ok=True)
 
     def journal(self, event: str, **fields: Any) -> None:
