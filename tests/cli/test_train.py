@@ -107,6 +107,9 @@ def test_a_finished_run_has_nothing_left_to_do(finished, capsys):
 def test_a_folder_that_holds_a_run_is_refused_before_any_work(finished, project, capsys):
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(finished[0])]) == 2
     assert "already holds a run" in capsys.readouterr().err
+    before = {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")}
+    assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(finished[0]), "--dry-run"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
 
 
 # ---- plans
