@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens, computed through a vocabulary head in chunks; and sampling by inversion."""
+"""Log-probabilities of chosen tokens and entropies, through a vocabulary head in chunks; and sampling by inversion."""
 
 from collections.abc import Callable
 
@@ -15,27 +15,34 @@ def chunked_log_probs(
     forbidden: Tensor,
     forbidden_ids: Tensor,
     chunk: int,
-) -> Tensor:
-    r"""Return log softmax(head(hidden) / temperature)[target] for every row, never holding more than a chunk of logits.
+    *,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    r"""Return log softmax(head(hidden) / temperature)[target] and the entropy of every row, chunk by chunk of logits.
 
-    Each row's log-probability depends on that row's hidden state alone, so its gradient is found in the forward pass,
-    while the logits of the chunk still exist, by one vector-Jacobian product through `head`: the backward pass needs
-    neither the logits nor a second pass over the vocabulary.
+    Each row's values depend on that row's hidden state alone, so their gradients are found in the forward pass, while
+    the logits of the chunk still exist, by vector-Jacobian products through `head`: the backward pass needs neither the
+    logits nor a second pass over the vocabulary.
 
     Args:
         hidden: `[k, h]` final hidden states.
-        head: Maps `[c, h]` to logits `[c, v]`, row by row; its own parameters get no gradient.
+        head: Maps `[c, h]` to new logits `[c, v]`, row by row, which are overwritten: its backward pass must not need
+            them. Its own parameters get no gradient.
         targets: `[k]` token ids.
         temperature: `[k]` above 0.
         forbidden: `[k]` booleans: rows in which the tokens `forbidden_ids` cannot be chosen.
         forbidden_ids: `[e]` token ids.
         chunk: Rows of logits held at once, at least 1.
+        entropy_gradient: Whether the entropies are differentiable too, for a second product through `head`.
 
     Returns:
-        `[k]` float32, in nats, differentiable once with respect to `hidden`.
+        `[k]` log-probabilities and `[k]` entropies, float32, in nats; the former differentiable once with respect to
+        `hidden`.
     """
-    result: Tensor = _ChunkedLogProbs.apply(hidden, head, targets, temperature, forbidden, forbidden_ids, chunk)
-    return result
+    log_probs, entropies = _ChunkedLogProbs.apply(
+        hidden, head, targets, temperature, forbidden, forbidden_ids, chunk, entropy_gradient
+    )
+    return log_probs, entropies
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -49,36 +56,54 @@ class _ChunkedLogProbs(torch.autograd.Function):
         forbidden: Tensor,
         forbidden_ids: Tensor,
         chunk: int,
-    ) -> Tensor:
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
-        slopes = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None  # type: ignore[attr-defined]
+        entropies = torch.empty_like(log_probs)
+        wanted = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
+        slopes = torch.empty_like(hidden) if wanted else None
+        entropy_slopes = torch.empty_like(hidden) if wanted and entropy_gradient else None
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            with torch.set_grad_enabled(slopes is not None):
-                leaf = hidden[part].detach().requires_grad_(slopes is not None)
+            with torch.set_grad_enabled(wanted):
+                leaf = hidden[part].detach().requires_grad_(wanted)
                 logits = head(leaf)
+            heat, chosen = temperature[part, None], targets[part, None]
             scaled = scaled_logits(logits.detach(), temperature[part], forbidden[part], forbidden_ids)
-            # In place from here on: logits -> log-probabilities -> d(log p[target]) / d(logits)
-            scaled -= scaled.logsumexp(1, keepdim=True)
-            chosen = targets[part, None]
+            scaled -= scaled.amax(1, keepdim=True)
             log_probs[part] = scaled.gather(1, chosen)[:, 0]
-            if slopes is not None:
-                slope = scaled.exp_().neg_()
-                slope.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=slope.dtype))
-                slope /= temperature[part, None]
-                (slopes[part],) = torch.autograd.grad(logits, leaf, slope.to(logits.dtype))
-        if slopes is not None:
-            ctx.save_for_backward(slopes)
-        return log_probs
+            if bool(forbidden[part].any()):
+                scaled.clamp_(min=-1e30)  # impossible tokens: 0 * -inf would spoil the entropy
+            chances = scaled.exp()
+            total = chances.sum(1, keepdim=True)
+            # log p = scaled - log(total), so H = log(total) - sum(p * scaled).
+            mean = torch.bmm(chances[:, None, :], scaled[:, :, None])[:, 0] / total
+            log_probs[part] -= total.log()[:, 0]
+            entropies[part] = (total.log() - mean)[:, 0]
+            if slopes is None:
+                continue
+            if entropy_slopes is not None:  # dH / d(logits) = -p (log p + H) / T
+                slope = scaled.sub_(mean).mul_(chances).div_(-total * heat).to(logits.dtype)
+                (entropy_slopes[part],) = torch.autograd.grad(logits, leaf, slope, retain_graph=True)
+            # d(log p[target]) / d(logits) = (1[target] - p) / T
+            slope = chances.div_(-total * heat).scatter_add_(1, chosen, 1.0 / heat)
+            (slopes[part],) = torch.autograd.grad(logits, leaf, slope.to(logits.dtype))
+        if entropy_slopes is None:
+            ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(slopes, entropy_slopes)  # type: ignore[arg-type]  # None is allowed
+        return log_probs, entropies
 
     @staticmethod
     def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (slopes,) = ctx.saved_tensors  # type: ignore[attr-defined]
-        return slopes * grads[0][:, None].to(slopes.dtype), None, None, None, None, None, None
+        slopes, entropy_slopes = ctx.saved_tensors  # type: ignore[attr-defined]
+        slope = slopes * grads[0][:, None].to(slopes.dtype)
+        if entropy_slopes is not None:
+            slope += entropy_slopes * grads[1][:, None].to(slopes.dtype)
+        return slope, *[None] * 7
 
 
 def scaled_logits(logits: Tensor, temperature: Tensor, forbidden: Tensor, forbidden_ids: Tensor) -> Tensor:
-    """Divide logits by their row's temperature and rule out forbidden tokens; always a new float32 tensor.
+    """Divide logits by their row's temperature and rule out forbidden tokens; overwrites float32 logits.
 
     Args:
         logits: `[k, v]`.
@@ -89,7 +114,9 @@ def scaled_logits(logits: Tensor, temperature: Tensor, forbidden: Tensor, forbid
     Returns:
         `[k, v]` float32.
     """
-    scaled = logits.float() / temperature[:, None]
+    scaled = logits.float()
+    if not bool((temperature == 1.0).all()):
+        scaled /= temperature[:, None]
     if forbidden_ids.numel() and bool(forbidden.any()):
         rows = forbidden.nonzero()[:, 0]
         scaled[rows[:, None], forbidden_ids[None, :]] = -torch.inf

@@ -14,8 +14,8 @@ from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import LossFunction
-from evogrpo.policies.causal import CausalModel, frozen, pad_left
-from evogrpo.policies.generation import Route, generate
+from evogrpo.policies.causal import CausalModel, Route, frozen, grouped_attention, pad_left
+from evogrpo.policies.generation import generate
 from evogrpo.policies.lora import Target, default_lora_config, find_targets, initial_weights, peft_files, scaling
 from evogrpo.policies.low_rank import LowRankAdapters
 from evogrpo.policies.planning import micro_batches, share_prefixes
@@ -47,6 +47,8 @@ class AdapterBank:
             Same results.
         explicit_positions: Whether positions, counted without padding, are passed to the model.
         autocast: Makes the context that forward passes run in, for mixed precision.
+        own_reference: Whether every member is compared with a reference of its own, kept by `keep_reference` and moved
+            by `mix_reference`, rather than with the base. It costs as much memory as the adapters.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class AdapterBank:
         reduce_memory_peak: bool = True,
         explicit_positions: bool = True,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        own_reference: bool = False,
     ) -> None:
         if size < 1:
             raise ValueError(f"a bank needs at least 1 member, got size={size}")
@@ -78,7 +81,7 @@ class AdapterBank:
         self.logits_rows = 256 if reduce_memory_peak else 1 << 30
         self.autocast = autocast
         first = initial_weights(self.targets, self.lora_config, seed).to(self.base.device)
-        self._states = LearnerStates(first, size, optimizer or Optimizer())
+        self._states = LearnerStates(first, size, optimizer or Optimizer(), own_reference=own_reference)
         self._adapters = LowRankAdapters(model, self.targets, self._states.weights, scaling(self.lora_config))
 
     @property
@@ -130,14 +133,53 @@ class AdapterBank:
 
     def log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities of the batch's actions, in nats, without gradient; 0 where masked."""
-        return self._score(batch, adapted=True)
+        return self._score(batch, adapted=True)[0]
+
+    def entropies(self, batch: Batch) -> Tensor:
+        """Return `[n, t]` entropies of the distributions sampled from, in nats, without gradient; 0 where masked."""
+        return self._score(batch, adapted=True)[1]
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities under the base without adapters; members share each prompt's pass."""
-        return self._score(batch, adapted=False)
+        """Return `[n, t]` log-probabilities under the base without adapters, or under members' own references.
+
+        Without own references, members share each prompt's pass.
+        """
+        if self._states.reference is None:
+            return self._score(batch, adapted=False)[0]
+        own = self._adapters
+        self._adapters = LowRankAdapters(
+            self.base.model, self.targets, self._states.reference, scaling(self.lora_config)
+        )
+        try:
+            return self._score(batch, adapted=True)[0]
+        finally:
+            self._adapters = own
+
+    @property
+    def rows_are_transitions(self) -> bool:
+        """False: a token depends on those before it."""
+        return False
+
+    @property
+    def carried(self) -> Tensor:
+        """`[p, 4]` running statistics; see `evogrpo.policies.bank.CARRIED`."""
+        return self._states.carried
+
+    def keep_reference(self, slots: Sequence[int]) -> None:
+        """Make the current adapters of these members their own references; see `LearnerStates.keep_reference`."""
+        self._states.keep_reference(slots)
+
+    def mix_reference(self, slot: int, mixing: float) -> None:
+        """Move a member's own reference towards its adapters; see `LearnerStates.mix_reference`."""
+        self._states.mix_reference(slot, mixing)
 
     def update(
-        self, batch: Batch, loss_fn: LossFunction, hyperparameters: Mapping[int, Hyperparameters]
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        hyperparameters: Mapping[int, Hyperparameters],
+        *,
+        entropy_gradient: bool = False,
     ) -> dict[int, UpdateReport]:
         """Take one AdamW step for every member named in `hyperparameters`.
 
@@ -147,8 +189,9 @@ class AdapterBank:
 
         Args:
             batch: Rows of these members.
-            loss_fn: Weighted losses of rows, given their numbers and log_probs; their sum is minimised.
+            loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
             hyperparameters: By slot; `lr` and `max_grad_norm` are used.
+            entropy_gradient: Whether the entropies are differentiable; costs a second product with the vocabulary.
 
         Returns:
             One report per member, by slot.
@@ -157,7 +200,7 @@ class AdapterBank:
         while len(reports) < len(hyperparameters):
             waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
             try:
-                for slot, gradient, loss in self._gradients(batch, waiting, loss_fn):
+                for slot, gradient, loss in self._gradients(batch, waiting, loss_fn, entropy_gradient):
                     reports[slot] = self._states.step(slot, gradient, hyperparameters[slot], loss)
             except torch.OutOfMemoryError:  # never from a micro-batch of one row, so this ends
                 self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
@@ -221,7 +264,7 @@ class AdapterBank:
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Freeze the base and hook the adapters in, for as long as the bank computes."""
-        with self._adapters.attached(), frozen(self.base.model), self.autocast():
+        with self._adapters.attached(), frozen(self.base.model), grouped_attention(self.base.device), self.autocast():
             yield
 
     def _parts(self, batch: Batch, budget: int, adapted: bool) -> list[Tensor]:
@@ -236,21 +279,23 @@ class AdapterBank:
         parts = micro_batches(rows, prefixes.tolist(), widths, lengths, budget)
         return [part.to(batch.actions.device) for part in parts]
 
-    def _score(self, batch: Batch, *, adapted: bool) -> Tensor:
-        result = torch.zeros(batch.actions.shape, device=batch.actions.device)
+    def _score(self, batch: Batch, *, adapted: bool) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]`, without gradient."""
+        log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
+        entropies = torch.zeros_like(log_probs)
         while True:
             try:
                 with torch.no_grad(), self._running():
                     for part in self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, adapted):
-                        result[part] = self._forward(batch.select(part), adapted=adapted)
-                return result
+                        log_probs[part], entropies[part] = self._forward(batch.select(part), adapted=adapted)
+                return log_probs, entropies
             except torch.OutOfMemoryError:
                 if self.micro_batch_tokens == 1:
                     raise
                 self.micro_batch_tokens //= 2
 
     def _gradients(
-        self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction
+        self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, entropy_gradient: bool
     ) -> Iterator[tuple[int, Tensor, float]]:
         """Yield each member's slot, gradient `[k]` and loss as soon as its last micro-batch is done.
 
@@ -273,7 +318,7 @@ class AdapterBank:
                     if slot not in open_:
                         open_[slot] = spare.pop().zero_() if spare else torch.zeros_like(self._states.weights[slot])
                         self._adapters.gather_gradient(slot, open_[slot])
-                self._backward(batch, part, loss_fn, losses, open_)
+                self._backward(batch, part, loss_fn, entropy_gradient, losses, open_)
                 for slot in present:
                     if last[slot] == number:
                         self._adapters.gather_gradient(slot, None)
@@ -284,13 +329,19 @@ class AdapterBank:
                 self._adapters.gather_gradient(slot, None)
 
     def _backward(
-        self, batch: Batch, part: Tensor, loss_fn: LossFunction, losses: dict[int, float], gradients: dict[int, Tensor]
+        self,
+        batch: Batch,
+        part: Tensor,
+        loss_fn: LossFunction,
+        entropy_gradient: bool,
+        losses: dict[int, float],
+        gradients: dict[int, Tensor],
     ) -> None:
         """Add one micro-batch to its members' gradients and losses."""
         try:
             with self._running():
-                log_probs = self._forward(batch.select(part), adapted=True)
-            loss = loss_fn(part, log_probs)
+                scores = self._forward(batch.select(part), adapted=True, entropy_gradient=entropy_gradient)
+            loss = loss_fn(part, *scores)
             loss.sum().backward()
         except torch.OutOfMemoryError:
             if len(part) > 1:
@@ -300,14 +351,14 @@ class AdapterBank:
         for slot, value in zip(batch.member_ids[part].tolist(), loss.tolist(), strict=True):
             losses[slot] += value
 
-    def _forward(self, batch: Batch, *, adapted: bool) -> Tensor:
-        """Return `[n, t]` log-probabilities of rows sorted by member and prompt, in one forward pass."""
+    def _forward(self, batch: Batch, *, adapted: bool, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` of rows sorted by member and prompt, in one forward pass."""
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())
         mask = batch.action_mask[:, :used]
         hidden = self._hidden(batch, used, adapted)
         early = torch.arange(used, device=mask.device) < inputs.min_new_tokens
-        values = chunked_log_probs(
+        scores = chunked_log_probs(
             hidden[mask],
             self.base.head,
             batch.actions[:, :used][mask],
@@ -315,10 +366,12 @@ class AdapterBank:
             early.expand(mask.shape)[mask],
             self.end_ids,
             self.logits_rows,
+            entropy_gradient=entropy_gradient,
         )
-        result = torch.zeros(batch.actions.shape, device=mask.device)
-        result[:, :used][mask] = values
-        return result
+        rows, columns = mask.nonzero(as_tuple=True)
+        zeros = torch.zeros(batch.actions.shape, device=mask.device)
+        log_probs, entropies = (zeros.index_put((rows, columns), values) for values in scores)
+        return log_probs, entropies
 
     def _hidden(self, batch: Batch, used: int, adapted: bool) -> Tensor:
         """Return the hidden states `[n, used, h]` from which each of the first `used` actions is predicted."""
@@ -327,12 +380,13 @@ class AdapterBank:
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
         if self.base.shares_prefix:
             pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
-            self._adapters.route(torch.tensor([slot for slot, _ in pairs]) if adapted else None)
-            prefix = self.base.run_prefix([inputs.prompts[prompt] for _, prompt in pairs])
+            route = self._adapters.route if adapted else _adapters_off
+            prompts = [inputs.prompts[prompt] for _, prompt in pairs]
+            prefix = self.base.run_prefix(prompts, [slot for slot, _ in pairs], route)
             first = prefix.last_hidden[rows][:, None]
             if used == 1:
                 return first
-            self._adapters.route(members if adapted else None)
+            route(members)
             return torch.cat([first, self.base.run_completions(prefix, rows, fed, present)], dim=1)
         prompts = [inputs.prompts[prompt] for prompt in inputs.prompt_ids.tolist()]
         ids, mask = pad_left(prompts, self.base.pad_id, self.base.device)

@@ -1,5 +1,6 @@
 """A frozen causal language model as the bank uses it: prefix-shared forward passes that leave the model as it was."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 Head = Callable[[Tensor], Tensor]
+
+Route = Callable[[Tensor], None]
+"""Tells the adapters which slot each row of the coming forward passes belongs to; slots are sorted."""
+
+SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
 
 
 @contextmanager
@@ -31,20 +37,50 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(required)
 
 
+@contextmanager
+def grouped_attention(device: torch.device) -> Iterator[None]:
+    """Let transformers' attention read keys and values shared by several heads where they are, rather than copy them.
+
+    By default it does so without a mask only, because other devices' kernels need that; the CPU's does not.
+    """
+    name = "TRANSFORMERS_SDPA_FORCE_GQA"
+    before = os.environ.get(name)
+    try:
+        if device.type == "cpu":
+            os.environ[name] = "1"
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
+
+
 class _PrefixLayer(CacheLayerMixin):
     """Key/values of one attention layer: a prefix of other rows, gathered per row, followed by what comes in.
 
     Every position is kept, for sliding-window layers too: their window is applied by the model's own mask.
+
+    Args:
+        prefix: Keys and values `[m, heads, P, width]` to continue.
+        rows: `[n]` which prefix each row continues.
+        order: `[n, P + t]` where each position of prefix and new tokens together is taken from.
     """
 
     is_sliding = False
 
-    def __init__(self, prefix: "tuple[Tensor, Tensor] | None" = None, rows: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        prefix: "tuple[Tensor, Tensor] | None" = None,
+        rows: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.prefix = prefix
         self.rows = rows
+        self.order = order
         self.is_initialized = True
-        self.new: tuple[Tensor, Tensor] | None = None
+        self.whole: tuple[Tensor, Tensor] | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to prepare: shapes come from the prefix."""
@@ -52,16 +88,20 @@ class _PrefixLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        self.new = (key_states, value_states)
-        if self.prefix is None:
-            return self.new
-        keys, values = (past if self.rows is None else past[self.rows] for past in self.prefix)
-        return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
+        self.whole = (key_states, value_states)
+        if self.prefix is not None:
+            keys, values = (past if self.rows is None else past[self.rows] for past in self.prefix)
+            self.whole = torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
+        if self.order is not None:
+            order = self.order[:, None, :, None]
+            keys, values = (part.gather(2, order.expand(part.shape)) for part in self.whole)
+            self.whole = keys, values
+        return self.whole
 
     def taken(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values that the last pass brought in."""
-        assert self.new is not None, "the model left this layer of the cache unused"
-        return self.new
+        """Return all keys and values that the last pass attended to."""
+        assert self.whole is not None, "the model left this layer of the cache unused"
+        return self.whole
 
     def get_seq_length(self) -> int:
         return 0 if self.prefix is None else int(self.prefix[0].shape[-2])
@@ -84,7 +124,9 @@ class _GrowingLayer(_PrefixLayer):
     def _expand(self, part: Tensor, rows: Tensor, room: int) -> Tensor:
         heads, width = part.shape[1], part.shape[3]
         storage = part.new_empty((len(rows), heads, self.length + room, width))
-        storage[:, :, : self.length] = part[rows]
+        values, counts = torch.unique_consecutive(rows, return_counts=True)
+        for value, own in zip(values.tolist(), storage[:, :, : self.length].split(counts.tolist()), strict=True):
+            own.copy_(part[value])
         return storage
 
     def update(
@@ -144,6 +186,14 @@ def pad_left(sequences: "list[tuple[int, ...]]", pad_id: int, device: torch.devi
     return ids.to(device), mask.to(device)
 
 
+def _common_length(prompts: "list[tuple[int, ...]]") -> int:
+    """Return how many tokens all prompts begin with, at least one of each prompt's left over."""
+    shortest = min(map(len, prompts)) - 1
+    first = min(prompts), max(prompts)  # what the extremes share, all in between share
+    differing = (place for place in range(shortest) if first[0][place] != first[1][place])
+    return next(differing, shortest)
+
+
 class CausalModel:
     """A base language model, used by calling its modules only.
 
@@ -196,10 +246,42 @@ class CausalModel:
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def run_prefix(self, prompts: "list[tuple[int, ...]]") -> Prefix:
-        """Run prompts once each, keeping what completions need to continue from them, gradients included."""
+    def run_prefix(
+        self, prompts: "list[tuple[int, ...]]", slots: "list[int]", route: Route, shortest_root: int = SHORTEST_ROOT
+    ) -> Prefix:
+        """Run prompts once each, keeping what completions need to continue from them, gradients included.
+
+        What all prompts begin with, a system prompt for instance, runs only once per slot.
+
+        Args:
+            prompts: Token ids of each.
+            slots: Whose adapters run each prompt, sorted.
+            route: Directs the adapters.
+            shortest_root: Fewest common tokens that are worth a pass of their own.
+        """
+        owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
+        common = _common_length(prompts)
+        if common < shortest_root or len(owners) == len(prompts):
+            route(torch.tensor(slots))
+            return self._run_on(None, torch.arange(len(prompts)), prompts)
+        route(owners)
+        root = self._run_on(None, torch.arange(len(owners)), [prompts[0][:common]] * len(owners))
+        route(torch.tensor(slots))
+        return self._run_on(root, rows.to(self.device), [prompt[common:] for prompt in prompts])
+
+    def _run_on(self, root: Prefix | None, rows: Tensor, prompts: "list[tuple[int, ...]]") -> Prefix:
+        """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
         ids, mask = pad_left(prompts, self.pad_id, self.device)
         layers = [_PrefixLayer() for _ in range(self.layers)]
+        if root is not None:
+            # Root, padding, prompt -> padding, root, prompt: distances between tokens are then what they seem to be.
+            place = torch.arange(root.mask.shape[1] + mask.shape[1], device=self.device)
+            padding, end = (~mask).sum(1)[:, None], root.mask.shape[1] + (~mask).sum(1)[:, None]
+            order = torch.where(
+                place < padding, root.mask.shape[1] + place, torch.where(place < end, place - padding, place)
+            )
+            mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
+            layers = [_PrefixLayer(layer, rows, order) for layer in root.layers]
         hidden = self.run(ids, mask, Cache(layers=list(layers)))
         return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
 
@@ -254,13 +336,13 @@ class CausalModel:
     def _probe_prefix(self) -> bool:
         """Tell whether completions on top of a shared, padded prefix give the logits of the plain forward pass."""
         vocabulary = self.model.config.get_text_config().vocab_size
-        prompts = [(1, 2, 3), (3, 1)]
+        prompts = [(3, 1, 2, 3), (3, 1, 1)]
         rows = torch.tensor([0, 0, 1], device=self.device)
         ids = torch.tensor([[2, 1, 3], [3, 3, 1], [1, 2, 2]], device=self.device) % vocabulary
         present = torch.ones_like(ids, dtype=torch.bool)
         try:
             prompts = [tuple(token % vocabulary for token in prompt) for prompt in prompts]
-            prefix = self.run_prefix(prompts)
+            prefix = self.run_prefix(prompts, [0, 0], lambda slots: None, shortest_root=1)
             shared = self.run_completions(prefix, rows, ids, present)
         except Exception:  # noqa: BLE001  # an architecture's cache may fail in any way; the plain path is always right
             return False

@@ -1,18 +1,14 @@
 """Sampling completions for all members at once: every prompt runs once per member, every draw has its own number."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits
-from evogrpo.policies.causal import CausalModel, GrowingCache, pad_left
+from evogrpo.policies.causal import CausalModel, GrowingCache, Route, pad_left
 from evogrpo.policies.planning import share_prefixes
 from evogrpo.records import Rollout, Rows
-
-Route = Callable[[Tensor], None]
-"""Tells the adapters which slot each row of the coming forward passes belongs to; slots are sorted."""
 
 ROWS_OF_LOGITS = 128
 COMPACT_BELOW = 0.75  # copying the cache pays when at least a quarter of its rows have ended
@@ -32,8 +28,8 @@ class _SharedDecoding:
     def __init__(self, base: CausalModel, route: Route, rows: Rows) -> None:
         pairs, self.prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
         self.base, self.route, self.members = base, route, rows.member_ids
-        route(torch.tensor([member for member, _ in pairs]))
-        prefix = base.run_prefix([rows.prompts[prompt] for _, prompt in pairs])
+        prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
+        prefix = base.run_prefix(prompts, slots, route)
         self.first = prefix.last_hidden
         self.mask = prefix.mask[self.prefix_of]
         self.cache = GrowingCache(prefix, self.prefix_of, rows.uniforms.shape[1] - 1)

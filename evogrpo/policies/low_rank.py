@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.utils.hooks import RemovableHandle
 
 from evogrpo.policies.lora import Target
@@ -77,27 +78,75 @@ class LowRankAdapters:
             if not torch.is_grad_enabled() and self._is_whole_bank(sizes):
                 members = len(self._weights)
                 low = torch.bmm(x.view(members, -1, target.width_in), target.a(self._weights).mT)
-                delta = torch.bmm(low, target.b(self._weights).mT).view(out.shape)
-                return out.add_(delta.to(out.dtype), alpha=self._scale).view(output.shape)
-            pieces = list(zip(self._segments, x.split(sizes), out.split(sizes), strict=True))
+                wide, b = out.view(members, -1, target.width_out), target.b(self._weights).mT
+                if wide.dtype == low.dtype:
+                    wide.baddbmm_(low, b, alpha=self._scale)
+                else:
+                    wide.add_(torch.bmm(low, b).to(wide.dtype), alpha=self._scale)
+                return output
             if torch.is_grad_enabled():
-                added = [self._adapted(part, base, *leaves[segment.slot]) for segment, part, base in pieces]
-                return (added[0] if len(added) == 1 else torch.cat(added)).view(output.shape)
-            for segment, part, base in pieces:
-                base.copy_(self._adapted(part, base, *leaves[segment.slot]))
+                own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
+                added: Tensor = _AddLowRank.apply(output, args[0], sizes, self._scale, *own)
+                return added
+            for segment, part, base in zip(self._segments, x.split(sizes), out.split(sizes), strict=True):
+                _add_low_rank(part, base, *leaves[segment.slot], self._scale)
             return output
 
         return add_adapters
 
-    def _adapted(self, x: Tensor, out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return out + scale * (x A^T) B^T."""
-        if out.dtype == x.dtype:
-            return torch.addmm(out, x @ a.mT, b.mT, alpha=self._scale)
-        return out + (self._scale * (x @ a.mT) @ b.mT).to(out.dtype)
-
     def _is_whole_bank(self, sizes: Sequence[int]) -> bool:
         """Tell whether the rows are every member's, equally many each: then one batched product serves all."""
         return len(sizes) == len(self._weights) > 1 and len(set(sizes)) == 1
+
+
+class _AddLowRank(torch.autograd.Function):
+    """output += scale * (x A^T) B^T in place, every segment of rows with its own A and B: no copy of the output.
+
+    What is changed in place comes first, because autograd asks that of functions that change a view.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, output: Tensor, x: Tensor, sizes: Sequence[int], scale: float, *leaves: Tensor
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        parts = zip(rows.split(sizes), output.view(-1, output.shape[-1]).split(sizes), strict=True)
+        low = [
+            _add_low_rank(part, base, a, b, scale)
+            for (part, base), a, b in zip(parts, leaves[::2], leaves[1::2], strict=True)
+        ]
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(rows, *low, *leaves)
+        ctx.sizes, ctx.scale, ctx.shape = sizes, scale, x.shape  # type: ignore[attr-defined]
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        sizes: Sequence[int] = ctx.sizes  # type: ignore[attr-defined]
+        low, leaves = saved[: len(sizes)], saved[len(sizes) :]
+        slopes = grads[0].reshape(-1, grads[0].shape[-1])
+        wanted = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
+        into = rows.new_empty(rows.shape) if wanted else None
+        own: list[Tensor] = []
+        parts = zip(rows.split(sizes), slopes.split(sizes), low, leaves[::2], leaves[1::2], strict=True)
+        for number, (x, slope, narrow, a, b) in enumerate(parts):
+            back = ctx.scale * (slope.to(a.dtype) @ b)  # type: ignore[attr-defined]
+            own += [back.mT @ x.to(a.dtype), ctx.scale * (slope.to(a.dtype).mT @ narrow)]  # type: ignore[attr-defined]
+            if into is not None:
+                into.split(sizes)[number].copy_(back @ a)
+        return grads[0], None if into is None else into.view(ctx.shape), None, None, *own  # type: ignore[attr-defined]
+
+
+def _add_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Add scale * (x A^T) B^T to `out` in place and return x A^T, in the adapters' precision."""
+    with torch.autocast(x.device.type, enabled=False):
+        low = x.to(a.dtype) @ a.mT
+        if out.dtype == low.dtype:
+            out.addmm_(low, b.mT, alpha=scale)
+        else:
+            out.add_((low @ b.mT).to(out.dtype), alpha=scale)
+    return low
 
 
 def _leaves(target: Target, row: Tensor) -> tuple[Tensor, Tensor]:

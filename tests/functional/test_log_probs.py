@@ -30,7 +30,9 @@ def whole(problem):
     logits = problem["head"](problem["hidden"]) / problem["temperature"][:, None]
     ruled_out = torch.zeros_like(logits, dtype=torch.bool)
     ruled_out[:, problem["forbidden_ids"]] = problem["forbidden"][:, None]
-    return logits.masked_fill(ruled_out, -torch.inf).log_softmax(1).gather(1, problem["targets"][:, None])[:, 0]
+    log_softmax = logits.masked_fill(ruled_out, -1e30).log_softmax(1)
+    log_probs = log_softmax.gather(1, problem["targets"][:, None])[:, 0]
+    return log_probs, -(log_softmax.exp() * log_softmax).sum(1)
 
 
 @pytest.mark.parametrize("chunk", [1, 4, ROWS, 10_000])
@@ -40,16 +42,37 @@ def test_values_and_gradients_equal_the_whole_softmax_for_any_chunk(problem, chu
         problem["forbidden"][::2] = True
         problem["targets"][problem["forbidden"]] = 5
     weights = torch.linspace(-1, 2, ROWS)
-    got, expected = chunked_log_probs(**problem, chunk=chunk), whole(problem)
+    (got, entropies), (expected, expected_entropies) = chunked_log_probs(**problem, chunk=chunk), whole(problem)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(entropies, expected_entropies.detach(), rtol=1e-5, atol=1e-6)
     gradients = [torch.autograd.grad((weights * value).sum(), problem["hidden"])[0] for value in (got, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, ROWS])
+@pytest.mark.parametrize("forbid", [False, True])
+def test_entropies_carry_their_gradient_when_asked(problem, chunk, forbid):
+    if forbid:
+        problem["forbidden"][::2] = True
+        problem["targets"][problem["forbidden"]] = 5
+    weights, others = torch.linspace(-1, 2, ROWS), torch.linspace(3, -1, ROWS)
+    gradients = [
+        torch.autograd.grad((weights * log_probs + others * entropies).sum(), problem["hidden"])[0]
+        for log_probs, entropies in (chunked_log_probs(**problem, chunk=chunk, entropy_gradient=True), whole(problem))
+    ]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_entropies_carry_no_gradient_unless_asked(problem):
+    log_probs, entropies = chunked_log_probs(**problem, chunk=4)
+    assert log_probs.requires_grad
+    assert not entropies.requires_grad
 
 
 def test_a_forbidden_target_is_impossible_and_the_rest_sum_to_one(problem):
     everything = torch.arange(VOCABULARY)
     row = problem["hidden"][:1].expand(VOCABULARY, -1)
-    log_probs = chunked_log_probs(
+    log_probs, entropies = chunked_log_probs(
         row,
         problem["head"],
         everything,
@@ -60,13 +83,14 @@ def test_a_forbidden_target_is_impossible_and_the_rest_sum_to_one(problem):
     )
     assert torch.isneginf(log_probs[problem["forbidden_ids"]]).all()
     assert float(log_probs.exp().sum().detach()) == pytest.approx(1.0, abs=1e-5)
+    assert entropies.isfinite().all()
 
 
 def test_no_more_than_a_chunk_of_logits_is_ever_asked_for(problem):
     seen = []
     head = problem["head"]
     problem["head"] = lambda x: (seen.append(len(x)), head(x))[1]
-    chunked_log_probs(**problem, chunk=4).sum().backward()
+    chunked_log_probs(**problem, chunk=4)[0].sum().backward()
     assert seen == [4, 4, 4, 1]
 
 
@@ -74,44 +98,42 @@ def test_without_gradients_nothing_is_kept_and_values_are_the_same(problem):
     expected = chunked_log_probs(**problem, chunk=4)
     with torch.no_grad():
         got = chunked_log_probs(**problem, chunk=4)
-    assert not got.requires_grad
-    assert torch.equal(got, expected)
+    assert not got[0].requires_grad
+    assert all(map(torch.equal, got, expected))
 
 
 def test_bfloat16_hidden_states_give_float32_log_probs_and_bfloat16_gradients(problem):
     problem["hidden"] = problem["hidden"].detach().bfloat16().requires_grad_()
     head = problem["head"]
     problem["head"] = lambda x: head(x.float()).bfloat16()
-    got = chunked_log_probs(**problem, chunk=4)
+    got, _ = chunked_log_probs(**problem, chunk=4)
     assert got.dtype == torch.float32
     (gradient,) = torch.autograd.grad(got.sum(), problem["hidden"])
     assert gradient.dtype == torch.bfloat16
-    torch.testing.assert_close(got, whole(problem).float(), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(got, whole(problem)[0].float(), rtol=1e-2, atol=1e-2)
 
 
 def test_no_rows_give_no_log_probs(problem):
     for name in ("hidden", "targets", "temperature", "forbidden"):
         problem[name] = problem[name][:0]
-    assert chunked_log_probs(**problem, chunk=4).shape == (0,)
+    assert chunked_log_probs(**problem, chunk=4)[0].shape == (0,)
 
 
 def test_a_row_that_is_not_finite_stays_alone(problem):
     hidden = problem["hidden"].detach().clone()
-    clean = chunked_log_probs(**(problem | {"hidden": hidden}), chunk=4)
+    clean, _ = chunked_log_probs(**(problem | {"hidden": hidden}), chunk=4)
     hidden[2] = float("nan")
-    spoilt = chunked_log_probs(**(problem | {"hidden": hidden}), chunk=4)
+    spoilt, _ = chunked_log_probs(**(problem | {"hidden": hidden}), chunk=4)
     rest = torch.arange(ROWS) != 2
     assert spoilt[2].isnan()
     assert torch.equal(clean[rest], spoilt[rest])
 
 
-def test_scaled_logits_are_a_new_tensor():
-    logits = torch.zeros(2, 4)
-    scaled = scaled_logits(logits, torch.ones(2), torch.tensor([True, False]), torch.tensor([1]))
-    scaled += 1
-    assert torch.equal(logits, torch.zeros(2, 4))
-    assert torch.isneginf(scaled[0, 1])
-    assert bool(scaled[1].isfinite().all())
+def test_scaled_logits_are_divided_and_ruled_out_row_by_row():
+    logits = torch.arange(8.0).view(2, 4)
+    scaled = scaled_logits(logits.clone(), torch.tensor([1.0, 0.5]), torch.tensor([True, False]), torch.tensor([1]))
+    assert torch.equal(scaled[0], torch.tensor([0.0, -torch.inf, 2.0, 3.0]))
+    assert torch.equal(scaled[1], 2 * logits[1])
 
 
 WEIGHTS = arrays.arrays(np.float32, st.integers(1, 70), elements=st.sampled_from([0.0, 0.0, 0.25, 1.0, 3.5]))

@@ -24,6 +24,18 @@ class TestAdapterBank(PolicyBankTestCase):
         return as_batch(rows, bank.sample(rows))
 
 
+class TestAdapterBankWithOwnReferences(TestAdapterBank):
+    """The same contract where every member's reference is its own, and lies elsewhere than the base."""
+
+    def make_bank(self, size):
+        bank = different_members(MODEL, size, own_reference=True)
+        bank.keep_reference(range(size))
+        for slot in range(size):
+            state = bank.state(slot)
+            bank.load_state(slot, state | {"adapter": 0.7 * state["adapter"]})
+        return bank
+
+
 class TestPlainAdapterBank(TestAdapterBank):
     """The same contract without prefix sharing."""
 
@@ -48,9 +60,9 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(budget, shared):
         loss = grpo_loss(batch)
         calls.append(0)
 
-        def counting(rows, log_probs, loss=loss):
+        def counting(rows, log_probs, entropies, loss=loss):
             calls[-1] += 1
-            return loss(rows, log_probs)
+            return loss(rows, log_probs, entropies)
 
         reports = bank.update(batch, counting, HYPERPARAMETERS)
         assert all(report.grad_norm > 0 for report in reports.values())

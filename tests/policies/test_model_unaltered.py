@@ -80,7 +80,7 @@ def test_an_exception_inside_leaves_the_model_as_it_was(unusual):
     before, expected = portrait(unusual), logits(unusual)
     states = [bank.state(slot) for slot in range(2)]
 
-    def failing(rows, log_probs):
+    def failing(rows, log_probs, entropies):
         raise ForcedError
 
     with pytest.raises(ForcedError):
@@ -138,9 +138,9 @@ def test_one_bank_may_work_inside_anothers_loss():
     expected = inner.log_probs(inner_batch)
     loss = grpo_loss(batch)
 
-    def nested(rows, log_probs):
+    def nested(rows, log_probs, entropies):
         assert torch.equal(inner.log_probs(inner_batch), expected)
-        return loss(rows, log_probs)
+        return loss(rows, log_probs, entropies)
 
     assert bank.update(batch, nested, HYPERPARAMETERS) == control.update(batch, loss, HYPERPARAMETERS)
 

@@ -18,11 +18,11 @@ def test_the_micro_batch_is_halved_until_it_fits_and_the_gradient_is_the_same(li
     loss = grpo_loss(batch)
     sizes = []
 
-    def scarce(rows, log_probs):
+    def scarce(rows, log_probs, entropies):
         sizes.append(len(rows))
         if len(rows) > limit:
             raise torch.OutOfMemoryError("no room for more rows")
-        return loss(rows, log_probs)
+        return loss(rows, log_probs, entropies)
 
     reports, expected = bank.update(batch, scarce, HYPERPARAMETERS), roomy.update(batch, loss, HYPERPARAMETERS)
     assert bank.micro_batch_tokens in {160 // 2**k for k in range(1, 8)}
@@ -44,11 +44,11 @@ def test_whenever_memory_runs_out_no_gradient_is_added_twice_and_nobody_steps_tw
     loss = grpo_loss(batch)
     calls = []
 
-    def once(rows, log_probs):
+    def once(rows, log_probs, entropies):
         calls.append(len(rows))
         if len(calls) == when:
             raise torch.OutOfMemoryError("this once")
-        return loss(rows, log_probs)
+        return loss(rows, log_probs, entropies)
 
     got, expected = bank.update(batch, once, HYPERPARAMETERS), roomy.update(batch, loss, HYPERPARAMETERS)
     assert len(calls) > when, "the batch runs in at least that many micro-batches"
@@ -70,10 +70,10 @@ def test_a_completion_that_never_fits_fails_its_member_alone():
     giant = int((batch.member_ids == 1).nonzero()[2])
     before = bank.state(1)
 
-    def never(rows, log_probs):
+    def never(rows, log_probs, entropies):
         if giant in rows.tolist():
             raise torch.OutOfMemoryError("too long")
-        return loss(rows, log_probs)
+        return loss(rows, log_probs, entropies)
 
     got, expected = bank.update(batch, never, HYPERPARAMETERS), control.update(batch, loss, HYPERPARAMETERS)
     assert not got[1].grad_norm < torch.inf
@@ -89,7 +89,7 @@ def test_another_error_is_the_callers_to_see():
     bank = different_members(MODEL, 1)
     batch = sampled_batch(bank)
 
-    def broken(rows, log_probs):
+    def broken(rows, log_probs, entropies):
         raise RuntimeError("a bug in the loss")
 
     with pytest.raises(RuntimeError, match="a bug in the loss"):

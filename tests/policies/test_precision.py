@@ -19,7 +19,10 @@ def moved(batch: Batch, device: str) -> Batch:
         batch.inputs, prompt_ids=batch.inputs.prompt_ids.to(device), temperature=batch.inputs.temperature.to(device)
     )
     tensors = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "inputs"}
-    return Batch(inputs=inputs, **{name: value.to(device) for name, value in tensors.items()})
+    return Batch(
+        inputs=inputs,
+        **{name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in tensors.items()},
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)

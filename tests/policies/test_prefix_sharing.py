@@ -28,18 +28,22 @@ UNSHAREABLE = {
 }
 
 
-def shared_and_plain(model):
-    banks = [different_members(model, 3, micro_batch_tokens=100) for _ in range(2)]
+SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
+
+
+def shared_and_plain(model, micro_batch_tokens=100):
+    banks = [different_members(model, 3, micro_batch_tokens=micro_batch_tokens) for _ in range(2)]
     assert banks[0].base.shares_prefix
     banks[1].base.shares_prefix = False
     return banks
 
 
+@pytest.mark.parametrize("system", [(), SYSTEM], ids=["prompts", "prompts that begin alike"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_values_gradients_and_samples_equal_the_plain_pass(architecture):
-    shared, plain = shared_and_plain(tiny_model(architecture))
+def test_values_gradients_and_samples_equal_the_plain_pass(architecture, system):
+    shared, plain = shared_and_plain(tiny_model(architecture), 100 + 20 * len(system))
     # Longer together than gemma2's sliding window of 6.
-    rows = make_rows(range(3), tokens=8, prompts=(*PROMPTS, (20,)))
+    rows = make_rows(range(3), tokens=8, prompts=tuple((*system, *prompt) for prompt in (*PROMPTS, (20,))))
     sampled = [bank.sample(rows) for bank in (shared, plain)]
     assert torch.equal(sampled[0].actions, sampled[1].actions)
     torch.testing.assert_close(sampled[0].log_probs, sampled[1].log_probs, rtol=1e-4, atol=1e-4)
@@ -54,6 +58,18 @@ def test_values_gradients_and_samples_equal_the_plain_pass(architecture):
         one, other = (bank.state(slot)["exp_avg"] for bank in (shared, plain))
         assert float(one.abs().max()) > 0
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(one.abs().max()))
+
+
+def test_what_all_prompts_begin_with_runs_once_per_member():
+    model = tiny_model("llama")
+    bank = different_members(model, 3)
+    widths = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    bank.sample(make_rows(range(3), tokens=1, prompts=((*SYSTEM, 3, 4), (*SYSTEM, 5))))
+    hook.remove()
+    assert widths == [(3, len(SYSTEM)), (6, 2)]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
