@@ -1,6 +1,7 @@
 """One AdamW step, gradient clipping and learning-rate schedules as in-place functions of plain tensors."""
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -56,6 +57,50 @@ def adamw_step_(
     # A step longer than any float of this type would be refused; this way it ruins the weights, which is noticed.
     length = min(lr / (1.0 - betas[0] ** step), torch.finfo(weights.dtype).max)
     weights.addcdiv_(exp_avg, root, value=-length)
+
+
+def adamw_steps_(
+    weights: Tensor,
+    gradients: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: Sequence[int],
+    lrs: Sequence[float],
+    *,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """Take one AdamW step for every row in place: `adamw_step_` for many members at once.
+
+    Args:
+        weights: `[p, k]` parameters, changed in place.
+        gradients: `[p, k]`; used as scratch space afterwards.
+        exp_avg: `[p, k]` first moments, changed in place.
+        exp_avg_sq: `[p, k]` second moments, changed in place.
+        steps: Which step this is for each row, from 1.
+        lrs: Step size of each row.
+        betas: Decay rates of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled decay, per unit of lr.
+
+    Source: Decoupled weight decay regularization (arXiv:1711.05101), algorithm 2.
+    """
+
+    def column(values: Iterable[float]) -> Tensor:
+        # Clamped, as in adamw_step_: a step too long for the type ruins the weights, which is noticed.
+        limit = torch.finfo(weights.dtype).max
+        clamped = [max(-limit, min(limit, value)) for value in values]
+        return torch.tensor(clamped, dtype=weights.dtype, device=weights.device)[:, None]
+
+    if weight_decay:
+        weights.mul_(column(1.0 - lr * weight_decay for lr in lrs))
+    exp_avg.lerp_(gradients, 1.0 - betas[0])
+    exp_avg_sq.mul_(betas[1]).addcmul_(gradients, gradients, value=1.0 - betas[1])
+    root = torch.sqrt(exp_avg_sq, out=gradients)
+    root.div_(column(math.sqrt(1.0 - betas[1] ** step) for step in steps)).add_(eps)
+    torch.div(exp_avg, root, out=root)
+    weights.addcmul_(root, column(-lr / (1.0 - betas[0] ** step) for lr, step in zip(lrs, steps, strict=True)))
 
 
 def schedule_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int | None) -> float:

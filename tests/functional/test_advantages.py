@@ -1,4 +1,4 @@
-"""Group-relative advantages against hand computation, a scalar oracle and their symmetries."""
+"""Advantages of whole completions against hand computation, a slow reference and their symmetries."""
 
 import math
 
@@ -7,8 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.advantages import group_advantages, zero_variance_groups
-from tests.oracles import scalar_grpo
+from evogrpo.functional.advantages import (
+    batch_std,
+    gdpo,
+    group_advantages,
+    leave_one_out,
+    mean_only,
+    zero_variance_groups,
+)
+from tests.oracles import scalar_grpo, slow_advantages
 
 NAN = float("nan")
 GROUPS = st.lists(st.lists(st.integers(-8, 8), min_size=2, max_size=6), min_size=1, max_size=4)
@@ -116,3 +123,80 @@ def test_zero_variance_groups_are_those_with_at_most_one_distinct_reward():
     rewards = torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, NAN, 2.0, NAN, NAN])
     groups = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3])
     assert zero_variance_groups(rewards, groups, 4).tolist() == [True, False, True, True]
+
+
+def of_kind(kind, rewards, groups, members, eps=1e-4):
+    """Return the advantages that the named estimator gives."""
+    if kind == "outcome":
+        return group_advantages(rewards, groups, eps)
+    if kind == "batch_std":
+        return batch_std(rewards, groups, members, eps)
+    if kind == "gdpo":
+        return gdpo(rewards[:, None], None, groups, members, eps)
+    return {"mean_only": mean_only, "rloo": leave_one_out}[kind](rewards, groups)
+
+
+KINDS = ("outcome", "mean_only", "rloo", "batch_std", "gdpo")
+
+
+@given(GROUPS, st.sampled_from(KINDS[:-1]), st.booleans())
+def test_every_estimator_equals_the_slow_reference(dealt, kind, holes):
+    rewards, groups = tensors(dealt)
+    if holes:
+        rewards[::3] = NAN
+    members = groups % 2
+    expected = slow_advantages.of_completions(kind, rewards.tolist(), groups.tolist(), members.tolist(), 0.01)
+    actual = of_kind(kind, rewards, groups, members, 0.01)
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("value", [0.1, -3.7, 1e8])
+def test_a_group_of_equal_rewards_gets_exactly_nothing_whatever_the_others_earn(kind, value):
+    rewards = torch.tensor([value] * 8 + [1.0, 2.0, 3.0, NAN])
+    groups = torch.arange(12) // 8
+    advantages = of_kind(kind, rewards, groups, torch.zeros(12, dtype=torch.long), 1e-8)
+    assert torch.equal(advantages[:8], torch.zeros(8))
+    assert float(advantages[8:].abs().max()) > 0
+    assert float(advantages[11]) == 0
+
+
+def test_leave_one_out_is_the_distance_from_the_mean_of_the_others_by_hand():
+    rewards = torch.tensor([1.0, 2.0, 6.0, NAN])
+    advantages = leave_one_out(rewards, torch.zeros(4, dtype=torch.long))
+    torch.testing.assert_close(advantages, torch.tensor([1 - 8 / 2, 2 - 7 / 2, 6 - 3 / 2, 0.0]))
+    three = mean_only(rewards, torch.zeros(4, dtype=torch.long)) * 3 / 2  # g / (g - 1) of the three that apply
+    torch.testing.assert_close(advantages, three)
+
+
+def test_the_batch_deviation_is_of_all_rewards_of_the_member_and_of_no_other():
+    rewards = torch.tensor([0.0, 2.0, 10.0, 12.0, 500.0, -500.0])
+    groups, members = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 0, 0, 0, 1, 1])
+    deviation = torch.tensor([0.0, 2.0, 10.0, 12.0]).std()
+    expected = torch.tensor([-1.0, 1.0, -1.0, 1.0]) / (deviation + 0.5)
+    torch.testing.assert_close(batch_std(rewards, groups, members, 0.5)[:4], expected)
+
+
+@given(GROUPS, st.integers(1, 3), st.integers(0, 1000))
+def test_gdpo_equals_the_slow_reference(dealt, functions, seed):
+    rewards, groups = tensors(dealt)
+    random = torch.Generator().manual_seed(seed)
+    components = torch.randint(-3, 4, (len(rewards), functions), generator=random).float()
+    components[:, 0] = rewards
+    components[torch.rand(components.shape, generator=random) < 0.2] = NAN
+    weights = 0.5 + torch.rand(functions, generator=random)
+    members = groups % 2
+    expected = slow_advantages.gdpo(components.tolist(), weights.tolist(), groups.tolist(), members.tolist(), 0.01)
+    actual = gdpo(components, weights, groups, members, 0.01)
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_no_reward_function_drowns_another_by_its_range_in_gdpo():
+    components = torch.tensor([[0.0, 0.0], [0.0, 1000.0], [1.0, 0.0], [1.0, 1000.0]])
+    groups = torch.zeros(4, dtype=torch.long)
+    advantages = gdpo(components, None, groups, groups)
+    torch.testing.assert_close(advantages[1], advantages[2], rtol=0, atol=1e-3)
+    summed = group_advantages(components.sum(1), groups)
+    assert float(summed[1] - summed[2]) > 1.0
+    only_first = gdpo(components, torch.tensor([1.0, 0.0]), groups, groups)
+    torch.testing.assert_close(only_first[:2], only_first[:1].expand(2))

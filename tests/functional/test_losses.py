@@ -1,106 +1,201 @@
-"""Losses against scalar oracles, exact expectations and the identities their reductions promise."""
+"""Losses against a slow reference written from the formulas, closed forms, and what a mask or a clip must not do."""
+
+import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.losses import action_weights, clipped_surrogate, kl_k3, outside_clip
-from tests.oracles import scalar_grpo
+from evogrpo.functional.losses import LOSS_TYPES, clipped_actions, loss_weights, policy_loss
+from tests.oracles import slow_losses
 
-RATIOS = torch.linspace(-1.0, 1.0, 41, dtype=torch.float64)[None]
-ADVANTAGES = torch.tensor([-2.0, -0.3, 0.0, 0.7, 3.0], dtype=torch.float64)[:, None]
-
-
-@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.4), (0.9, 0.05)])
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_the_surrogate_and_its_gradient_equal_the_scalar_oracle(low, high, as_tensor):
-    log_ratio = RATIOS.expand(5, -1).clone().requires_grad_()
-    edges = [torch.full((5, 1), edge, dtype=torch.float64) if as_tensor else edge for edge in (low, high)]
-    loss = clipped_surrogate(log_ratio, ADVANTAGES, *edges)
-    (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
-    oracle = torch.tensor(
-        [
-            [scalar_grpo.surrogate(ratio, advantage, low, high) for ratio in RATIOS[0].tolist()]
-            for advantage in ADVANTAGES[:, 0].tolist()
-        ],
-        dtype=torch.float64,
+RATIO_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo")
+CLIPPED = tuple(kind for kind in LOSS_TYPES if kind != "sapo")
+OPTIONS = [
+    (loss_type, options)
+    for loss_type, options in itertools.product(
+        LOSS_TYPES,
+        (
+            {},
+            {"dual_clip": 1.5},
+            {"delta": 1.6},
+            {"cispo_clip_low": True},
+            {"sapo_tau_positive": 2.0, "sapo_tau_negative": 0.5},
+        ),
     )
-    torch.testing.assert_close(loss.detach(), oracle[..., 0])
-    torch.testing.assert_close(gradient, oracle[..., 1])
-    cut = outside_clip(log_ratio.detach(), ADVANTAGES, *edges)
-    teaches = ADVANTAGES.expand(-1, 41) != 0
-    assert torch.equal(cut, (gradient == 0) & teaches)
-    assert cut.any()
+    if loss_type in RATIO_TYPES or not {"dual_clip", "delta"} & set(options)
+]
 
 
-def test_every_row_clips_at_its_own_place():
-    log_ratio = torch.full((3, 2), 0.25)
-    clip = torch.tensor([[0.1], [0.2], [0.5]])
-    own = clipped_surrogate(log_ratio, torch.ones(3, 1), clip, clip)
-    one_by_one = [clipped_surrogate(log_ratio[:1], torch.ones(1, 1), float(c), float(c)) for c in clip]
-    assert torch.equal(own, torch.cat(one_by_one))
-    assert own[:, 0].unique().numel() == 3
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_expectation_of_k3_is_the_kl_divergence_and_of_its_score_gradient_the_kls_gradient(seed):
-    """Sum over all three actions of a policy: no sampling, so both identities hold exactly."""
+def random_batch(seed, rows=5, width=6, spread=0.5):
+    """Return log-probs with gradient, old ones, advantages of every sign (0 too) per action, and a ragged mask."""
     random = torch.Generator().manual_seed(seed)
-    logits = torch.randn(3, dtype=torch.float64, generator=random).requires_grad_()
-    reference = torch.randn(3, dtype=torch.float64, generator=random).log_softmax(0)
-    policy = logits.log_softmax(0)
-    kl = (policy.exp() * (policy - reference)).sum()
-    expectation = (policy.exp() * kl_k3(policy, reference)).sum()
-    torch.testing.assert_close(expectation, kl)
-    (gradient_of_expectation,) = torch.autograd.grad(expectation, logits, retain_graph=True)
-    (gradient_of_kl,) = torch.autograd.grad(kl, logits)
-    torch.testing.assert_close(gradient_of_expectation, gradient_of_kl)
+    old = -2 + torch.randn(rows, width, generator=random, dtype=torch.float64)
+    new = (old + spread * torch.randn(rows, width, generator=random, dtype=torch.float64)).requires_grad_()
+    advantages = torch.randn(rows, width, generator=random, dtype=torch.float64)
+    advantages[torch.rand(rows, width, generator=random) < 0.1] = 0.0
+    return new, old, advantages, torch.rand(rows, width, generator=random) < 0.7
 
 
-@given(st.floats(-12, 0), st.floats(-12, 0))
-def test_k3_is_never_negative_and_zero_only_at_equality(log_prob, ref_log_prob):
-    value = kl_k3(torch.tensor([[log_prob]]).double(), torch.tensor([[ref_log_prob]]).double())
-    assert float(value) >= -1e-12
-    if abs(log_prob - ref_log_prob) > 1e-3:
-        assert float(value) > 0
+@pytest.mark.parametrize(("loss_type", "options"), OPTIONS)
+@pytest.mark.parametrize(("low", "high"), [(0.2, 0.2), (0.1, 0.5)])
+def test_loss_and_gradient_of_every_action_equal_the_slow_reference(loss_type, options, low, high):
+    for seed in range(6):
+        new, old, advantages, mask = random_batch(seed)
+        losses = policy_loss(loss_type, new, old, advantages, mask, clip_low=low, clip_high=high, **options)
+        slow = torch.zeros_like(losses)
+        for row in range(len(mask)):
+            if mask[row].any():
+                here = mask[row]
+                values = slow_losses.completion_losses(
+                    loss_type,
+                    list(new[row, here]),
+                    old[row, here].tolist(),
+                    advantages[row, here].tolist(),
+                    clip_low=low,
+                    clip_high=high,
+                    **options,
+                )
+                slow[row, here] = torch.stack(values)
+        torch.testing.assert_close(losses, slow, rtol=1e-9, atol=1e-12)
+        # Any weighting: a wrong gradient of one action cannot hide behind that of another.
+        weights = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        (gradient,) = torch.autograd.grad((weights * losses).sum(), new)
+        (expected,) = torch.autograd.grad((weights * slow).sum(), new)
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_k3_stays_finite_when_the_policies_lie_worlds_apart():
-    log_probs = torch.tensor([[-500.0, 0.0]], requires_grad=True)
-    value = kl_k3(log_probs, torch.tensor([[0.0, -500.0]]))
-    value.sum().backward()
-    assert bool(value.isfinite().all())
-    assert bool(log_probs.grad.isfinite().all())
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_where_nothing_was_updated_yet_every_loss_type_has_the_plain_policy_gradient(loss_type):
+    """At ratio 1 the gradient of every formula is -A times the weight of the action; the clips cannot matter."""
+    _, old, advantages, mask = random_batch(0)
+    advantages = advantages[:, :1]
+    member = torch.tensor([0, 1, 0, 1, 0])
+    weights = loss_weights(loss_type, None, mask, member, 10).double()
+    log_probs = old.clone().requires_grad_()
+    for clip in (0.05, 0.3):
+        losses = policy_loss(loss_type, log_probs, old, advantages, mask, clip_low=clip, clip_high=clip)
+        (gradient,) = torch.autograd.grad((weights * losses).sum(), log_probs)
+        torch.testing.assert_close(gradient, -advantages * weights, rtol=1e-9, atol=1e-12)
 
 
-MASK = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
-MEMBERS = torch.tensor([3, 3, 0, 0, 3])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_every_row_has_coefficients_of_its_own(loss_type):
+    new, old, advantages, mask = random_batch(1, rows=3)
+    low, high = torch.tensor([[0.1], [0.2], [0.5]]).double(), torch.tensor([[0.3], [0.2], [0.1]]).double()
+    own = policy_loss(loss_type, new, old, advantages, mask, clip_low=low, clip_high=high)
+    sides = clipped_actions(loss_type, new, old, advantages, mask, clip_low=low, clip_high=high)
+    for row in range(3):
+        one, here = slice(row, row + 1), (float(low[row]), float(high[row]))
+        arguments = new[one], old[one], advantages[one], mask[one]
+        alone = policy_loss(loss_type, *arguments, clip_low=here[0], clip_high=here[1])
+        assert torch.equal(own[one], alone)
+        alone = clipped_actions(loss_type, *arguments, clip_low=here[0], clip_high=here[1])
+        assert torch.equal(torch.stack(sides)[:, one], torch.stack(alone))
 
 
-def test_per_completion_weights_by_hand():
-    expected = torch.tensor([[1 / 12] * 4, [1 / 6, 0, 1 / 6, 0], [1 / 2, 0, 0, 0], [1 / 4, 1 / 4, 0, 0], [0, 0, 0, 0]])
-    torch.testing.assert_close(action_weights(MASK, MEMBERS, per_token=False), expected)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_what_stands_in_the_padding_reaches_neither_loss_nor_gradient(loss_type):
+    clean = random_batch(2)
+    mask = clean[3]
+    expected = policy_loss(loss_type, *clean, clip_low=0.2, clip_high=0.2)
+    (slope,) = torch.autograd.grad(expected.sum(), clean[0])
+    for rubbish, place in itertools.product((math.nan, math.inf, -math.inf, 1e30), range(3)):
+        dirty = [values.detach().clone() for values in clean]
+        dirty[place][~mask] = rubbish
+        dirty[0].requires_grad_()
+        losses = policy_loss(loss_type, *dirty, clip_low=0.2, clip_high=0.2)
+        assert torch.equal(losses, expected)
+        (gradient,) = torch.autograd.grad(losses.sum(), dirty[0])
+        assert torch.equal(gradient, slope)
+        sides = clipped_actions(loss_type, *dirty, clip_low=0.2, clip_high=0.2)
+        assert torch.equal(
+            torch.stack(sides), torch.stack(clipped_actions(loss_type, *clean, clip_low=0.2, clip_high=0.2))
+        )
 
 
-def test_per_token_weights_by_hand():
-    expected = torch.where(MASK, torch.tensor([1 / 6, 1 / 6, 1 / 3, 1 / 3, 1 / 6])[:, None], 0.0)
-    torch.testing.assert_close(action_weights(MASK, MEMBERS, per_token=True), expected)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_ratios_beyond_every_number_leave_a_finite_gradient(loss_type):
+    new = torch.tensor([[-1.0, -2000.0], [-1.0, -3.0]], requires_grad=True)
+    old = torch.tensor([[-1500.0, -1.0], [-1.0, -1.0]])
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    for sign in (1.0, -1.0):
+        losses = policy_loss(loss_type, new, old, torch.full((2, 1), sign), mask, clip_low=0.2, clip_high=0.2)
+        (gradient,) = torch.autograd.grad(losses.sum(), new)
+        assert bool(losses.isfinite().all())
+        assert bool(gradient.isfinite().all())
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_weights_sum_to_one_for_every_member_and_no_neighbour_matters(per_token):
-    mask = torch.rand(12, 5, generator=torch.Generator().manual_seed(0)) < 0.6
-    mask[:, 0] = True
-    members = torch.tensor([0, 1, 2] * 4)
-    weights = action_weights(mask, members, per_token=per_token)
-    for member in range(3):
-        mine = members == member
-        assert float(weights[mine].sum()) == pytest.approx(1.0)
-        assert torch.equal(weights[mine], action_weights(mask[mine], members[mine], per_token=per_token))
+def test_dual_clip_caps_the_loss_of_bad_actions_alone():
+    new = torch.log(torch.tensor([[5.0, 5.0, 1.1]]))
+    arguments = new, torch.zeros(1, 3), torch.tensor([[-2.0, 2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool)
+    losses = policy_loss("grpo", *arguments, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    torch.testing.assert_close(losses, torch.tensor([[6.0, -2.4, 2.2]]))
 
 
-def test_a_batch_without_actions_weighs_nothing():
-    for per_token in (False, True):
-        weights = action_weights(torch.zeros(3, 2, dtype=torch.bool), torch.tensor([0, 0, 1]), per_token=per_token)
-        assert torch.equal(weights, torch.zeros(3, 2))
+def test_delta_caps_the_ratio_where_the_clip_leaves_it_free():
+    new = torch.log(torch.tensor([[5.0, 5.0, 1.1]]))
+    arguments = new, torch.zeros(1, 3), torch.tensor([[-2.0, 2.0, -2.0]]), torch.ones(1, 3, dtype=torch.bool)
+    losses = policy_loss("grpo", *arguments, clip_low=0.2, clip_high=0.2, delta=4.0)
+    torch.testing.assert_close(losses, torch.tensor([[8.0, -2.4, 2.2]]))
+
+
+def test_the_factor_of_cispo_ends_at_one_plus_epsilon_and_goes_on_teaching():
+    new = torch.tensor([[math.log(5.0), math.log(0.1)]], requires_grad=True)
+    arguments = new, torch.zeros(1, 2), torch.tensor([[2.0]]), torch.ones(1, 2, dtype=torch.bool)
+    for low, factors in ((False, [1.3, 0.1]), (True, [1.3, 0.8])):
+        losses = policy_loss("cispo", *arguments, clip_low=0.2, clip_high=0.3, cispo_clip_low=low)
+        (gradient,) = torch.autograd.grad(losses.sum(), new)
+        torch.testing.assert_close(gradient, -2.0 * torch.tensor([factors]))
+
+
+@given(st.integers(0, 1000), st.sampled_from(("grpo", "dapo", "bnpo", "dr_grpo", "gmpo", "gspo", "luspo")))
+def test_the_clip_binds_exactly_where_it_takes_the_gradient_away(seed, loss_type):
+    new, old, advantages, mask = random_batch(seed)
+    if loss_type in ("gspo", "luspo", "gmpo"):
+        advantages = advantages[:, :1].expand_as(mask)
+    low, high = clipped_actions(loss_type, new, old, advantages, mask, clip_low=0.2, clip_high=0.4)
+    losses = policy_loss(loss_type, new, old, advantages, mask, clip_low=0.2, clip_high=0.4)
+    (gradient,) = torch.autograd.grad(losses.sum(), new)
+    assert torch.equal(low | high, mask & (advantages != 0) & (gradient == 0))
+    assert not bool((low & high).any())
+    assert bool((advantages[low] < 0).all())
+    assert bool((advantages[high] > 0).all())
+
+
+def test_where_cispo_is_capped_and_that_sapo_never_is():
+    new = torch.log(torch.tensor([[5.0, 5.0, 0.1, 0.1, 1.0, 5.0]]))
+    advantages = torch.tensor([[1.0, -1.0, 1.0, -1.0, 1.0, 0.0]])
+    arguments = new, torch.zeros(1, 6), advantages, torch.ones(1, 6, dtype=torch.bool)
+    low, high = clipped_actions("cispo", *arguments, clip_low=0.2, clip_high=0.3)
+    assert (low.any(), high.tolist()) == (False, [[True, True, False, False, False, False]])
+    low, _ = clipped_actions("cispo", *arguments, clip_low=0.2, clip_high=0.3, cispo_clip_low=True)
+    assert low.tolist() == [[False, False, True, True, False, False]]
+    assert not torch.stack(clipped_actions("sapo", *arguments, clip_low=0.2, clip_high=0.3)).any()
+
+
+@pytest.mark.parametrize("loss_type", CLIPPED)
+def test_wider_clips_bind_less_often(loss_type):
+    new, old, advantages, mask = random_batch(4, rows=40)
+    counts = [
+        int(torch.stack(clipped_actions(loss_type, new, old, advantages, mask, clip_low=c, clip_high=c)).sum())
+        for c in (0.01, 0.1, 0.3, 0.9)
+    ]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[-1]
+
+
+@pytest.mark.parametrize("loss_type", ["cispo", "sapo", "gmpo"])
+@pytest.mark.parametrize("option", ["dual_clip", "delta"])
+def test_a_loss_without_a_ratio_refuses_bounds_of_it(loss_type, option):
+    new, old, advantages, mask = random_batch(0)
+    with pytest.raises(ValueError, match=f"{loss_type}.*has none to bound"):
+        policy_loss(loss_type, new, old, advantages, mask, clip_low=0.2, clip_high=0.2, **{option: 3.0})
+
+
+def test_an_unknown_loss_type_is_refused_with_the_known_ones():
+    new, old, advantages, mask = random_batch(0)
+    with pytest.raises(ValueError, match=r"one of grpo, dapo.*got 'ppo'"):
+        policy_loss("ppo", new, old, advantages, mask, clip_low=0.2, clip_high=0.2)

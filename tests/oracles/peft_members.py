@@ -39,12 +39,19 @@ class PeftMember:
         self, prompt: Sequence[int], completion: Sequence[int], *, temperature: float, min_new_tokens: int = 0
     ) -> Tensor:
         """Return `[t]` log-probabilities of a completion's tokens, in nats, with gradient."""
+        scores = self._scores(prompt, completion, temperature, min_new_tokens)
+        return scores.gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+    def entropies(self, prompt: Sequence[int], completion: Sequence[int], *, temperature: float) -> Tensor:
+        """Return `[t]` entropies of the distributions that a completion's tokens were drawn from, with gradient."""
+        return torch.distributions.Categorical(logits=self._scores(prompt, completion, temperature, 0)).entropy()
+
+    def _scores(self, prompt: Sequence[int], completion: Sequence[int], temperature: float, least: int) -> Tensor:
         ids = torch.tensor([[*prompt, *completion]])
         logits = self.model(input_ids=ids).logits[0, len(prompt) - 1 : -1] / temperature
         ruled_out = torch.zeros_like(logits, dtype=torch.bool)
-        ruled_out[:min_new_tokens, self.end_ids] = True
-        scores = logits.masked_fill(ruled_out, -torch.inf).log_softmax(1)
-        return scores.gather(1, torch.tensor(completion)[:, None])[:, 0]
+        ruled_out[:least, self.end_ids] = True
+        return logits.masked_fill(ruled_out, -torch.inf).log_softmax(1)
 
     def probabilities(self, prompt: Sequence[int], *, temperature: float) -> Tensor:
         """Return `[v]`: the chance of every next token, in float64."""

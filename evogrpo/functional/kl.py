@@ -1,0 +1,61 @@
+"""Estimates of the divergence from the reference policy, taken from the actions alone; and their coefficient."""
+
+import torch
+from torch import Tensor
+
+KL_KINDS = ("k1", "k2", "k3", "abs")
+
+
+def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    r"""Estimate KL(policy || reference) at the taken actions, with d = log_probs - ref_log_probs.
+
+    - "k1": d. Unbiased, any sign. As a loss its gradient is 0 on average: use it in rewards.
+    - "k2": d^2 / 2. Biased but never negative; as a loss, the gradient of KL(policy || reference) on average.
+    - "k3": exp(-d) + d - 1. Unbiased and never negative; as a loss, the gradient of KL(reference || policy) on
+      average, which is the same to first order around the reference.
+    - "abs": |d|.
+
+    Unbiased means: on average over actions drawn from the policy. d is clamped to +-20 before the exponential.
+
+    Args:
+        kind: One of `KL_KINDS`.
+        log_probs: `[n, t]` of the current policy, in nats.
+        ref_log_probs: `[n, t]` of the reference policy, in nats.
+
+    Returns:
+        `[n, t]` in nats.
+
+    Raises:
+        ValueError: If `kind` is unknown.
+
+    Source: Schulman, "Approximating KL divergence" (2020); DeepSeekMath (arXiv:2402.03300), equation 4, for k3.
+    """
+    difference = log_probs - ref_log_probs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference**2 / 2
+    if kind == "k3":
+        difference = difference.clamp(-20.0, 20.0)
+        return torch.exp(-difference) + difference - 1.0
+    if kind == "abs":
+        return difference.abs()
+    raise ValueError(f"kl_estimator must be one of {', '.join(KL_KINDS)}, got {kind!r}")
+
+
+def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) -> Tensor:
+    r"""Move the KL coefficient towards a target divergence: value (1 + clip(kl / target - 1, +-0.2) n / horizon).
+
+    Args:
+        value: Coefficients (or factors of them), any shape.
+        kl: Measured divergence in nats, the same shape.
+        target: Wanted divergence in nats, above 0.
+        horizon: Samples over which the coefficient can change by a fifth, at least 1.
+        n: Samples the measurement was taken over.
+
+    Returns:
+        The new coefficients.
+
+    Source: Ziegler et al. (arXiv:1909.08593), section 2.2.
+    """
+    return value * (1.0 + (kl / target - 1.0).clamp(-0.2, 0.2) * n / horizon)

@@ -1,0 +1,208 @@
+"""The selector of estimators: ROLL's order of operations step by step, whitening, clipping, and members apart."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.functional.advantages import OF_ACTIONS, OF_COMPLETIONS, advantages, batch_std, gdpo, whiten
+from evogrpo.functional.returns import normalised_step_rewards, returns_to_go
+from tests.oracles import slow_advantages
+
+NAN = float("nan")
+KINDS = (*OF_COMPLETIONS, *OF_ACTIONS)
+
+
+def random_work(seed, members=2):
+    """Return keyword arguments of `advantages`: 3 groups of 3 for every member, some rewards not applying."""
+    random = torch.Generator().manual_seed(seed)
+    rows = 9 * members
+    mask = torch.arange(5) < torch.randint(1, 6, (rows, 1), generator=random)
+    steps = torch.where(mask, torch.randint(-2, 3, (rows, 5), generator=random).float(), NAN)
+    steps[torch.rand(rows, generator=random) < 0.2] = NAN
+    rewards = torch.where(steps.isnan().all(1), NAN, steps.nansum(1))
+    other = torch.where(rewards.isnan(), NAN, torch.rand(rows, generator=random))
+    return {
+        "rewards": rewards,
+        "step_rewards": steps,
+        "components": torch.stack([rewards, other], 1),
+        "group_ids": torch.arange(rows) // 3,
+        "member_ids": torch.arange(rows) // 9,
+        "mask": mask,
+    }
+
+
+def select(work, rows):
+    return {name: values[rows] for name, values in work.items()}
+
+
+@pytest.mark.parametrize("kind", OF_COMPLETIONS)
+def test_estimators_of_completions_give_every_action_the_same_and_gamma_fades_it_from_the_end(kind):
+    work = random_work(0)
+    work["mask"][0] = torch.tensor([True, True, False, False, True])
+    work["rewards"][0], work["components"][0] = 5.0, 5.0
+    flat = advantages(kind, **work)
+    per_row = flat.abs().amax(1, keepdim=True) * flat.sum(1, keepdim=True).sign()
+    torch.testing.assert_close(flat, torch.where(work["mask"], per_row, 0.0))
+    assert float(flat[0, 0]) != 0
+    faded = advantages(kind, gamma=0.5, **work)
+    torch.testing.assert_close(faded[0], flat[0] * torch.tensor([0.25, 0.5, 0.0, 0.0, 1.0]))
+
+
+def test_the_order_of_operations_step_by_step():
+    """Normalise in the group, clip, place and subtract KL, clip, return, whiten, mask, clip: in plain floats."""
+    rewards, groups, gamma = [0.0, 0.0, 0.0, 9.0], [0, 0, 0, 0], 0.9
+    lengths = [1, 3, 2, 3]
+    penalties = [[0.3], [0.1, -0.2, 0.4], [0.0, 2.0], [0.1, 0.1, 0.1]]
+    scores = slow_advantages.of_completions("outcome", rewards, groups, groups, 1e-4)
+    assert max(scores) > 1.2  # so the first clip binds
+    scores = [min(max(score, -1.2), 1.2) for score in scores]
+    returns = []
+    for score, length, penalty in zip(scores, lengths, penalties, strict=True):
+        steps = [(score if step == length - 1 else 0.0) - penalty[step] for step in range(length)]
+        returns.append(slow_advantages.returns_to_go([min(max(value, -1.2), 1.2) for value in steps], gamma))
+    every = [value for row in returns for value in row]
+    mean, deviation = slow_advantages.spread(every)
+    expected = [[(value - mean) / math.sqrt(deviation**2 + 1e-8) for value in row] for row in returns]
+    assert max(abs(value) for row in expected for value in row) > 1.3  # so the last clip binds
+    mask = torch.arange(3) < torch.tensor(lengths)[:, None]
+    actual = advantages(
+        "outcome",
+        rewards=torch.tensor(rewards),
+        group_ids=torch.tensor(groups),
+        member_ids=torch.tensor(groups),
+        mask=mask,
+        gamma=gamma,
+        kl_penalty=torch.tensor([row + [77.0] * (3 - len(row)) for row in penalties]),
+        reward_clip=1.2,
+        whiten_advantages=True,
+        advantage_clip=1.3,
+    )
+    for row, values in enumerate(expected):
+        clipped = torch.tensor([min(max(value, -1.3), 1.3) for value in values])
+        torch.testing.assert_close(actual[row, : len(values)], clipped, rtol=1e-5, atol=1e-6)
+    assert not bool(actual[~mask].any())
+
+
+@pytest.mark.parametrize("kind", OF_ACTIONS)
+def test_the_penalty_is_taken_off_every_step_before_the_return(kind):
+    work = random_work(1)
+    penalty = torch.rand(work["mask"].shape, generator=torch.Generator().manual_seed(2))
+    actual = advantages(kind, kl_penalty=penalty, gamma=0.9, **work)
+    if kind == "process":
+        plain = advantages(kind, gamma=0.9, **work)
+        rows = ~work["rewards"].isnan()
+        returns = torch.tensor(
+            [
+                slow_advantages.returns_to_go(torch.where(m, p, 0.0).tolist(), 0.9)
+                for m, p in zip(work["mask"], penalty, strict=True)
+            ]
+        )
+        expected = torch.where(work["mask"] & rows[:, None], plain - returns, 0.0)
+    else:
+        steps = torch.where(work["rewards"].isnan()[:, None], NAN, work["step_rewards"].nan_to_num(nan=0.0) - penalty)
+        expected = advantages(kind, gamma=0.9, **work | {"step_rewards": steps})
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_completion_to_which_no_reward_applies_gets_nothing_even_with_a_penalty(kind):
+    work = random_work(3)
+    without = work["rewards"].isnan()
+    assert bool(without.any())
+    actual = advantages(kind, kl_penalty=torch.ones(work["mask"].shape), **work)
+    assert not bool(actual[without].any())
+    assert bool(actual.isfinite().all())
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 500), st.booleans())
+def test_no_neighbour_changes_a_members_advantages(kind, seed, whitened):
+    work = random_work(seed, members=3)
+    together = advantages(kind, whiten_advantages=whitened, **work)
+    for member in range(3):
+        rows = work["member_ids"] == member
+        alone = advantages(kind, whiten_advantages=whitened, **select(work, rows))
+        torch.testing.assert_close(together[rows], alone, rtol=1e-6, atol=1e-7)
+    louder = work | {"rewards": torch.where(work["member_ids"] == 1, 100 * work["rewards"], work["rewards"])}
+    rows = work["member_ids"] != 1
+    assert torch.equal(advantages(kind, whiten_advantages=whitened, **louder)[rows], together[rows])
+
+
+@given(st.sampled_from(KINDS), st.integers(0, 500), st.randoms(use_true_random=False))
+def test_the_order_of_rows_does_not_matter(kind, seed, random):
+    work = random_work(seed)
+    order = list(range(18))
+    random.shuffle(order)
+    again = advantages(kind, **select(work, order))
+    torch.testing.assert_close(again, advantages(kind, **work)[order], rtol=1e-6, atol=1e-6)
+
+
+def test_whitening_standardises_over_counted_actions_and_gives_equal_groups_an_advantage():
+    mask = torch.arange(4) < torch.tensor([4, 1, 2, 2])[:, None]
+    groups, members = torch.tensor([0, 0, 1, 1]), torch.zeros(4, dtype=torch.long)
+    rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    options = {"rewards": rewards, "group_ids": groups, "member_ids": members, "mask": mask}
+    plain, white = advantages("outcome", **options), advantages("outcome", whiten_advantages=True, **options)
+    assert not bool(plain[2:].any())
+    values = plain[mask]
+    torch.testing.assert_close(white[mask], (values - values.mean()) / values.std())
+    assert bool((white[2:][mask[2:]] < 0).all())  # the mean weighs the long completion more
+
+
+def test_whitening_equal_values_gives_zero_and_leaves_the_padding():
+    values = torch.full((2, 3), 0.1)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    assert not bool(whiten(values, mask, torch.zeros(2, dtype=torch.long)).any())
+
+
+def test_advantage_clip_may_differ_from_row_to_row_or_be_off():
+    work = random_work(5)
+    plain = advantages("rloo", **work)
+    bound = torch.full((18, 1), math.inf)
+    bound[::2] = 0.5
+    actual = advantages("rloo", advantage_clip=bound, **work)
+    assert torch.equal(actual[1::2], plain[1::2])
+    assert torch.equal(actual[::2], plain[::2].clamp(-0.5, 0.5))
+    assert float(plain[::2].abs().max()) > 0.5
+
+
+@pytest.mark.parametrize("kind", OF_ACTIONS)
+def test_step_rewards_are_clipped_before_the_return(kind):
+    """Of "process" the normalised ones, as it normalises first."""
+    work = random_work(4)
+    steps = work["step_rewards"]
+    actual = advantages(kind, reward_clip=0.75, **work)
+    assert not torch.equal(actual, advantages(kind, **work))
+    if kind == "process":
+        scores = normalised_step_rewards(steps, work["mask"], work["group_ids"])
+        assert float(scores.nan_to_num(nan=0.0).abs().max()) > 0.75
+        expected = returns_to_go(scores.clamp(-0.75, 0.75), work["mask"])
+    else:
+        expected = advantages(kind, **work | {"step_rewards": steps.clamp(-0.75, 0.75)})
+    torch.testing.assert_close(actual, expected)
+
+
+def test_the_selector_passes_eps_components_and_members_on():
+    work = random_work(6)
+    work["components"][::4, 1] = NAN  # one of two functions applies: that is enough
+    shown = work["mask"][:, 0]
+    weights = torch.tensor([0.2, 3.0])
+    actual = advantages("gdpo", component_weights=weights, eps=0.3, **work)
+    expected = gdpo(work["components"], weights, work["group_ids"], work["member_ids"], 0.3)
+    torch.testing.assert_close(actual[shown, 0], expected)
+    actual = advantages("batch_std", eps=0.3, **work)
+    torch.testing.assert_close(actual[shown, 0], batch_std(work["rewards"], work["group_ids"], work["member_ids"], 0.3))
+
+
+def test_what_cannot_be_estimated_is_refused():
+    work = random_work(0)
+    with pytest.raises(ValueError, match=r"one of outcome, rloo.*got 'gae'"):
+        advantages("gae", **work)
+    with pytest.raises(ValueError, match="rewards of each"):
+        advantages("gdpo", **work | {"components": None})
+    lonely = {name: values[:4] for name, values in work.items()}
+    for kind in KINDS:
+        with pytest.raises(ValueError, match=r"at least 2 completions.*\[1\]"):
+            advantages(kind, **lonely)

@@ -1,0 +1,105 @@
+"""Corrections for samplers that differ from the trainer, and the choice of high-entropy actions."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.functional.corrections import CORRECTIONS, high_entropy_mask, importance_weights, mismatch
+
+RATIOS = torch.tensor([[1.5, 0.5, 3.0, 9.0], [1.6, 1.6, 1.0, 9.0]])
+MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
+OLD = torch.full((2, 4), -2.0)
+BY_HAND = {
+    "token_truncate": [[1.5, 0.5, 2.0, 1.0], [1.6, 1.6, 1.0, 1.0]],
+    "token_mask": [[1.5, 0.5, 0.0, 1.0], [1.6, 1.6, 1.0, 1.0]],
+    # The products over counted actions: 2.25 and 2.56.
+    "sequence_truncate": [[2.0, 2.0, 2.0, 1.0], [2.0, 2.0, 1.0, 1.0]],
+    "sequence_mask": [[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0]],
+}
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_weights_by_hand(kind):
+    sampler = OLD - RATIOS.log()
+    torch.testing.assert_close(importance_weights(kind, OLD, sampler, MASK), torch.tensor(BY_HAND[kind]))
+    free = importance_weights(kind, OLD, sampler, MASK, cap=100.0)
+    product = torch.tensor([[2.25], [2.56]]).expand_as(MASK)
+    expected = torch.where(MASK, RATIOS if kind.startswith("token") else product, 1.0)
+    torch.testing.assert_close(free, expected)
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_an_exact_sampler_is_left_alone_and_nothing_leaks_a_gradient(kind):
+    old = OLD.clone().requires_grad_()
+    weights = importance_weights(kind, old, OLD, MASK, cap=1.0)
+    assert torch.equal(weights, torch.ones(2, 4))
+    assert not weights.requires_grad
+
+
+@pytest.mark.parametrize("kind", CORRECTIONS)
+def test_unknown_values_and_padding_count_as_equal(kind):
+    sampler = OLD.clone()
+    sampler[0, 1], sampler[0, 3] = math.nan, -math.inf
+    assert torch.equal(importance_weights(kind, OLD, sampler, MASK), torch.ones(2, 4))
+    assert mismatch(OLD, sampler, MASK) == mismatch(OLD, OLD, MASK)
+
+
+def test_hopeless_samplers_give_finite_weights():
+    for kind in CORRECTIONS:
+        assert bool(importance_weights(kind, OLD, OLD - 1000.0, MASK).isfinite().all())
+
+
+def test_an_unknown_correction_is_refused():
+    with pytest.raises(ValueError, match=r"one of token_truncate.*got 'token'"):
+        importance_weights("token", OLD, OLD, MASK)
+
+
+def test_the_mismatch_by_hand():
+    measured = mismatch(OLD, OLD - RATIOS.log(), MASK)
+    ratios = [1.5, 0.5, 3.0, 1.6, 1.6]
+    logs = [math.log(ratio) for ratio in ratios]
+    assert measured.mean_difference == pytest.approx(sum(map(abs, logs)) / 5, rel=1e-5)
+    assert measured.max_difference == pytest.approx(math.log(3), rel=1e-5)
+    expected = sum(ratio - log - 1 for ratio, log in zip(ratios, logs, strict=True)) / 5
+    assert measured.kl == pytest.approx(expected, rel=1e-5)
+    assert (measured.min_ratio, measured.mean_ratio, measured.max_ratio) == pytest.approx((0.5, 1.64, 3.0), rel=1e-5)
+
+
+def test_the_expected_mismatch_is_the_divergence_and_the_expected_ratio_is_one():
+    random = torch.Generator().manual_seed(0)
+    sampler, trainer = torch.randn(2, 3, generator=random, dtype=torch.float64).log_softmax(1)
+    every = [mismatch(trainer[None, [a]], sampler[None, [a]], torch.ones(1, 1, dtype=torch.bool)) for a in range(3)]
+    chances = sampler.exp().tolist()
+    kl = sum(chance * measured.kl for chance, measured in zip(chances, every, strict=True))
+    assert kl == pytest.approx(float((sampler.exp() * (sampler - trainer)).sum()))
+    assert sum(c * measured.mean_ratio for c, measured in zip(chances, every, strict=True)) == pytest.approx(1.0)
+
+
+def test_nothing_counted_measures_as_equal():
+    assert mismatch(OLD, OLD - 3, torch.zeros(2, 4, dtype=torch.bool)) == (0.0, 0.0, 0.0, 1.0, 1.0, 1.0)
+
+
+@given(st.integers(0, 1000), st.floats(0.05, 1.0))
+def test_the_highest_share_of_every_members_actions_is_kept(seed, quantile):
+    random = torch.Generator().manual_seed(seed)
+    entropies = torch.rand(8, 6, generator=random)
+    mask = torch.rand(8, 6, generator=random) < 0.7
+    members = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2])
+    entropies[members == 1] += 5.0  # another level: thresholds must not mix
+    mask[7] = False
+    kept = high_entropy_mask(entropies, mask, members, quantile)
+    assert not bool(kept[~mask].any())
+    for member in (0, 1):
+        own = mask & (members == member)[:, None]
+        threshold = torch.quantile(entropies[own].double(), 1 - quantile)
+        torch.testing.assert_close(kept & own, own & (entropies.double() >= threshold - 1e-7))
+        assert bool(kept[own].any())
+
+
+def test_keeping_everything_keeps_everything():
+    entropies = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[True] * 4, [True] * 2 + [False] * 2, [False] * 4])
+    assert torch.equal(high_entropy_mask(entropies, mask, torch.tensor([0, 1, 2]), 1.0), mask)

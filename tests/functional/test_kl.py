@@ -1,0 +1,92 @@
+"""Estimates of the KL divergence: exact expectations on three actions, for values and for gradients."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.functional.kl import KL_KINDS, adaptive_kl, kl_estimate
+
+
+def policies(seed):
+    """Return logits of a policy over three actions and log-probs of its reference."""
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, dtype=torch.float64, generator=random).requires_grad_()
+    return logits, torch.randn(3, dtype=torch.float64, generator=random).log_softmax(0)
+
+
+def divergence(one, other):
+    """Return KL(one || other) in nats, summed over all actions."""
+    return (one.exp() * (one - other)).sum()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_expectation_is_the_divergence(kind, seed):
+    logits, reference = policies(seed)
+    policy = logits.log_softmax(0)
+    expectation = (policy.exp() * kl_estimate(kind, policy, reference)).sum()
+    torch.testing.assert_close(expectation, divergence(policy, reference))
+    # The probabilities carry a gradient here too, so that of the expectation is that of the divergence.
+    (gradient,) = torch.autograd.grad(expectation, logits, retain_graph=True)
+    (expected,) = torch.autograd.grad(divergence(policy, reference), logits)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_as_losses_k1_teaches_nothing_k2_the_divergence_and_k3_the_reverse_one(seed):
+    """As a loss an estimate is differentiated at sampled actions: the probabilities are held fixed."""
+    logits, reference = policies(seed)
+    policy = logits.log_softmax(0)
+    gradients = {}
+    for kind in ("k1", "k2", "k3"):
+        loss = (policy.detach().exp() * kl_estimate(kind, policy, reference)).sum()
+        (gradients[kind],) = torch.autograd.grad(loss, logits, retain_graph=True)
+    (forward,) = torch.autograd.grad(divergence(policy, reference), logits, retain_graph=True)
+    (reverse,) = torch.autograd.grad(divergence(reference, policy), logits)
+    torch.testing.assert_close(gradients["k1"], torch.zeros(3, dtype=torch.float64))
+    torch.testing.assert_close(gradients["k2"], forward)
+    torch.testing.assert_close(gradients["k3"], reverse)
+    assert float(forward.abs().max()) > 1e-3
+
+
+@given(st.floats(-12, 0), st.floats(-12, 0))
+def test_every_estimate_by_its_formula(log_prob, ref_log_prob):
+    one, other = torch.tensor([[log_prob]]).double(), torch.tensor([[ref_log_prob]]).double()
+    d = log_prob - ref_log_prob
+    formulas = {"k1": d, "k2": d * d / 2, "k3": math.exp(-d) + d - 1, "abs": abs(d)}
+    assert set(formulas) == set(KL_KINDS)
+    for kind, expected in formulas.items():
+        assert float(kl_estimate(kind, one, other)) == pytest.approx(expected, rel=1e-5, abs=1e-5)
+        if kind != "k1":
+            assert float(kl_estimate(kind, one, other)) >= -1e-12
+
+
+def test_k3_stays_finite_when_the_policies_lie_worlds_apart():
+    log_probs = torch.tensor([[-500.0, 0.0]], requires_grad=True)
+    value = kl_estimate("k3", log_probs, torch.tensor([[0.0, -500.0]]))
+    value.sum().backward()
+    assert bool(value.isfinite().all())
+    assert bool(log_probs.grad.isfinite().all())
+
+
+def test_an_unknown_estimator_is_refused():
+    with pytest.raises(ValueError, match="one of k1, k2, k3, abs, got 'k4'"):
+        kl_estimate("k4", torch.zeros(1, 1), torch.zeros(1, 1))
+
+
+def test_the_adaptive_coefficient_by_hand():
+    value, kl = torch.tensor([1.0, 1.0, 2.0, 1.0, 0.5]), torch.tensor([0.1, 0.11, 5.0, 0.0, 0.09])
+    # Errors against 0.1: 0, +0.1, bound +0.2, bound -0.2, -0.1; a tenth of the horizon has passed.
+    expected = torch.tensor([1.0, 1.01, 2.04, 0.98, 0.495])
+    torch.testing.assert_close(adaptive_kl(value, kl, 0.1, 1000, 100), expected)
+
+
+def test_the_adaptive_coefficient_drives_the_divergence_to_its_target():
+    """A policy whose divergence is inverse to the coefficient settles where it meets the target."""
+    value = torch.tensor(0.01)
+    for _ in range(2000):
+        value = adaptive_kl(value, 0.02 / value, target=0.05, horizon=100, n=8)
+    assert float(value) == pytest.approx(0.4, rel=1e-3)

@@ -1,0 +1,165 @@
+"""Gradients expected over all trajectories of a small decision process equal the gradient of what is sought."""
+
+import itertools
+
+import pytest
+import torch
+
+from evogrpo.functional.advantages import advantages
+from evogrpo.functional.corrections import importance_weights
+from evogrpo.functional.kl import kl_estimate
+from evogrpo.functional.losses import LOSS_TYPES, loss_weights, policy_loss
+from evogrpo.functional.returns import returns_to_go
+
+# Three states, two actions, at most three steps: (next state, reward), None = the end.
+MOVES = {
+    (0, 0): (1, 1.0),
+    (0, 1): (2, 0.0),
+    (1, 0): (None, -2.0),
+    (1, 1): (2, 0.5),
+    (2, 0): (0, -1.0),
+    (2, 1): (None, 3.0),
+}
+STEPS = 3
+OPEN = {"clip_low": 0.999, "clip_high": 1e6}  # clips that never bind
+
+
+def trajectories():
+    """Return states, actions and rewards of every trajectory, padded, and the mask."""
+    found, front = [], [((), 0)]
+    while front:
+        path, state = front.pop()
+        for action in (0, 1):
+            following, reward = MOVES[state, action]
+            longer = (*path, (state, action, reward))
+            if following is None or len(longer) == STEPS:
+                found.append(longer)
+            else:
+                front.append((longer, following))
+    padded = [[*path, *[(0, 0, 0.0)] * (STEPS - len(path))] for path in found]
+    columns = torch.tensor(padded)
+    mask = torch.arange(STEPS) < torch.tensor([len(path) for path in found])[:, None]
+    return columns[..., 0].long(), columns[..., 1].long(), columns[..., 2].double(), mask
+
+
+STATES, ACTIONS, REWARDS, MASK = trajectories()
+PAIRS = torch.tensor(list(itertools.product(range(len(MASK)), repeat=2)))
+
+
+def policy(seed):
+    """Return logits `[state, action]`, with gradient unless they serve as a reference."""
+    return torch.randn(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def log_probs_of(logits):
+    """Return `[trajectory, step]` log-probs of the actions taken, 0 in the padding."""
+    return torch.where(MASK, logits.log_softmax(1)[STATES, ACTIONS], 0.0)
+
+
+def chances_of(logits):
+    """Return the probability of every trajectory."""
+    return log_probs_of(logits).sum(1).exp()
+
+
+def every_group_of_two(logits, **options):
+    """Return chances `[pairs]`, trajectory numbers `[2 pairs]` and advantages of every ordered pair as a group."""
+    rows = PAIRS.flatten()
+    groups = torch.arange(len(PAIRS)).repeat_interleave(2)
+    estimated = advantages(
+        rewards=REWARDS.sum(1)[rows],
+        step_rewards=torch.where(MASK, REWARDS, torch.nan)[rows],
+        group_ids=groups,
+        member_ids=torch.zeros_like(groups),
+        mask=MASK[rows],
+        **options,
+    )
+    return chances_of(logits).detach()[PAIRS].prod(1), rows, estimated
+
+
+def test_the_process_is_enumerated_whole():
+    for seed in range(3):
+        assert chances_of(policy(seed)).sum().item() == pytest.approx(1.0)
+    assert len(MASK) == 6
+    assert sorted(set(MASK.sum(1).tolist())) == [2, 3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["rloo", "mean_only"])
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "bnpo", "dr_grpo", "cispo"])
+def test_group_advantages_give_the_policy_gradient(seed, kind, loss_type):
+    """Leaving one out is unbiased; the mean includes the completion itself and shrinks the gradient by (g - 1) / g."""
+    logits = policy(seed)
+    (gradient_of_reward,) = torch.autograd.grad((chances_of(logits) * REWARDS.sum(1)).sum(), logits)
+    chances, rows, estimated = every_group_of_two(logits, kind=kind)
+    new = log_probs_of(logits)[rows]
+    losses = policy_loss(loss_type, new, new.detach(), estimated, MASK[rows], **OPEN)
+    # Every pair is a batch of its own: a member of its own to the weights.
+    weights = loss_weights(loss_type, "seq-mean-token-sum", MASK[rows], torch.arange(len(PAIRS)).repeat_interleave(2))
+    expectation = (chances.repeat_interleave(2)[:, None] * weights * losses).sum()
+    (gradient,) = torch.autograd.grad(expectation, logits)
+    share = {"rloo": 1.0, "mean_only": 0.5}[kind]
+    torch.testing.assert_close(gradient, -share * gradient_of_reward, rtol=1e-6, atol=1e-9)
+    assert float(gradient.abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_returns_to_go_give_the_same_policy_gradient(seed):
+    logits = policy(seed)
+    (expected,) = torch.autograd.grad((chances_of(logits) * REWARDS.sum(1)).sum(), logits)
+    new = log_probs_of(logits)
+    losses = policy_loss("grpo", new, new.detach(), returns_to_go(REWARDS, MASK), MASK, **OPEN)
+    (gradient,) = torch.autograd.grad((chances_of(logits).detach()[:, None] * losses).sum(), logits)
+    torch.testing.assert_close(gradient, -expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kl_in_the_rewards_gives_the_gradient_of_reward_minus_divergence(seed):
+    """The divergence between distributions of whole trajectories, by k1 at each step."""
+    logits, reference, beta = policy(seed), policy(seed + 100).detach(), 0.7
+    per_action = log_probs_of(logits) - log_probs_of(reference)
+    sought = (chances_of(logits) * (REWARDS.sum(1) - beta * per_action.sum(1))).sum()
+    (expected,) = torch.autograd.grad(sought, logits)
+    estimate = kl_estimate("k1", log_probs_of(logits), log_probs_of(reference)).detach()
+    chances, rows, estimated = every_group_of_two(logits, kind="rloo", kl_penalty=beta * estimate[PAIRS.flatten()])
+    new = log_probs_of(logits)[rows]
+    losses = policy_loss("grpo", new, new.detach(), estimated, MASK[rows], **OPEN)
+    (gradient,) = torch.autograd.grad((chances.repeat_interleave(2)[:, None] * losses / 2).sum(), logits)
+    torch.testing.assert_close(gradient, -expected, rtol=1e-6, atol=1e-9)
+
+
+PRIZES = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)  # of a bandit with three actions
+DUELS = torch.tensor(list(itertools.product(range(3), repeat=2)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("loss_type", [kind for kind in LOSS_TYPES if kind not in ("sapo", "gmpo")])
+def test_ratios_correct_for_samples_of_an_older_policy(seed, loss_type):
+    """With open clips and one action per completion, the loss is minus the reward of the *new* policy."""
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, generator=random, dtype=torch.float64).requires_grad_()
+    old = torch.randn(3, generator=random, dtype=torch.float64).log_softmax(0)
+    (expected,) = torch.autograd.grad((logits.softmax(0) * PRIZES).sum(), logits)
+    rows = DUELS.flatten()
+    groups = torch.arange(len(DUELS)).repeat_interleave(2)
+    mask = torch.ones(len(rows), 1, dtype=torch.bool)
+    estimated = advantages("rloo", rewards=PRIZES[rows], group_ids=groups, member_ids=groups, mask=mask)
+    new = logits.log_softmax(0)[rows][:, None]
+    losses = policy_loss(loss_type, new, old[rows][:, None], estimated, mask, **OPEN)
+    chances = old.exp()[DUELS].prod(1).repeat_interleave(2)[:, None]
+    (gradient,) = torch.autograd.grad((chances * losses / 2).sum(), logits)
+    torch.testing.assert_close(gradient, -expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kind", ["token_truncate", "sequence_mask"])
+def test_importance_weights_correct_for_a_foreign_sampler(seed, kind):
+    """A cap out of reach: trajectories drawn by another policy give the policy gradient of this one."""
+    logits, sampler = policy(seed), policy(seed + 50).detach()
+    (expected,) = torch.autograd.grad((chances_of(logits) * REWARDS.sum(1)).sum(), logits)
+    new = log_probs_of(logits)
+    factor = importance_weights(kind, new, log_probs_of(sampler), MASK, cap=1e9)
+    if kind.startswith("token"):
+        factor = torch.where(MASK, factor, 1.0).prod(1, keepdim=True)  # per action they make up the trajectory's
+    losses = factor * policy_loss("grpo", new, new.detach(), REWARDS.sum(1, keepdim=True), MASK, **OPEN)
+    (gradient,) = torch.autograd.grad((chances_of(sampler)[:, None] * losses).sum(), logits)
+    torch.testing.assert_close(gradient, -expected, rtol=1e-6, atol=1e-9)

@@ -1,0 +1,188 @@
+"""Advantages of single actions: by hand on ragged groups, against slow references, and the known traps."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.functional.advantages import advantages, group_advantages
+from evogrpo.functional.returns import (
+    normalised_step_rewards,
+    process_advantages,
+    return_to_go_group,
+    return_to_go_timestep,
+    returns_to_go,
+)
+from tests.oracles import slow_advantages
+
+NAN = float("nan")
+KINDS = ("process", "return_to_go_group", "return_to_go_timestep")
+EPISODES = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(-3, 3), min_size=1, max_size=7)), min_size=2, max_size=8
+).filter(lambda rows: all([g for g, _ in rows].count(g) > 1 for g, _ in rows))
+
+
+def padded(episodes, value=NAN):
+    """Return step rewards and mask of ragged episodes."""
+    width = max(map(len, episodes)) + 1
+    steps = torch.tensor([[*map(float, row)] + [value] * (width - len(row)) for row in episodes])
+    return steps, torch.arange(width) < torch.tensor([len(row) for row in episodes])[:, None]
+
+
+@given(EPISODES, st.floats(0, 1))
+def test_discounted_returns_equal_the_sum_over_what_lies_ahead(rows, gamma):
+    episodes = [row for _, row in rows]
+    steps, mask = padded(episodes, value=99.0)
+    actual = returns_to_go(steps, mask, gamma)
+    for row, episode in enumerate(episodes):
+        expected = torch.tensor(slow_advantages.returns_to_go(episode, gamma))
+        torch.testing.assert_close(actual[row, : len(episode)], expected, rtol=1e-6, atol=1e-6)
+        assert not bool(actual[row, len(episode) :].any())
+
+
+def test_every_row_has_a_discount_of_its_own_and_long_returns_are_summed_to_the_end():
+    gamma = torch.tensor([[1.0], [0.5], [0.0]])
+    actual = returns_to_go(torch.ones(3, 1000), torch.ones(3, 1000, dtype=torch.bool), gamma)
+    assert torch.equal(actual[0], torch.arange(1000, 0, -1).float())
+    torch.testing.assert_close(actual[1], 2 - 0.5 ** torch.arange(999, -1, -1).float())
+    assert torch.equal(actual[2], torch.ones(1000))
+
+
+def test_what_stands_between_actions_does_not_age_a_reward():
+    mask = torch.tensor([[True, False, False, True, True]])
+    steps = torch.tensor([[1.0, 50.0, NAN, 4.0, 8.0]])
+    expected = torch.tensor([[1 + 2 + 2, 0.0, 0.0, 4 + 4, 8.0]])
+    torch.testing.assert_close(returns_to_go(steps, mask, 0.5), expected)
+
+
+@given(EPISODES, st.sampled_from(KINDS), st.sampled_from([1.0, 0.9, 0.5]))
+def test_every_estimator_equals_the_slow_reference(rows, kind, gamma):
+    groups, episodes = [group for group, _ in rows], [row for _, row in rows]
+    steps, mask = padded(episodes)
+    numbers = torch.tensor(groups)
+    actual = advantages(
+        kind,
+        rewards=steps.nansum(1),
+        step_rewards=steps,
+        group_ids=numbers,
+        member_ids=torch.zeros_like(numbers),
+        mask=mask,
+        gamma=gamma,
+        eps=0.01,
+    )
+    expected = slow_advantages.of_actions(kind, episodes, groups, gamma, 0.01)
+    for row, values in enumerate(expected):
+        torch.testing.assert_close(actual[row, : len(values)], torch.tensor(values), rtol=1e-4, atol=1e-5)
+    assert not bool(actual[~mask].any())
+
+
+def test_absorbing_returns_on_a_ragged_group_by_hand():
+    # Returns: 3 2 1 | 1 - - | 2 1 -; the ended episodes stand in their columns with 0.
+    steps, mask = padded([[1, 1, 1], [1], [1, 1]])
+    group = torch.zeros(3, dtype=torch.long)
+    third = 3**0.5
+    expected = torch.tensor([[1.0, 1.0, 2 / third, 0], [-1.0, 0, 0, 0], [0.0, 0.0, 0.0, 0]])
+    torch.testing.assert_close(return_to_go_timestep(steps, mask, group, eps=0.0), expected)
+
+
+def test_the_outcome_is_normalised_over_all_returns_of_the_group_by_hand():
+    steps, mask = padded([[1, 1], [0]])  # returns 2, 1 and 0: mean 1, deviation 1
+    actual = return_to_go_group(steps, mask, torch.zeros(2, dtype=torch.long), eps=0.0)
+    torch.testing.assert_close(actual, torch.tensor([[1.0, 0.0, 0.0], [-1.0, 0.0, 0.0]]))
+
+
+def test_step_rewards_normalised_over_the_group_and_summed_ahead_by_hand():
+    steps, mask = padded([[0, 1, 2], [3, 4]])  # mean 2, deviation sqrt(2.5)
+    unit = 2.5**0.5
+    expected = torch.tensor([[-3.0, -1.0, 0.0, 0.0], [3.0, 2.0, 0.0, 0.0]]) / unit
+    actual = process_advantages(steps, mask, torch.zeros(2, dtype=torch.long), 0.0)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("reward", [1.0, -1.0, 0.1])
+def test_equal_step_rewards_make_the_process_variant_blind_and_the_other_two_not(reward):
+    """CartPole and MountainCar: who lasts longer must not go unnoticed."""
+    steps, mask = padded([[reward] * 8, [reward] * 3, [reward] * 5])
+    group = torch.zeros(3, dtype=torch.long)
+    assert not bool(process_advantages(steps, mask, group, 1e-8).any())
+    for estimator in (return_to_go_group, return_to_go_timestep):
+        actual = estimator(steps, mask, group, eps=1e-8)
+        assert float(actual[0, 0]) * reward > 0 > float(actual[1, 0]) * reward
+
+
+def test_the_tail_of_a_perfect_episode_cut_by_a_time_limit_scores_below_the_mean_in_the_group_variant_only():
+    steps, mask = padded([[1] * 10, [1] * 4, [1] * 4])
+    group = torch.zeros(3, dtype=torch.long)
+    assert float(return_to_go_group(steps, mask, group)[0, 9]) < 0
+    assert bool((return_to_go_timestep(steps, mask, group)[0, :10] > 0).all())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_identical_episodes_teach_at_most_their_own_course(kind):
+    steps, mask = padded([[0.1, -0.7, 0.3]] * 6)
+    group = torch.zeros(6, dtype=torch.long)
+    options = {"rewards": steps.nansum(1), "group_ids": group, "member_ids": group, "mask": mask, "eps": 1e-8}
+    actual = advantages(kind, step_rewards=steps, **options)
+    assert torch.equal(actual, actual[:1].expand_as(actual))
+    if kind == "return_to_go_timestep":
+        assert not bool(actual.any())
+
+
+def test_one_reward_at_the_end_makes_the_process_variant_the_outcome_variant():
+    """Places without a reward are no rewards of 0: they stay out of the group's mean."""
+    rewards, group = torch.tensor([1.0, 0.0, 0.5, 1.0]), torch.tensor([0, 0, 1, 1])
+    mask = torch.arange(5) < torch.tensor([2, 5, 1, 3])[:, None]
+    options = {"rewards": rewards, "group_ids": group, "member_ids": group, "mask": mask}
+    expected = torch.where(mask, group_advantages(rewards, group)[:, None], 0.0)
+    torch.testing.assert_close(advantages("process", **options), expected)
+    torch.testing.assert_close(advantages("outcome", **options), expected)
+    steps = torch.where(mask, 0.0, NAN)
+    steps[torch.arange(4), mask.sum(1) - 1] = rewards
+    assert float((advantages("process", step_rewards=steps, **options) - expected).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_episode_without_any_reward_stays_out_of_the_statistics(kind):
+    steps, mask = padded([[1, 2], [5], [0, 0, 0]])
+    steps[2] = NAN
+    group = torch.zeros(3, dtype=torch.long)
+    options = {"gamma": 0.9, "eps": 0.01}
+    actual = advantages(
+        kind, rewards=steps[:, 0], step_rewards=steps, group_ids=group, member_ids=group, mask=mask, **options
+    )
+    alone = advantages(
+        kind,
+        rewards=steps[:2, 0],
+        step_rewards=steps[:2],
+        group_ids=group[:2],
+        member_ids=group[:2],
+        mask=mask[:2],
+        **options,
+    )
+    assert torch.equal(actual[:2], alone)
+    assert not bool(actual[2].any())
+
+
+@given(EPISODES, st.sampled_from(KINDS))
+def test_neighbouring_groups_and_padding_change_nothing(rows, kind):
+    groups, episodes = torch.tensor([group for group, _ in rows]), [row for _, row in rows]
+    steps, mask = padded(episodes)
+    options = {"rewards": steps.nansum(1), "member_ids": groups, "group_ids": groups}
+    together = advantages(kind, step_rewards=steps, mask=mask, **options)
+    own = groups == groups[0]
+    width = int(mask[own].sum(1).max())
+    alone = advantages(
+        kind,
+        step_rewards=steps[own][:, :width],
+        mask=mask[own][:, :width],
+        **{name: values[own] for name, values in options.items()},
+    )
+    torch.testing.assert_close(together[own][:, :width], alone, rtol=1e-6, atol=1e-6)
+
+
+def test_normalised_step_rewards_keep_their_gaps():
+    steps, mask = padded([[1, 3], [5]])
+    steps[0, 0] = NAN
+    actual = normalised_step_rewards(steps, mask, torch.zeros(2, dtype=torch.long), 0.0)
+    half = 0.5**0.5
+    torch.testing.assert_close(actual, torch.tensor([[NAN, -half, NAN], [half, NAN, NAN]]), equal_nan=True)

@@ -1,0 +1,184 @@
+"""A learning step as the papers write it: PEFT and PyTorch's AdamW, one completion and one action at a time."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evogrpo.functional.losses import AGGREGATION_OF
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.objective import STEP_ADVANTAGES, Objective
+from evogrpo.records import Batch
+from tests.oracles.peft_members import PeftMember
+from tests.oracles.slow_advantages import gdpo, of_actions, of_completions, returns_to_go
+from tests.oracles.slow_losses import member_loss
+
+
+@dataclass(frozen=True)
+class Row:
+    """One completion: what was asked and answered, and which tokens count."""
+
+    prompt: tuple[int, ...]
+    tokens: list[int]
+    counted: list[bool]
+
+    def pick(self, values: Tensor) -> Tensor:
+        """Return the entries of the tokens that count."""
+        return values[torch.tensor(self.counted)]
+
+
+def rows_of(batch: Batch) -> list[Row]:
+    """Take a batch of one member apart."""
+    prompts = [batch.inputs.prompts[number] for number in batch.inputs.prompt_ids.tolist()]
+    present, counted = batch.present, batch.action_mask
+    return [
+        Row(prompts[row], batch.actions[row][present[row]].tolist(), counted[row][present[row]].tolist())
+        for row in range(len(batch))
+    ]
+
+
+def divergence(kind: str, now: Tensor, reference: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) at each action."""
+    difference = now - reference
+    return {
+        "k1": difference,
+        "k2": difference**2 / 2,
+        "k3": torch.exp(-difference) - 1 + difference,
+        "abs": difference.abs(),
+    }[kind]
+
+
+def clipped(values: Sequence[float], bound: float | None) -> list[float]:
+    return list(values) if bound is None else [min(max(value, -bound), bound) for value in values]
+
+
+def advantages_of(
+    batch: Batch, objective: Objective, h: Hyperparameters, penalties: Sequence[Sequence[float]] | None = None
+) -> list[list[float]]:
+    """Return the advantage of every counted action, in the order that `Objective` documents, without whitening."""
+    kind, eps, members = objective.advantage, objective.advantage_eps, [0] * len(batch)
+    groups = batch.group_ids.tolist()
+    lengths = batch.action_mask.sum(1).tolist()
+    if kind in STEP_ADVANTAGES:
+        assert batch.step_rewards is not None
+        episodes = [batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))]
+        values = of_actions(kind, episodes, groups, h.gamma, eps)
+    else:
+        if kind == "gdpo":
+            assert batch.reward_components is not None
+            scores = gdpo(batch.reward_components.tolist(), batch.component_weights, groups, members, eps)
+        else:
+            scores = of_completions(kind, batch.rewards.tolist(), groups, members, eps)
+        values = []
+        for row, (score, length) in enumerate(zip(clipped(scores, objective.reward_clip), lengths, strict=True)):
+            steps = [0.0] * (length - 1) + [score] if length else []
+            if penalties is not None and not batch.rewards[row].isnan():
+                steps = clipped(
+                    [step - cost for step, cost in zip(steps, penalties[row], strict=True)], objective.reward_clip
+                )
+            values.append(returns_to_go(steps, h.gamma))
+    return [clipped(row, h.advantage_clip) for row in values]
+
+
+class ByHand:
+    """One member that learns alone, from one batch, as the papers write it.
+
+    Args:
+        member: Its policy as a PEFT model of its own; trained in place.
+        batch: Rows of this member alone.
+        h: Its hyperparameters.
+        objective: Its own objective.
+        reference: The reference policy; None = the base.
+        eps: AdamW's.
+    """
+
+    def __init__(
+        self,
+        member: PeftMember,
+        batch: Batch,
+        h: Hyperparameters,
+        objective: Objective,
+        *,
+        reference: PeftMember | None = None,
+        eps: float = 1e-5,
+        max_completion_length: int = 6,
+    ) -> None:
+        self.member, self.rows, self.h, self.objective = member, rows_of(batch), h, objective
+        self.max_completion_length = max_completion_length
+        self.optimizer = torch.optim.AdamW(member.parameters.values(), lr=h.lr, eps=eps, weight_decay=0.0)
+        with torch.no_grad():
+            self.old = [self.log_probs(row) for row in self.rows]
+            if reference is None:
+                with member.model.disable_adapter():
+                    self.reference = [self.log_probs(row) for row in self.rows]
+            else:
+                self.reference = [self.log_probs(row, reference) for row in self.rows]
+        penalties = None
+        if objective.kl_placement == "reward":
+            penalties = [
+                (h.beta * divergence(objective.kl_estimator, old, ref)).tolist()
+                for old, ref in zip(self.old, self.reference, strict=True)
+            ]
+        self.advantages = advantages_of(batch, objective, h, penalties)
+
+    def log_probs(self, row: Row, member: PeftMember | None = None) -> Tensor:
+        """Return those of the counted tokens."""
+        return row.pick((member or self.member).log_probs(row.prompt, row.tokens, temperature=self.h.temperature))
+
+    def loss(self, chosen: Sequence[int], old: Sequence[Tensor] | None = None) -> Tensor:
+        """Return the loss of an optimizer step of the given rows, in float64."""
+        objective, h = self.objective, self.h
+        mode = objective.aggregation or AGGREGATION_OF[objective.loss_type]
+        rows = [self.rows[number] for number in chosen]
+        new = [self.log_probs(row).double() for row in rows]
+        low, high = h.clip_bounds
+        total = member_loss(
+            objective.loss_type,
+            mode,
+            [list(values) for values in new],
+            [(self.old if old is None else old)[number].tolist() for number in chosen],
+            [self.advantages[number] for number in chosen],
+            max_completion_length=self.max_completion_length,
+            clip_low=low,
+            clip_high=high,
+            dual_clip=objective.dual_clip,
+            delta=objective.delta,
+            sapo_tau_positive=objective.sapo_tau_positive,
+            sapo_tau_negative=objective.sapo_tau_negative,
+            cispo_clip_low=objective.cispo_clip_low,
+        )
+        actions = sum(len(values) for values in new)
+        for number, row, values in zip(chosen, rows, new, strict=True):
+            extra = 0.0 * values  # so that a step in which every action is clipped has a gradient, of zeros
+            if h.beta and objective.kl_placement == "loss":
+                extra = h.beta * divergence(objective.kl_estimator, values, self.reference[number].double())
+                if objective.kl_bias_correction:
+                    difference = values - (self.old if old is None else old)[number].double()
+                    per_completion = objective.loss_type in ("gspo", "luspo")
+                    extra = extra * torch.exp(difference.mean() if per_completion else difference)
+            if h.entropy_coef:
+                entropies = self.member.entropies(row.prompt, row.tokens, temperature=h.temperature)
+                extra = extra - h.entropy_coef * row.pick(entropies).double()
+            amount = {
+                "token-mean": actions,
+                "seq-mean-token-sum": len(rows),
+                "seq-mean-token-mean": len(rows) * max(len(values), 1),
+                "seq-mean-token-sum-norm": len(rows) * self.max_completion_length,
+            }[mode]
+            total = total + extra.sum() / amount
+        return total
+
+    def learn(self, plan: Sequence[Tensor]) -> list[float]:
+        """Take one optimizer step for each entry of the plan; return the losses."""
+        losses = []
+        for chosen in plan:
+            self.optimizer.zero_grad()
+            loss = self.loss(chosen.tolist())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.member.parameters.values(), self.h.max_grad_norm)
+            self.optimizer.step()
+            losses.append(float(loss.detach()))
+        assert all(map(math.isfinite, losses))
+        return losses

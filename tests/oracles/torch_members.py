@@ -1,0 +1,77 @@
+"""What a stacked bank must equal: each member as its own torch module, distribution and torch.optim.AdamW."""
+
+from itertools import pairwise
+
+import torch
+from gymnasium import spaces
+from torch import Tensor, distributions, nn
+
+from evogrpo.policies.architecture import NetworkConfig
+from evogrpo.policies.stacked import StackedBank
+
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU}
+
+
+class TorchMember(nn.Module):
+    """One member that observes vectors, with the weights of a slot of a bank; actions counted from 0."""
+
+    def __init__(self, bank: StackedBank, slot: int, inputs: int, space: spaces.Space) -> None:
+        super().__init__()
+        config = bank.architecture(slot)
+        assert isinstance(config, NetworkConfig)
+        self.space = space
+        self.box = isinstance(space, spaces.Box)
+        outputs = {spaces.Box: lambda: space.shape[0], spaces.MultiBinary: lambda: space.n}.get(
+            type(space), lambda: int(getattr(space, "n", 0) or space.nvec.sum())
+        )()
+        sizes = [inputs, *config.hidden, outputs]
+        layers = []
+        for fan_in, fan_out in pairwise(sizes):
+            layers += [nn.Linear(fan_in, fan_out), ACTIVATIONS[config.activation]()]
+        self.layers = nn.Sequential(*layers[:-1])
+        if self.box:
+            self.log_std = nn.Parameter(torch.zeros(outputs))
+        self.load(bank.state(slot)["weights"])
+
+    def ordered(self) -> list[nn.Parameter]:
+        """Return parameters in the order of a bank's flat vector: layer by layer, weight first, log_std last."""
+        values = [p for layer in self.layers if isinstance(layer, nn.Linear) for p in (layer.weight, layer.bias)]
+        return [*values, self.log_std] if self.box else values
+
+    def load(self, flat: Tensor) -> None:
+        """Take the weights of a flat vector, which holds matrices as [in, out]."""
+        start = 0
+        with torch.no_grad():
+            for parameter in self.ordered():
+                part = flat[start : start + parameter.numel()]
+                parameter.copy_(part.view(parameter.shape[::-1]).T if parameter.ndim == 2 else part)
+                start += parameter.numel()
+        assert start == len(flat)
+
+    def flat(self) -> Tensor:
+        """Return the weights as a flat vector of the bank's kind."""
+        return torch.cat([p.detach().T.flatten() if p.ndim == 2 else p.detach() for p in self.ordered()])
+
+    def log_probs_and_entropies(
+        self, observations: Tensor, actions: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return both `[n, t]` for observations `[n, t, f]`, by torch.distributions."""
+        outputs, heat = self.layers(observations), temperature[:, None, None]
+        match self.space:
+            case spaces.Box():
+                low, high = (torch.from_numpy(bound.copy()) for bound in (self.space.low, self.space.high))
+                bounded = (low.isfinite() & high.isfinite()).float()
+                middle = torch.where(bounded > 0, (low + high) / 2, 0.0)
+                half = torch.where(bounded > 0, (high - low) / 2, 1.0)
+                law = distributions.Normal(middle + half * outputs, half * self.log_std.exp() * heat.sqrt())
+                return law.log_prob(actions).sum(2), law.entropy().sum(2)
+            case spaces.MultiBinary():
+                law = distributions.Bernoulli(logits=outputs / heat)
+                return law.log_prob(actions.float()).sum(2), law.entropy().sum(2)
+            case spaces.Discrete():
+                parts, chosen = [outputs], [actions]
+            case _:
+                parts, chosen = outputs.split(self.space.nvec.tolist(), dim=2), actions.unbind(2)
+        laws = [distributions.Categorical(logits=part / heat) for part in parts]
+        log_probs = sum(law.log_prob(action) for law, action in zip(laws, chosen, strict=True))
+        return log_probs, sum(law.entropy() for law in laws)
