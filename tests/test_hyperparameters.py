@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 import evogrpo
 from evogrpo.hyperparameters import (
+    CATEGORIES,
     HYPERPARAMETER_NAMES,
     HyperparameterConfig,
     Hyperparameters,
     RLParameter,
     feasible_group_sizes,
+    is_categorical,
     is_integer,
     unknown_name_error,
 )
@@ -38,10 +40,18 @@ def test_numbers_only_rooms_do_not_load_torch(module):
 
 class TestHyperparameters:
     @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
-    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", None, [1], 1j])
-    def test_nothing_but_a_finite_positive_number_is_accepted(self, name, value):
+    @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", [1], 1j])
+    def test_nothing_but_a_finite_positive_number_or_a_known_name_is_accepted(self, name, value):
         with pytest.raises(ValueError, match=name):
             Hyperparameters(**{name: value})
+
+    @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
+    def test_none_is_accepted_where_it_has_a_meaning(self, name):
+        if name in ("clip_low", "clip_high", "advantage_clip", "loss_type", "advantage"):
+            assert getattr(Hyperparameters(**{name: None}), name) is None
+        else:
+            with pytest.raises(ValueError, match=name):
+                Hyperparameters(**{name: None})
 
     @pytest.mark.parametrize(
         ("name", "value"),
@@ -56,6 +66,15 @@ class TestHyperparameters:
             ("batch_size", 0),
             ("group_size", 4.0),
             ("update_epochs", np.float64(2)),
+            ("clip_low", 0),
+            ("clip_low", 1.01),
+            ("clip_high", 0),
+            ("advantage_clip", 0),
+            ("gamma", 1.01),
+            ("loss_type", "GRPO"),
+            ("loss_type", "gdpo"),
+            ("advantage", "grpo"),
+            ("advantage", 1),
         ],
     )
     def test_values_outside_the_range_or_type_are_refused(self, name, value):
@@ -64,7 +83,11 @@ class TestHyperparameters:
 
     @pytest.mark.parametrize(
         ("name", "value"),
-        [("beta", 0), ("group_size", 2), ("update_epochs", 1), ("batch_size", 1), ("clip_coef", 0.999), ("lr", 1e-300)],
+        [
+            *(("beta", 0), ("group_size", 2), ("update_epochs", 1), ("batch_size", 1), ("clip_coef", 0.999)),
+            *(("lr", 1e-300), ("clip_low", 1), ("clip_high", 5), ("entropy_coef", 0), ("gamma", 0), ("gamma", 1)),
+            ("advantage_clip", 1e-9),
+        ],
     )
     def test_values_at_the_edge_are_accepted(self, name, value):
         assert getattr(Hyperparameters(**{name: value}), name) == value
@@ -85,8 +108,34 @@ class TestHyperparameters:
             dataclasses.replace(record, clip_coef=2.0)
 
     def test_json_round_trip(self):
-        record = Hyperparameters(lr=1 / 3, group_size=6)
+        record = Hyperparameters(lr=1 / 3, group_size=6, clip_high=0.28, loss_type="cispo", gamma=0.5)
         assert Hyperparameters.from_json(json.loads(json.dumps(record.to_json()))) == record
+
+    @pytest.mark.parametrize(
+        ("fields", "expected"),
+        [
+            ({}, (0.3, 0.3)),
+            ({"clip_low": 0.1}, (0.1, 0.3)),
+            ({"clip_high": 0.5}, (0.3, 0.5)),
+            ({"clip_low": 1.0, "clip_high": 4.0}, (1.0, 4.0)),
+        ],
+    )
+    def test_one_place_resolves_the_clip(self, fields, expected):
+        assert Hyperparameters(clip_coef=0.3, **fields).clip_bounds == expected
+
+    def test_none_stands_for_a_number(self):
+        record = Hyperparameters(clip_coef=0.3)
+        assert (record.number("clip_low"), record.number("clip_high")) == (0.3, 0.3)
+        assert record.number("advantage_clip") == np.inf
+        assert Hyperparameters(advantage_clip=2).number("advantage_clip") == 2
+        assert record.number("group_size") == 8
+        with pytest.raises(ValueError, match="loss_type is a name"):
+            record.number("loss_type")
+
+    @pytest.mark.parametrize("name", CATEGORIES)
+    def test_every_name_of_a_category_is_accepted(self, name):
+        for value in CATEGORIES[name]:
+            assert getattr(Hyperparameters(**{name: value}), name) == value
 
     def test_json_with_an_unknown_name_is_refused_with_the_nearest_one(self):
         with pytest.raises(ValueError, match="unknown hyperparameter 'group_sise': did you mean 'group_size'"):
@@ -127,16 +176,48 @@ class TestRLParameter:
             {"choices": "48"},
             {"choices": [1, True]},
             {"choices": [1, float("nan")]},
+            {"choices": ["grpo"]},
+            {"choices": ["grpo", "grpo"]},
+            {"choices": ["grpo", 1]},
+            {"choices": ["grpo", "dapo"], "scale": "log"},
+            {"choices": [1, 2], "founders": (1, 2)},
+            {"min": 1, "max": 4, "founders": (0.5, 2)},
+            {"min": 1, "max": 4, "founders": (2, 5)},
+            {"min": 1, "max": 4, "founders": (3, 2)},
+            {"min": 1, "max": 4, "founders": (1, 2, 3)},
         ],
     )
     def test_fields_that_describe_no_range_and_no_ladder_are_refused(self, fields):
         with pytest.raises(ValueError, match=r"got|unknown scale"):
             RLParameter(**fields)
 
+    def test_founders_are_part_of_the_range_and_of_its_json(self):
+        parameter = RLParameter(min=1, max=4, founders=[1, 2])
+        assert parameter.founders == (1, 2)
+        assert RLParameter.from_json(parameter.to_json()) == parameter
+        with pytest.raises(ValueError, match="group_size takes no founders"):
+            HyperparameterConfig(group_size=RLParameter(min=2, max=8, founders=(2, 4)))
+
     def test_a_ladder_is_stored_in_ascending_order(self):
         assert RLParameter(choices=[16, 4, 8]).choices == (4, 8, 16)
 
-    @pytest.mark.parametrize("parameter", [RLParameter(min=1e-6, max=1, scale="log"), RLParameter(choices=[2, 4])])
+    def test_names_keep_their_order_and_have_no_bounds(self):
+        parameter = RLParameter(choices=["sapo", "grpo", "dapo"])
+        assert parameter.choices == parameter.names == ("sapo", "grpo", "dapo")
+        assert parameter.ladder == ()
+        with pytest.raises(ValueError, match="names have no bounds"):
+            _ = parameter.bounds
+        assert RLParameter(choices=[2, 1]).ladder == (1, 2)
+        assert RLParameter(choices=[2, 1]).names == RLParameter(min=1, max=2).names == ()
+
+    @pytest.mark.parametrize(
+        "parameter",
+        [
+            RLParameter(min=1e-6, max=1, scale="log"),
+            RLParameter(choices=[2, 4]),
+            RLParameter(choices=["sapo", "grpo"]),
+        ],
+    )
     def test_json_round_trip(self, parameter):
         assert RLParameter.from_json(json.loads(json.dumps(parameter.to_json()))) == parameter
 
@@ -159,6 +240,12 @@ class TestHyperparameterConfig:
             ("group_size", RLParameter(min=2.5, max=8)),
             ("update_epochs", RLParameter(choices=[1, 1.5])),
             ("lr", (0.1, 0.2)),
+            ("lr", RLParameter(choices=["fast", "slow"])),
+            ("loss_type", RLParameter(choices=["grpo", "ppo"])),
+            ("loss_type", RLParameter(choices=[1, 2])),
+            ("advantage", RLParameter(min=0.1, max=1)),
+            ("clip_low", RLParameter(min=0.1, max=1.1)),
+            ("gamma", RLParameter(choices=[0.9, 1.1])),
         ],
     )
     def test_illegal_bounds_and_choices_are_refused_up_front(self, name, parameter):
@@ -176,6 +263,11 @@ class TestHyperparameterConfig:
             lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=2.0), group_size=RLParameter(choices=[4, 8, 16])
         )
         assert HyperparameterConfig.from_json(json.loads(json.dumps(space.to_json()))) == space
+
+    def test_the_categories_are_the_names(self):
+        assert {name for name in HYPERPARAMETER_NAMES if is_categorical(name)} == {"loss_type", "advantage"}
+        with pytest.raises(ValueError, match="did you mean 'loss_type'"):
+            is_categorical("loss_typ")
 
     def test_integer_hyperparameters_are_the_counts(self):
         assert {name for name in HYPERPARAMETER_NAMES if is_integer(name)} == {

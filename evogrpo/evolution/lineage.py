@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from evogrpo.evolution.mutation import Changes
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.hyperparameters import Hyperparameters, Value
+
+NETWORK = "network"
+"""What a change of a network's architecture is called among a birth's changes; old and new are words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,8 +100,8 @@ class Change:
     index: int
     born: int
     name: str
-    old: float
-    new: float
+    old: Value
+    new: Value
 
 
 @dataclass(frozen=True)

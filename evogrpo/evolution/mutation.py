@@ -12,14 +12,16 @@ from evogrpo.hyperparameters import (
     HyperparameterConfig,
     Hyperparameters,
     RLParameter,
+    Value,
     feasible_group_sizes,
     finite_number,
+    is_categorical,
     is_integer,
     refuse_unknown,
     whole_number,
 )
 
-Changes = Mapping[str, tuple[float, float]]
+Changes = Mapping[str, tuple[Value, Value]]
 """Each hyperparameter that changed, by name: (old value, new value)."""
 
 
@@ -46,12 +48,14 @@ class Mutation:
     def __call__(
         self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
     ) -> tuple[Hyperparameters, Changes]:
-        """Move some hyperparameters to a neighbouring value, up or down with equal chance.
+        """Move some hyperparameters: numbers to a neighbouring value, up or down with equal chance, names to any other.
+
+        A None moves from the number it stands for (see `Hyperparameters.number`).
 
         Args:
             hyperparameters: The parent's.
             space: What evolves, and the size of a step (see `neighbour`).
-            rng: The generator of these draws; the number of draws depends on the space alone.
+            rng: The generator of these draws; how many there are depends on the space alone.
 
         Returns:
             The child's hyperparameters, and what changed: at least one entry unless the space is empty.
@@ -64,11 +68,17 @@ class Mutation:
         spare = rng.integers(len(names))
         if not moves.any():
             moves[spare] = True
-        proposed: dict[str, Any] = {
-            name: neighbour(space[name], getattr(hyperparameters, name), upward=bool(up), integer=is_integer(name))
-            for name, move, up in zip(names, moves, upward, strict=True)
-            if move
-        }
+        # Drawn for every set of names, whether it moves or not.
+        picks = {name: float(rng.random()) for name in names if is_categorical(name)}
+        proposed: dict[str, Any] = {}
+        for name, move, up in zip(names, moves, upward, strict=True):
+            if not move:
+                continue
+            if name in picks:
+                proposed[name] = other_name(space[name], getattr(hyperparameters, name), picks[name])
+            else:
+                value = hyperparameters.number(name)
+                proposed[name] = neighbour(space[name], value, upward=bool(up), integer=is_integer(name))
         child = dataclasses.replace(hyperparameters, **proposed)
         return child, {name: (getattr(hyperparameters, name), getattr(child, name)) for name in proposed}
 
@@ -87,13 +97,20 @@ class Mutation:
         return cls(**values)
 
 
+def other_name(parameter: RLParameter, value: str | None, fraction: float) -> str:
+    """Return one of the names other than `value`, each with equal chance for a uniform `fraction` in [0, 1)."""
+    others = [name for name in parameter.names if name != value]
+    return others[min(int(fraction * len(others)), len(others) - 1)]
+
+
 def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bool) -> float:
     """Return the value one step away, which always differs from `value`.
 
     A log step multiplies or divides by `factor`, so that a step up and a step down cancel; a linear step adds or
     subtracts (`factor` - 1) times the range. Integers are rounded and move by at least 1; a ladder moves one rung.
     A step that would leave the range is taken the other way, so no bound is absorbing; in a range too narrow for
-    either, the value moves to the farther bound. A value outside the range moves to the nearer bound or rung.
+    either, the value moves to the farther bound. A value outside the range, infinity included, moves to the nearer
+    bound or rung.
 
     Args:
         parameter: The range or ladder.
@@ -105,8 +122,8 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
         A value of the range or ladder.
     """
     if parameter.choices is not None:
-        above = [rung for rung in parameter.choices if rung > value]
-        below = [rung for rung in parameter.choices if rung < value]
+        above = [rung for rung in parameter.ladder if rung > value]
+        below = [rung for rung in parameter.ladder if rung < value]
         return above[0] if above and (upward or not below) else below[-1]
     low, high = parameter.bounds
     if not low <= value <= high:
@@ -145,7 +162,8 @@ def spread_members(
     """Choose the hyperparameters of a first population: the defaults, then a Latin hypercube over the space.
 
     Each evolving hyperparameter's range is cut into `size` - 1 parts of equal width on its scale and every part gets
-    one member, so that even a small population covers every range; each value alone is (log-)uniform.
+    one member, so that even a small population covers every range; each value alone is (log-)uniform. Names share the
+    members as evenly as they can.
 
     Args:
         defaults: The first member, untouched even where it lies outside the space; also the values that stay fixed.
@@ -174,12 +192,15 @@ def spread_members(
     for name, parameter in space.items():
         fractions = (rng.permutation(size - 1) + rng.random(size - 1)) / max(size - 1, 1)
         for member, fraction in zip(others, fractions, strict=True):
-            member[name] = quantile(parameter, float(fraction), integer=is_integer(name))
+            if is_categorical(name):
+                member[name] = parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
+            else:
+                member[name] = quantile(parameter, float(fraction), integer=is_integer(name))
     return (defaults, *(dataclasses.replace(defaults, **member) for member in others))
 
 
 def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float:
-    """Return the value with `fraction`, in [0, 1], of the range below it, measured on the range's scale.
+    """Return the value with `fraction`, in [0, 1], of the founders' range below it, measured on the range's scale.
 
     Args:
         parameter: The range or ladder.
@@ -190,8 +211,8 @@ def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float
         A value of the range or ladder.
     """
     if parameter.choices is not None:
-        return parameter.choices[min(int(fraction * len(parameter.choices)), len(parameter.choices) - 1)]
-    low, high = parameter.bounds
+        return parameter.ladder[min(int(fraction * len(parameter.ladder)), len(parameter.ladder) - 1)]
+    low, high = parameter.founders or parameter.bounds
     if parameter.scale == "log":
         value = low * math.pow(high / low, fraction)
         value = round(value) if integer else value

@@ -84,6 +84,11 @@ class Plan:
 class Strategy(Protocol):
     """A rule of evolution. It holds settings only: what it decides depends on its arguments alone."""
 
+    @property
+    def mutates(self) -> bool:
+        """Whether children may differ from their parents; asked only where networks evolve."""
+        ...
+
     def plan(
         self,
         members: Sequence[MemberRecord],
@@ -153,6 +158,11 @@ class Tournament:
         if self.mutation is None and not self.elitism:
             raise ValueError("elitism=False mutates the best member and mutation=None never mutates: set one of them")
 
+    @property
+    def mutates(self) -> bool:
+        """Whether children differ from their parents."""
+        return self.mutation is not None
+
     def plan(
         self,
         members: Sequence[MemberRecord],
@@ -186,6 +196,8 @@ class NoEvolution:
 
     Only failed members are replaced, by exact clones of healthy members drawn at random.
     """
+
+    mutates = False
 
     def plan(
         self,

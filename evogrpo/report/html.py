@@ -179,7 +179,7 @@ def _lineage(summary: RunSummary) -> str:
     return f"<h2>How member #{_escape(best)} came to be</h2>\n{_table(heads, rows)}"
 
 
-def changes_text(changes: Mapping[str, tuple[float | None, float | None]]) -> str:
+def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:
     """Write what changed at a birth, such as `lr 0.0001 → 0.00012, group_size 4 → 8`; a dash for nothing."""
     return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items()) or "–"
 

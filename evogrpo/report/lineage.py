@@ -40,8 +40,8 @@ class Ancestor:
     index: int
     parent: int | None
     generations: tuple[int, int]
-    hyperparameters: Mapping[str, float]
-    changes: Mapping[str, tuple[float | None, float | None]]
+    hyperparameters: Mapping[str, float | str]
+    changes: Mapping[str, tuple[float | str | None, float | str | None]]
     reason: str
     result: MemberResult
 

@@ -1,27 +1,15 @@
-"""The panels of the figure; every panel draws one line per member, begun where its parent's line was left."""
+"""The fitness panel of the figure: one line per member, begun where its parent's line was left."""
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from evogrpo.report.lineage import LineageLine
 from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch
 from evogrpo.report.summary import Score
-from evogrpo.report.text import number_text, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MEANINGS = {
-    "lr": "AdamW step size",
-    "clip_coef": "half-width of trust region",
-    "group_size": "completions per prompt",
-    "beta": "weight of reference KL",
-    "temperature": "divides the logits",
-    "update_epochs": "passes per learning step",
-    "max_grad_norm": "bound on gradient norm",
-    "batch_size": "samples per optimizer step",
-}
 _Point = tuple[float, float, float]  # generation, fitness, standard error
 
 
@@ -199,82 +187,3 @@ def _start(cluster: Sequence[float], gap: float) -> float:
 
 def _end(cluster: Sequence[float], gap: float) -> float:
     return _start(cluster, gap) + gap * (len(cluster) - 1)
-
-
-# --- hyperparameters -------------------------------------------------------------------------------------------------
-
-
-def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: Drawing) -> None:
-    """Draw one hyperparameter of every member: held over the generations it learned in, changed at births.
-
-    Args:
-        axes: Where to draw.
-        name: The hyperparameter.
-        parameter: The fields of its range or ladder.
-        run: What to draw.
-    """
-    from matplotlib.transforms import ScaledTranslation
-
-    choices = parameter.get("choices")
-    ladder = sorted({v for v in choices if isinstance(v, (int, float))}) if isinstance(choices, list) else []
-    values = [r.hyperparameters[name] for line in run.lines for r in line.results if name in r.hyperparameters]
-    _set_scale(axes, sorted([*values, *ladder]), ladder, log=parameter.get("scale") == "log")
-    spread = min(1.8, 9 / max(1, len(run.slots) - 1))  # points between members with equal values
-    for line in run.lines:
-        slot, until = line.results[0].slot, run.lineage.get(line.index)
-        x, y = _steps(line, name)
-        up = spread * (run.slots.index(slot) - (len(run.slots) - 1) / 2) / 72
-        beside = axes.transData + ScaledTranslation(0, up, axes.figure.dpi_scale_trans)
-        look: dict[str, Any] = {"color": run.colour(slot), "transform": beside}
-        if until is None or x[-1] > until:
-            width, alpha = (0.8, 0.5) if run.crowded else (1.4, 0.9)
-            axes.plot(x, y, linewidth=width, alpha=alpha, **look)
-        if until is not None:
-            path = [point for point in zip(x, y, strict=True) if point[0] <= until]
-            draw_lineage_stretch(axes, [point[0] for point in path], [point[1] for point in path])
-            look = {"color": BEST}
-        if line.origin is not None and x:
-            size = 6.5 if until is not None else 2.5 if run.crowded else 4.5
-            birth = slice(-2 * len(line.results), 1 - 2 * len(line.results))
-            axes.plot(x[birth], y[birth], "o", ms=size, mec="white", mew=0.7, zorder=4 if until else 2.5, **look)
-    axes.set_title(printable(name), loc="left", size=10.5, weight="bold", color="#222222", parse_math=False)
-    axes.set_ylabel(_MEANINGS.get(name, "value"), size=8.5)
-
-
-def _steps(line: LineageLine, name: str) -> tuple[list[float], list[float]]:
-    """Return the corners of a member's steps: it learned with its value from one generation's end to the next one's."""
-    x: list[float] = []
-    y: list[float] = []
-    if line.origin is not None and name in line.origin.hyperparameters:
-        x.append(line.origin.generation)
-        y.append(line.origin.hyperparameters[name])
-    for result in line.results:
-        if name in result.hyperparameters:
-            x += [result.generation - 1, result.generation]
-            y += [result.hyperparameters[name]] * 2
-    return x, y
-
-
-def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *, log: bool) -> None:
-    """Choose the axis, limits and ticks for ascending values."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
-
-    low, high = shown[0], shown[-1]
-    # A ladder of equal ratios, such as 4, 8, 16, is evenly spaced on a log axis.
-    ratios = [after / before for before, after in pairwise(ladder)] if ladder and ladder[0] > 0 else []
-    log = low > 0 and (log or (len(ratios) > 1 and max(ratios) < 1.01 * min(ratios)))
-    if log:
-        axes.set_yscale("log")
-        margin = max((high / low) ** 0.12, 1.1)
-        axes.set_ylim(low / margin, high * margin)
-    else:
-        space = 0.12 * (high - low) or 0.1 * abs(high) or 0.1
-        axes.set_ylim(low - space, high + space)
-    if 0 < len(ladder) <= 8:
-        axes.yaxis.set_major_locator(FixedLocator(list(ladder)))
-    elif log and high >= 5 * low:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
-    else:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(float(value))))

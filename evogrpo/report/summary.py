@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from evogrpo.evolution.lineage import NETWORK
+from evogrpo.hyperparameters import CATEGORIES
 from evogrpo.persistence.journal import latest_generations
 
 
@@ -35,7 +37,7 @@ class MemberResult:
         slot: Its storage place.
         index: Its identity, never reused.
         parent: The index it descends from, or None for a founder.
-        hyperparameters: What it learned with in this generation.
+        hyperparameters: What it learned with in this generation; those that are None are left out.
         fitness: On the validation questions, or None if it failed.
         standard_error: Of the fitness, or None.
         failed: Why it failed, or None.
@@ -49,13 +51,13 @@ class MemberResult:
     slot: int
     index: int
     parent: int | None
-    hyperparameters: Mapping[str, float]
+    hyperparameters: Mapping[str, float | str]
     fitness: float | None
     standard_error: float | None
     failed: str | None
     tokens: float | None
     seconds: float | None
-    changes: Mapping[str, tuple[float | None, float | None]]
+    changes: Mapping[str, tuple[float | str | None, float | str | None]]
     reason: str
 
 
@@ -188,20 +190,20 @@ def _member(member: Mapping[str, Any], generation: int) -> MemberResult:
     for name, change in changes.items():
         if not isinstance(change, list) or len(change) != 2:
             raise ValueError(f"the change of {name!r:.80} in {where} must be [old, new], got {change!r:.80}: {_REMEDY}")
-    numbers = {name: _number(values, name, where) for name in values}
+    known = {name: _value(values, name, where) for name in values}
     return MemberResult(
         generation=generation,
         slot=slot,
         index=index,
         parent=_whole(member, "parent", where),
-        hyperparameters={name: value for name, value in numbers.items() if value is not None},
+        hyperparameters={name: value for name, value in known.items() if value is not None},
         fitness=_number(member, "fitness", where),
         standard_error=_number(member, "standard_error", where),
         failed=None if member.get("failed") is None else _text(member, "failed"),
         tokens=_number(member, "tokens", where),
         seconds=_number(member, "seconds", where),
         changes={
-            name: (_number({name: old}, name, where), _number({name: new}, name, where))
+            name: (_value({name: old}, name, where), _value({name: new}, name, where))
             for name, (old, new) in changes.items()
         },
         reason=_text(member, "reason"),
@@ -243,6 +245,12 @@ def _number(values: Mapping[str, Any], name: str, where: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
         raise ValueError(f"{name!r:.80} of {where} must be a finite number or null, got {value!r:.80}: {_REMEDY}")
     return value
+
+
+def _value(values: Mapping[str, Any], name: str, where: str) -> float | str | None:
+    """Return a hyperparameter: a finite number, a name where names are legal, or None; or a network in words."""
+    value = values.get(name)
+    return value if isinstance(value, str) and name in (*CATEGORIES, NETWORK) else _number(values, name, where)
 
 
 def _whole(values: Mapping[str, Any], name: str, where: str) -> int | None:

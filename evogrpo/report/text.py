@@ -29,10 +29,12 @@ def shorten(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text) - limit} more characters)"
 
 
-def number_text(value: float | None) -> str:
-    """Write a number with three significant digits (whole numbers in full), and a dash for a missing one."""
+def number_text(value: float | str | None) -> str:
+    """Write a number with three significant digits (whole numbers in full), a name as it is, and a dash for neither."""
     if value is None:
         return _MISSING
+    if isinstance(value, str):
+        return printable(value)
     return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 

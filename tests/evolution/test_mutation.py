@@ -157,6 +157,55 @@ class TestMutation:
         logs = [math.log(Mutation()(start, space, rng)[0].lr / start.lr) for _ in range(trials)]
         assert abs(np.mean(logs)) < 5 * math.log(LR.factor) / math.sqrt(trials)
 
+    @pytest.mark.parametrize("start", ["grpo", "cispo", "dapo", None])
+    def test_a_name_moves_to_any_other_one_with_equal_chance(self, start):
+        names, trials = ("grpo", "cispo", "sapo", "gspo"), 3000
+        space = HyperparameterConfig(loss_type=RLParameter(choices=list(names)))
+        rng = np.random.default_rng(0)
+        parent = Hyperparameters(loss_type=start)
+        others = [name for name in names if name != start]
+        counts = dict.fromkeys(others, 0)
+        for _ in range(trials):
+            child, changes = Mutation()(parent, space, rng)
+            assert changes == {"loss_type": (start, child.loss_type)}
+            counts[child.loss_type] += 1
+        expected = 1 / len(others)
+        for count in counts.values():
+            assert abs(count / trials - expected) < 5 * math.sqrt(expected * (1 - expected) / trials)
+
+    def test_of_two_names_the_other_one_is_taken(self):
+        space = HyperparameterConfig(advantage=RLParameter(choices=["outcome", "rloo"]))
+        child, _ = Mutation()(Hyperparameters(advantage="rloo"), space, np.random.default_rng(0))
+        assert child.advantage == "outcome"
+
+    @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
+    def test_a_none_moves_from_the_number_it_stands_for(self, name):
+        space = HyperparameterConfig(**{name: RLParameter(min=0.1, max=0.9, scale="log", factor=1.5)})
+        child, changes = Mutation()(Hyperparameters(clip_coef=0.3), space, np.random.default_rng(0))
+        assert getattr(child, name) in (pytest.approx(0.45), pytest.approx(0.2))
+        assert changes == {name: (None, getattr(child, name))}
+
+    @pytest.mark.parametrize(
+        "parameter",
+        [RLParameter(min=0.5, max=4, scale="log"), RLParameter(min=0.5, max=4), RLParameter(choices=[1, 4])],
+    )
+    def test_no_bound_on_advantages_moves_to_the_widest_one(self, parameter):
+        space = HyperparameterConfig(advantage_clip=parameter)
+        for seed in range(8):
+            child, _ = Mutation()(Hyperparameters(), space, np.random.default_rng(seed))
+            assert child.advantage_clip == 4
+
+    def test_names_draw_as_much_whether_they_move_or_not(self):
+        space = HyperparameterConfig(
+            lr=LR, loss_type=RLParameter(choices=["grpo", "dapo"]), advantage=RLParameter(choices=["outcome", "rloo"])
+        )
+        states = set()
+        for probability in (0.01, 1.0):
+            rng = np.random.default_rng(3)
+            Mutation(probability=probability)(Hyperparameters(), space, rng)
+            states.add(rng.bit_generator.state["state"]["state"])
+        assert len(states) == 1
+
     def test_an_empty_space_changes_nothing(self):
         parent = Hyperparameters()
         assert Mutation()(parent, HyperparameterConfig(), np.random.default_rng(0)) == (parent, {})
@@ -189,6 +238,12 @@ class TestSpread:
         assert {(member.beta, member.max_grad_norm) for member in members} == {(0.3, 2.0)}
 
     @pytest.mark.parametrize("seed", range(5))
+    def test_founders_are_spread_over_their_part_of_the_range(self, seed):
+        space = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3, scale="log", founders=(1e-5, 1e-4)))
+        others = [member.lr for member in self.spread(10, space=space, seed=seed)[1:]]
+        assert sorted(int(9 * math.log10(lr / 1e-5)) for lr in others) == list(range(9))
+
+    @pytest.mark.parametrize("seed", range(5))
     def test_every_part_of_every_range_gets_one_member(self, seed):
         others = self.spread(10, seed=seed)[1:]
         low, high = LR.bounds
@@ -198,6 +253,20 @@ class TestSpread:
         assert sorted(member.group_size for member in others) == [4] * 3 + [8] * 3 + [16] * 3
         assert {member.update_epochs for member in others} == {1, 2, 3, 4}
         assert all(4 <= member.batch_size <= 256 for member in others)
+
+    @pytest.mark.parametrize(("size", "most"), [(4, 1), (7, 2), (10, 3)])
+    def test_names_share_the_members_evenly(self, size, most):
+        names = ["grpo", "cispo", "sapo"]
+        space = HyperparameterConfig(loss_type=RLParameter(choices=names))
+        others = [member.loss_type for member in self.spread(size, space=space)[1:]]
+        assert {name: others.count(name) for name in names} == dict.fromkeys(names, most)
+
+    def test_what_is_none_gets_a_number_once_it_evolves(self):
+        space = HyperparameterConfig(clip_low=RLParameter(min=0.1, max=0.3), advantage_clip=RLParameter(choices=[1, 2]))
+        first, *others = self.spread(5, space=space)
+        assert (first.clip_low, first.advantage_clip) == (None, None)
+        assert sorted(member.advantage_clip for member in others) == [1, 1, 2, 2]
+        assert all(0.1 <= member.clip_low <= 0.3 for member in others)
 
     def test_group_sizes_from_a_range_divide_samples_per_step(self):
         space = HyperparameterConfig(group_size=RLParameter(min=2, max=12))

@@ -15,6 +15,7 @@ EVOLVABLE = {
     "temperature": {"min": 0.5, "max": 1.5, "scale": "log", "factor": 1.2},
     "update_epochs": {"choices": [1, 2, 3, 4]},
     "max_grad_norm": {"min": 0.1, "max": 2.0, "scale": "log", "factor": 1.2},
+    "loss_type": {"choices": ["grpo", "dapo", "cispo"]},
 }
 
 
@@ -43,7 +44,7 @@ def mutated(name, value, parameter, rng):
 
 def first_values(parameter, rng):
     if "choices" in parameter:
-        return int(rng.choice(parameter["choices"]))
+        return rng.choice(parameter["choices"]).item()
     low, high = parameter["min"], parameter["max"]
     if parameter["scale"] == "log":
         return float(math.exp(rng.uniform(math.log(low), math.log(high))))

@@ -1,6 +1,7 @@
 """The figure shows what the journal says, for runs of every shape, and leaves matplotlib's settings alone."""
 
 import io
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from matplotlib.figure import Figure
 
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.figures import draw_report
+from evogrpo.report.hyperparameters import draw_hyperparameter
 from evogrpo.report.marks import BASE, BEST, drawing
-from evogrpo.report.panels import draw_fitness, draw_hyperparameter, generation_ticks, spread_out
+from evogrpo.report.panels import draw_fitness, generation_ticks, spread_out
 from evogrpo.report.summary import summarise
 
 ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm")
@@ -109,6 +111,44 @@ def test_hyperparameters_are_held_between_births(tmp_path, fake_run, name, scale
     assert births
     low, high = axes.get_ylim()
     assert all(low < r.hyperparameters[name] < high for line in run.lines for r in line.results)
+
+
+def test_names_are_drawn_at_heights_of_their_own(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=("lr", "loss_type")))
+    axes = Figure().subplots()
+    draw_hyperparameter(axes, "loss_type", run.summary.evolvable["loss_type"], run)
+    assert list(axes.get_yticks()) == [0, 1, 2]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["grpo", "dapo", "cispo"]
+    births = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o")
+    names = ("grpo", "dapo", "cispo")
+    expected = sorted(
+        (line.origin.generation, names.index(line.results[0].hyperparameters["loss_type"]))
+        for line in run.lines
+        if line.origin is not None
+    )
+    assert births == expected
+    assert births
+
+
+def test_a_member_without_a_value_has_no_line(tmp_path, fake_run):
+    """As a founder whose clip_low follows clip_coef."""
+    path = fake_run(tmp_path, size=3, generations=2) / "journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        if event["event"] == "run":
+            event["evolvable"]["clip_low"] = {"min": 0.1, "max": 0.3, "scale": "linear", "factor": 1.2}
+        if event["event"] == "generation":
+            for member in event["members"]:
+                member["hyperparameters"]["clip_low"] = 0.2 if member["index"] else None
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = drawn(tmp_path)
+    axes = Figure().subplots()
+    draw_hyperparameter(axes, "clip_low", run.summary.evolvable["clip_low"], run)
+    with_value = [line for line in run.lines if line.index != 0]
+    held = [line for line in axes.lines if len(line.get_xdata()) > 1]
+    assert len({tuple(line.get_xdata()) for line in held}) <= len(with_value) < len(run.lines)
+    assert all(set(line.get_ydata()) == {0.2} for line in axes.lines)
+    assert draw_report(tmp_path).stat().st_size > 0
 
 
 def test_ticks_are_whole_generations():

@@ -105,6 +105,8 @@ def test_fields_that_later_versions_add_are_ignored_and_missing_ones_are_none():
         (generation(1, member(0, 0, changes={"lr": 3})), r"must be \[old, new\]"),
         (generation(1, member(0, 0, changes=[1])), "'changes' of a member of generation 1 must be an object"),
         (generation(1, member(0, 0, hyperparameters={"lr": "<b>"})), "'lr'"),
+        (generation(1, member(0, 0, hyperparameters={"loss_type": ["grpo"]})), "'loss_type'"),
+        (generation(1, member(0, 0, changes={"clip_low": [None, "0.2"]})), "'clip_low'"),
         (generation(1, "member"), "'members' of generation 1 must be a list of objects"),
         (generation(10**400), "'generation'"),
         ({"event": "baseline", "fitness": None}, "the baseline event must have a fitness"),
@@ -130,3 +132,15 @@ def test_a_journal_on_disk(tmp_path, fake_run):
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.append("resumed", generation=1)
     assert len(summarise(read_journal(tmp_path / "journal.jsonl")).generations) == 1
+
+
+def test_hyperparameters_may_be_names_and_none_is_left_out():
+    events = [RUN, generation(1, member(0, 0, hyperparameters={"lr": 1e-4, "loss_type": "dapo", "clip_low": None}))]
+    (result,) = summarise(events).generations[0].members
+    assert dict(result.hyperparameters) == {"lr": 1e-4, "loss_type": "dapo"}
+
+
+def test_changes_may_be_of_names_and_from_none():
+    changes = {"loss_type": ["grpo", "dapo"], "advantage_clip": [None, 2.0]}
+    (result,) = summarise([RUN, generation(1, member(0, 0, changes=changes))]).generations[0].members
+    assert dict(result.changes) == {"loss_type": ("grpo", "dapo"), "advantage_clip": (None, 2.0)}

@@ -1,34 +1,10 @@
-"""How members learn: the frozen records of the loss and of the optimiser, shared by a whole population."""
+"""The AdamW settings that all members share."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-LossType = Literal["grpo", "dapo"]
 Schedule = Literal["constant", "linear", "cosine"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """Which loss is minimised; its coefficients live in `Hyperparameters`.
-
-    Attributes:
-        loss_type: "grpo" averages each completion over its actions, then completions (DeepSeekMath); "dapo" averages
-            over all actions of the optimizer step, so long completions weigh more (DAPO).
-        advantage_eps: Added to the group's standard deviation, in reward units.
-        mask_truncated: Leave completions that ran out of length out of the loss (they keep their place in the group
-            statistics).
-    """
-
-    loss_type: LossType = "grpo"
-    advantage_eps: float = 1e-4
-    mask_truncated: bool = False
-
-    def __post_init__(self) -> None:
-        if self.loss_type not in get_args(LossType):
-            raise ValueError(f"loss_type must be one of {', '.join(get_args(LossType))}, got {self.loss_type!r}")
-        if not (self.advantage_eps > 0 and math.isfinite(self.advantage_eps)):
-            raise ValueError(f"advantage_eps must be a finite number above 0, got {self.advantage_eps}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,49 @@
+"""Checks of callers' values: names with the nearest valid one, plain finite numbers, whole numbers."""
+
+import difflib
+import math
+import numbers
+from collections.abc import Iterable
+
+
+def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
+    """Build the error for a name that does not exist, with the nearest name that does.
+
+    Args:
+        kind: What was being named, e.g. "hyperparameter".
+        name: The unknown name.
+        valid: The names that exist.
+
+    Returns:
+        The error, for the caller to raise.
+    """
+    names = list(valid)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return ValueError(f"unknown {kind} {name!r}: {hint}Valid names: {', '.join(names) or '(none)'}")
+
+
+def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> None:
+    """Raise the error of `unknown_name_error` for the first of `names` that is not in `valid`."""
+    known = list(valid)
+    for name in names:
+        if name not in known:
+            raise unknown_name_error(kind, name, known)
+
+
+def finite_number(what: str, value: object) -> float:
+    """Return `value` as a plain int or float, or raise ValueError naming `what` if it is no finite real number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        # YAML 1.1 reads 1e-4, without a dot, as text: the commonest way to get here.
+        remedy = ": in YAML write 1.0e-4, with the dot and no quotes" if isinstance(value, str) else ""
+        raise ValueError(f"{what} must be a number, got {value!r} ({type(value).__name__}){remedy}")
+    if not math.isfinite(value):
+        raise ValueError(f"{what} must be finite, got {value}")
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
+def whole_number(what: str, value: object) -> int:
+    """Return `value` as a plain int, or raise ValueError naming `what` if it is none (4.0 and True are none)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise ValueError(f"{what} must be an integer, got {value!r} ({type(value).__name__})")
+    return int(value)

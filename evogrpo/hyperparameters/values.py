@@ -1,0 +1,154 @@
+"""The hyperparameters of one member: names, types and legal values."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, get_args
+
+from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, whole_number
+
+LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "gmpo"]
+AdvantageType = Literal[
+    "outcome", "process", "return_to_go_group", "return_to_go_timestep", "rloo", "mean_only", "batch_std", "gdpo"
+]
+Value = int | float | str | None
+"""What a hyperparameter can be: a number, a name, or None where its meaning says so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """What evolution may change between generations: one frozen record per member.
+
+    Attributes:
+        lr: AdamW step size, greater than 0.
+        clip_coef: Half-width of the trust region on the probability ratio, in (0, 1).
+        group_size: Completions (episodes) per initial state, at least 2.
+        beta: Weight of the KL to the reference, at least 0; 0 costs no reference pass.
+        temperature: Divides the logits while sampling and learning, greater than 0. Fitness is measured greedily.
+        update_epochs: Passes over each learning step's samples, at least 1.
+        max_grad_norm: Bound on the member's gradient norm, greater than 0. AdamW divides by the gradient's own size:
+            where the bound always holds, changing it changes next to nothing.
+        batch_size: Samples (transitions for small networks) per optimizer step, at least 1.
+        clip_low: The lower half-width apart, in (0, 1]; None = `clip_coef`. 1 means no lower bound.
+        clip_high: The upper half-width apart, greater than 0; None = `clip_coef`.
+        entropy_coef: Weight of the policy's entropy, in nats, as a bonus; at least 0.
+        advantage_clip: Bound on the size of advantages, greater than 0; None = no bound.
+        gamma: Discount per action of the rewards ahead, in [0, 1]; a completion's reward stands at its last action.
+        loss_type: One of `LossType`; None = the objective's.
+        advantage: One of `AdvantageType`; None = the objective's.
+
+    Raises:
+        ValueError: If a value is of the wrong type, not finite, or outside the range above.
+    """
+
+    lr: float = 1e-4
+    clip_coef: float = 0.2
+    group_size: int = 8
+    beta: float = 0.0
+    temperature: float = 1.0
+    update_epochs: int = 1
+    max_grad_norm: float = 0.5
+    batch_size: int = 64
+    clip_low: float | None = None
+    clip_high: float | None = None
+    entropy_coef: float = 0.0
+    advantage_clip: float | None = None
+    gamma: float = 1.0
+    loss_type: LossType | None = None
+    advantage: AdvantageType | None = None
+
+    def __post_init__(self) -> None:
+        for name in HYPERPARAMETER_NAMES:
+            object.__setattr__(self, name, checked_value(name, getattr(self, name)))
+
+    @property
+    def clip_bounds(self) -> tuple[float, float]:
+        """The half-widths below and above a ratio of 1: `clip_low` and `clip_high`, `clip_coef` where they are None."""
+        return (
+            self.clip_coef if self.clip_low is None else self.clip_low,
+            self.clip_coef if self.clip_high is None else self.clip_high,
+        )
+
+    def number(self, name: str) -> float:
+        """Return the value of a numeric hyperparameter; for None, the number that it stands for.
+
+        That is `clip_coef` for `clip_low` and `clip_high`, and infinity for `advantage_clip`.
+
+        Raises:
+            ValueError: If `name` is unknown or not numeric.
+        """
+        if is_categorical(name):
+            raise ValueError(f"{name} is a name and stands for no number")
+        value = getattr(self, name)
+        if value is not None:
+            return float(value) if isinstance(value, float) else int(value)
+        return math.inf if name == "advantage_clip" else self.clip_coef
+
+    def to_json(self) -> dict[str, Value]:
+        """Return the values by name, as plain JSON values."""
+        return {name: getattr(self, name) for name in HYPERPARAMETER_NAMES}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from values by name, defaults for the rest; raises ValueError for an unknown name or refused value."""
+        refuse_unknown("hyperparameter", values, HYPERPARAMETER_NAMES)
+        return cls(**values)
+
+
+HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Hyperparameters))
+CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": get_args(LossType), "advantage": get_args(AdvantageType)}
+"""The hyperparameters that are names, and the names that each may be."""
+_INTEGER_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.type is int)
+_OPTIONAL_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.default is None)
+
+
+def is_integer(name: str) -> bool:
+    """Say whether the hyperparameter `name` takes whole numbers only; raises ValueError if there is none."""
+    refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
+    return name in _INTEGER_NAMES
+
+
+def is_categorical(name: str) -> bool:
+    """Say whether the hyperparameter `name` takes names, without order; raises ValueError if there is none."""
+    refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
+    return name in CATEGORIES
+
+
+def checked_value(name: str, value: object) -> Any:
+    """Return `value` in the type of hyperparameter `name` if it is legal there: a number, a name or None.
+
+    Raises:
+        ValueError: If the name is unknown, or the value is of the wrong type, not finite or out of range.
+    """
+    if value is None and name in _OPTIONAL_NAMES:
+        return None
+    if is_categorical(name):
+        if not isinstance(value, str) or value not in CATEGORIES[name]:
+            raise ValueError(f"{name} must be one of {', '.join(CATEGORIES[name])}, got {value!r}")
+        return value
+    number: float = whole_number(name, value) if is_integer(name) else float(finite_number(name, value))
+    rule, legal = _rule(name, number)
+    if not legal:
+        reason = ": a lone completion has no group to be compared with" if name == "group_size" else ""
+        raise ValueError(f"{name} must {rule}, got {number}{reason}")
+    return number
+
+
+def _rule(name: str, number: float) -> tuple[str, bool]:
+    """Return the rule for a number, in words, and whether it is kept."""
+    match name:
+        case "clip_coef":
+            return "lie in (0, 1)", 0 < number < 1
+        case "clip_low":
+            return "lie in (0, 1]", 0 < number <= 1
+        case "gamma":
+            return "lie in [0, 1]", 0 <= number <= 1
+        case "group_size":
+            return "be at least 2", number >= 2
+        case "beta" | "entropy_coef":
+            return "be at least 0", number >= 0
+        case "update_epochs" | "batch_size":
+            return "be at least 1", number >= 1
+        case _:
+            return "be greater than 0", number > 0

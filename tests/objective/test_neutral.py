@@ -1,0 +1,94 @@
+"""Evolving hyperparameters that cannot matter are named, each once, and no other one is."""
+
+import math
+
+import pytest
+
+from evogrpo.functional.advantages import group_advantages
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.objective import Objective
+from evogrpo.objective.neutral import neutral
+
+RANGES = {
+    "lr": RLParameter(min=1e-5, max=1e-3, scale="log"),
+    "clip_coef": RLParameter(min=0.1, max=0.3),
+    "clip_low": RLParameter(min=0.1, max=0.3),
+    "clip_high": RLParameter(min=0.1, max=0.3),
+    "batch_size": RLParameter(choices=[16, 64]),
+    "advantage_clip": RLParameter(min=1, max=4),
+    "loss_type": RLParameter(choices=["sapo", "cispo"]),
+}
+APART = {"clip_low": 0.1, "clip_high": 0.3}
+
+
+def named(objective=(), members=({},), evolving=(), **options):
+    """Return which hyperparameters are called neutral where several optimizer steps follow each rollout."""
+    found = neutral(
+        Objective(**dict(objective)),
+        [Hyperparameters(**{"update_epochs": 2, **member}) for member in members],
+        HyperparameterConfig(**{name: RANGES[name] for name in evolving}),
+        **{"samples_per_step": 64, **options},
+    )
+    assert all(" evolves, but " in reason for reason in found)
+    return [reason.split()[0] for reason in found]
+
+
+CLIPS = ("clip_coef", "clip_low", "clip_high")
+
+
+@pytest.mark.parametrize(
+    ("objective", "members", "evolving", "expected"),
+    [
+        ({}, [{}], RANGES.keys() - {"loss_type"}, []),
+        ({}, [APART], ["clip_coef"], ["clip_coef"]),
+        ({}, [APART, {}], ["clip_coef"], []),
+        ({}, [{"clip_high": 0.3}], ["clip_coef"], []),
+        ({"loss_type": "sapo"}, [{}], CLIPS, [*CLIPS]),
+        ({"loss_type": "sapo"}, [{"loss_type": "grpo"}, {}], CLIPS, []),
+        ({"loss_type": "sapo"}, [{"loss_type": "grpo"}], CLIPS, []),
+        ({"loss_type": "cispo"}, [{}], CLIPS, ["clip_low"]),
+        ({"loss_type": "cispo", "cispo_clip_low": True}, [{}], CLIPS, []),
+        ({"loss_type": "cispo"}, [{"clip_high": 5.0}], ["clip_coef"], ["clip_coef"]),
+        ({"loss_type": "sapo"}, [{}], ["clip_low", "clip_high", "loss_type"], ["clip_low"]),
+    ],
+)
+def test_clips_that_no_loss_reads_are_named(objective, members, evolving, expected):
+    assert named(objective, members, evolving) == expected
+
+
+def test_one_optimizer_step_per_rollout_never_clips():
+    one = [{"update_epochs": 1, "batch_size": 64}]
+    assert named((), one, CLIPS) == [*CLIPS]
+    assert named((), one, ["lr"]) == []
+    assert named((), [*one, {"update_epochs": 1, "batch_size": 32}], CLIPS) == []
+    # Small networks count transitions: how many there are is not known.
+    assert named((), one, CLIPS, rows_are_samples=False) == []
+
+
+def test_batches_that_always_take_everything_are_named():
+    assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16) == ["batch_size"]
+    assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=17) == []
+    assert named((), [{"batch_size": 8}], ["batch_size"], samples_per_step=16) == []
+    assert named((), [{"batch_size": 64}], ["batch_size"], samples_per_step=16, rows_are_samples=False) == []
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_bound_that_no_standardised_reward_reaches_is_named(size):
+    import torch
+
+    rewards = torch.zeros(size, dtype=torch.float64)
+    rewards[0] = 1.0
+    most = float(group_advantages(rewards, torch.zeros(size, dtype=torch.long), 1e-12).max())
+    assert most == pytest.approx((size - 1) / math.sqrt(size))
+    for shift, expected in ((0.01, ["advantage_clip"]), (-0.01, [])):
+        evolving = HyperparameterConfig(advantage_clip=RLParameter(min=most + shift, max=9))
+        found = neutral(Objective(), [Hyperparameters(group_size=size)], evolving, samples_per_step=64)
+        assert [reason.split()[0] for reason in found] == expected
+
+
+@pytest.mark.parametrize(
+    "switch", [{"whiten_advantages": True}, {"advantage": "mean_only"}, {"kl_placement": "reward"}]
+)
+def test_other_advantages_have_no_such_limit(switch):
+    evolving = HyperparameterConfig(advantage_clip=RLParameter(min=50, max=90))
+    assert neutral(Objective(**switch), [Hyperparameters()], evolving, samples_per_step=64) == ()

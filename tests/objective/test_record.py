@@ -1,0 +1,175 @@
+"""Objective refuses what makes no sense, by name and with the reason; a member's own is derived from it."""
+
+import dataclasses
+import json
+import typing
+
+import pytest
+
+from evogrpo.hyperparameters import CATEGORIES, HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.objective import CLIPPED_LOSSES, SEQUENCE_LOSSES, STEP_ADVANTAGES, Objective
+
+NUMBERS = [
+    *("advantage_eps", "kl_target", "kl_horizon", "dual_clip", "delta", "sapo_tau_positive", "sapo_tau_negative"),
+    *("top_entropy_quantile", "importance_cap", "reward_clip", "overlong_buffer", "dynamic_sampling"),
+    *("reference_sync_steps", "reference_mixing"),
+]
+WHOLE = ["kl_horizon", "overlong_buffer", "dynamic_sampling", "reference_sync_steps"]
+FLAGS = [
+    *("mask_truncated", "whiten_advantages", "cispo_clip_low", "reward_shift", "reward_scale"),
+    "kl_bias_correction",
+]
+NAMES = [
+    *("loss_type", "advantage", "aggregation", "kl_estimator", "kl_placement", "importance_correction", "reward_norm"),
+    "reference",
+]
+# Where a switch stands that would have no effect by itself.
+BESIDE = {
+    "kl_horizon": {"kl_target": 0.1},
+    "importance_cap": {"importance_correction": "token_mask"},
+    "reference_sync_steps": {"reference": "snapshot"},
+    "reference_mixing": {"reference": "snapshot", "reference_sync_steps": 4},
+    "sapo_tau_positive": {"loss_type": "sapo"},
+    "sapo_tau_negative": {"loss_type": "sapo"},
+    "cispo_clip_low": {"loss_type": "cispo"},
+    "reward_norm": {"advantage": "mean_only"},
+    "reward_shift": {"advantage": "batch_std", "reward_norm": "group"},
+    "reward_scale": {"advantage": "rloo", "reward_norm": "batch"},
+}
+LEGAL = {
+    "advantage_eps": [1e-8],
+    "kl_target": [0.01],
+    "kl_horizon": [1],
+    "dual_clip": [1.1, 3],
+    "delta": [1.5],
+    "sapo_tau_positive": [0.1],
+    "sapo_tau_negative": [3],
+    "top_entropy_quantile": [1e-3, 1],
+    "importance_cap": [1, 3.0],
+    "reward_clip": [1e-3],
+    "overlong_buffer": [1],
+    "dynamic_sampling": [0, 3],
+    "reference_sync_steps": [1],
+    "reference_mixing": [1, 0.1],
+}
+
+
+def test_every_field_is_covered_here():
+    assert {field.name for field in dataclasses.fields(Objective)} == {*NUMBERS, *FLAGS, *NAMES}
+    assert set(LEGAL) == set(NUMBERS)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", [1]])
+def test_no_number_takes_what_is_none(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        Objective(**{name: value})
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_counts_are_whole(name):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer"):
+        Objective(**{name: 2.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, 0) for name in NUMBERS if name != "dynamic_sampling"),
+        ("dual_clip", 1.0),
+        ("delta", 1.0),
+        ("top_entropy_quantile", 1.01),
+        ("importance_cap", 0.99),
+        ("reference_mixing", 1.01),
+    ],
+)
+def test_numbers_outside_their_range_are_refused(name, value):
+    with pytest.raises(ValueError, match=rf"^{name} must .*, got {value}"):
+        Objective(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in LEGAL for value in LEGAL[name]])
+def test_numbers_at_the_edge_are_kept(name, value):
+    kept = getattr(Objective(**{**BESIDE.get(name, {}), name: value}), name)
+    assert kept == value
+    assert type(kept) is (int if name in WHOLE else float)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_flags_are_booleans(name):
+    assert getattr(Objective(**{**BESIDE.get(name, {}), name: True}), name) is True
+    with pytest.raises(ValueError, match=f"^{name} must be True or False, got 1"):
+        Objective(**{**BESIDE.get(name, {}), name: 1})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_known_ones(name):
+    with pytest.raises(ValueError, match=f"^{name} must be one of .*, got 'ppo'"):
+        Objective(**{name: "ppo"})
+
+
+@pytest.mark.parametrize("name", CATEGORIES)
+def test_every_loss_type_and_advantage_stands_alone(name):
+    hint = typing.get_type_hints(Objective)[name]
+    assert typing.get_args(hint) == CATEGORIES[name]
+    for value in CATEGORIES[name]:
+        assert getattr(Objective(**{name: value}), name) == value
+
+
+def test_the_record_is_frozen_keyword_only_and_hashable():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Objective().loss_type = "dapo"
+    with pytest.raises(TypeError):
+        Objective("grpo")
+    assert len({Objective(), Objective(loss_type="grpo"), Objective(loss_type="dapo")}) == 2
+
+
+def test_json_round_trip():
+    objective = Objective(loss_type="cispo", cispo_clip_low=True, kl_target=0.1, aggregation="seq-mean-token-sum")
+    assert Objective(**json.loads(json.dumps(dataclasses.asdict(objective)))) == objective
+
+
+# ---- a member's own
+
+
+def test_a_member_without_names_of_its_own_has_the_runs_objective():
+    objective = Objective(loss_type="dapo", delta=2.0)
+    assert objective.of(Hyperparameters()) is objective
+    assert objective.of(Hyperparameters(loss_type="dapo")) is objective
+
+
+def test_a_members_names_take_the_place_of_the_objectives():
+    own = Objective(delta=2.0, mask_truncated=True).of(Hyperparameters(loss_type="dapo", advantage="rloo"))
+    assert own == Objective(loss_type="dapo", advantage="rloo", delta=2.0, mask_truncated=True)
+
+
+def test_switches_of_another_loss_type_go_back_to_their_defaults():
+    cispo = Objective(loss_type="cispo", cispo_clip_low=True)
+    assert cispo.of(Hyperparameters(loss_type="grpo")) == Objective(loss_type="grpo")
+    assert cispo.of(Hyperparameters(advantage="rloo")).cispo_clip_low
+    sapo = Objective(loss_type="sapo", sapo_tau_positive=2.0, sapo_tau_negative=3.0)
+    assert sapo.of(Hyperparameters(loss_type="cispo")) == Objective(loss_type="cispo")
+
+
+def test_a_member_that_cannot_use_a_switch_is_refused():
+    with pytest.raises(ValueError, match="dual_clip bounds the loss of a clipped ratio"):
+        Objective(dual_clip=3.0).of(Hyperparameters(loss_type="sapo"))
+
+
+def test_evolving_names_are_written_out_and_others_left_alone():
+    objective = Objective(loss_type="dapo", advantage="rloo")
+    start = Hyperparameters(lr=0.1)
+    space = HyperparameterConfig(loss_type=RLParameter(choices=["grpo", "dapo"]))
+    assert objective.resolved(start, space) == Hyperparameters(lr=0.1, loss_type="dapo")
+    assert objective.resolved(Hyperparameters(loss_type="grpo"), space) == Hyperparameters(loss_type="grpo")
+    assert objective.resolved(start, HyperparameterConfig()) is start
+
+
+@pytest.mark.parametrize("advantage", CATEGORIES["advantage"])
+def test_advantages_per_action_come_from_step_rewards_or_from_kl(advantage):
+    assert Objective(advantage=advantage).per_action == (advantage in STEP_ADVANTAGES)
+    assert Objective(advantage=advantage, kl_placement="reward").per_action
+
+
+def test_the_kinds_of_loss_types_are_known_ones():
+    assert set(CLIPPED_LOSSES) | set(SEQUENCE_LOSSES) < set(CATEGORIES["loss_type"])
