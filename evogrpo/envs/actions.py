@@ -1,0 +1,116 @@
+"""The boundary between a policy's actions and an environment's: clipping, start offsets, legal-action masks."""
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+
+def check_action_space(space: spaces.Space[Any]) -> None:
+    """Raise ValueError unless policies can act in this space, naming those they can."""
+    supported = isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary) or (
+        isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating)
+    )
+    if not supported:
+        raise ValueError(
+            f"actions must be of a Discrete, MultiDiscrete, MultiBinary or floating-point Box, got {space}: "
+            "wrap the environment so that it has one of these"
+        )
+
+
+def policy_action_shape(space: spaces.Space[Any]) -> tuple[int, ...]:
+    """Return the shape of one action: () for Discrete, one entry per component otherwise."""
+    return tuple(space.shape or ())
+
+
+def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
+    """Return a policy's actions as the environment takes them.
+
+    A policy counts the values of Discrete and MultiDiscrete from 0; the environment's `start` is added here. Box
+    actions are clipped to the bounds here, so that a log-probability stays that of the sample. NaN, the work of a
+    member that has diverged, becomes 0 before clipping: that member fails when it learns, and the run goes on.
+
+    Args:
+        space: The action space of one environment.
+        actions: `[m, ...]` in the dtype of the space.
+
+    Raises:
+        ValueError: If a discrete action does not exist.
+    """
+    match space:
+        case spaces.Box():
+            clipped: Array = np.clip(actions, space.low, space.high)
+            missing = np.isnan(clipped)
+            if missing.any():
+                clipped = np.where(missing, np.clip(np.zeros_like(clipped), space.low, space.high), clipped)
+            return clipped
+        case spaces.Discrete():
+            _check_range(actions, space.n)
+            return actions + space.start if space.start else actions
+        case spaces.MultiDiscrete():
+            _check_range(actions, space.nvec)
+            return actions + space.start
+    _check_range(actions, 2)
+    return actions
+
+
+def _check_range(actions: Array, count: Any) -> None:
+    if ((actions < 0) | (actions >= count)).any():
+        raise ValueError(f"a discrete action must be counted from 0 up to {count} (exclusive), got {actions.tolist()}")
+
+
+def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
+    """Return how many values each component of a maskable action has; () where actions cannot be masked."""
+    match space:
+        case spaces.Discrete():
+            return (int(space.n),)
+        case spaces.MultiDiscrete():
+            return tuple(int(count) for count in space.nvec.ravel())
+    return ()
+
+
+def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
+    """Return the masks that environments gave as `info["action_mask"]`, one row per environment.
+
+    Args:
+        space: The action space of one environment.
+        masks: What each gave, None for nothing: for Discrete one flag per value; for MultiDiscrete the same for each
+            component, as a tuple or side by side.
+
+    Returns:
+        `[m, sum of values]` booleans, True = legal; None when nobody gave a mask.
+
+    Raises:
+        ValueError: If a mask has another size, leaves no legal value, or the space cannot be masked.
+    """
+    if all(mask is None for mask in masks):
+        return None
+    sizes = mask_sizes(space)
+    if not sizes:
+        raise ValueError(f"info['action_mask'] is understood for Discrete and MultiDiscrete actions, not for {space}")
+    legal = np.ones((len(masks), sum(sizes)), dtype=np.bool_)
+    for row, mask in zip(legal, masks, strict=True):
+        if mask is None:
+            continue
+        flags = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
+        if len(flags) != len(row):
+            raise ValueError(f"info['action_mask'] must have {len(row)} flags for {space}, got {len(flags)}")
+        row[:] = flags
+    firsts = np.cumsum((0, *sizes[:-1]))
+    if not np.logical_or.reduceat(legal, firsts, axis=1).all():
+        raise ValueError("info['action_mask'] must leave at least one legal value for every component of an action")
+    return legal
+
+
+def join_masks(masks: tuple[Array | None, Array | None], counts: tuple[int, int]) -> Array | None:
+    """Return two sets of masks, of the given numbers of rows, one after the other; no mask means all legal."""
+    present = [mask for mask in masks if mask is not None]
+    if not present:
+        return None
+    width = present[0].shape[1]
+    return np.concatenate(
+        [np.ones((count, width), np.bool_) if mask is None else mask for mask, count in zip(masks, counts, strict=True)]
+    )

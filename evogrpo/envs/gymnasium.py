@@ -1,0 +1,298 @@
+"""GymnasiumGroups: groups of episodes of any Gymnasium environment, all members' at once."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import gymnasium
+import numpy as np
+from numpy.typing import ArrayLike
+
+from evogrpo.envs.actions import check_action_space
+from evogrpo.envs.classic_control import ClassicControl, native_class
+from evogrpo.envs.episodes import Played
+from evogrpo.envs.groups import SPLITS, Split, deal_starts
+from evogrpo.envs.lanes import Lanes, NativeLanes, ProcessLanes, SerialLanes
+from evogrpo.envs.making import EnvMaker
+from evogrpo.envs.normalisation import ObservationStatistics
+from evogrpo.envs.playing import Actor, Uniforms, Work, play_episodes, replicas_of
+from evogrpo.envs.trees import leaf_spaces
+from evogrpo.randomness import generator
+
+Vectorization = Literal["auto", "native", "serial", "processes"]
+
+_SEEDS_PER_SPLIT = 1 << 29  # so that the seeds of all splits fit into 31 bits, which every environment takes
+_NATIVE_LANES = 4096
+_SERIAL_LANES = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepEpisodes:
+    """Opened starts, from each of which any number of episodes can be played.
+
+    Attributes:
+        env: The environment.
+        seeds: Reset seed of each opened start.
+    """
+
+    env: "GymnasiumGroups"
+    seeds: tuple[int, ...]
+
+    def play(
+        self,
+        actor: Actor,
+        start_of_row: Sequence[int],
+        member_ids: Sequence[int],
+        *,
+        uniforms: Uniforms | None = None,
+        temperature: ArrayLike | None = None,
+        statistics: ObservationStatistics | None = None,
+        reference: bool = False,
+    ) -> Played:
+        """Play one episode per row to its end; the environment drives, the actor acts for all living rows at once.
+
+        An episode depends on its start, its place in its group (which names its noise) and its draws alone: not on
+        the other rows, nor on how many lanes there are. Rows of one member with one start are a group, in this order.
+
+        Args:
+            actor: The members' policies.
+            start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
+            member_ids: For each row, the slot of the member that acts, at least 0.
+            uniforms: Numbers to draw actions with, by row and step (`StepDraws`); None acts greedily.
+            temperature: `[n]` sampling temperatures; None means 1.
+            statistics: Normalise observations with these, one row per slot; they stay as they are, and the result's
+                `observed` is what to merge into them afterwards. None = observations as they are.
+            reference: Let the actor's reference policy act.
+
+        Returns:
+            The episodes, in the order of the rows.
+
+        Raises:
+            ValueError: If the arguments do not fit each other, the actor's actions or the environment's masks do not
+                fit the action space, a reward or an observation is not finite, or an episode does not end.
+        """
+        if len(start_of_row) != len(member_ids) or len(start_of_row) == 0:
+            raise ValueError(f"play takes one member per row, got {len(member_ids)} for {len(start_of_row)} rows")
+        if not all(0 <= start < len(self.seeds) for start in start_of_row):
+            raise ValueError(
+                f"starts must lie in [0, {len(self.seeds) - 1}], got {sorted({int(start) for start in start_of_row})}"
+            )
+        members = np.asarray(member_ids, dtype=np.int64)
+        limit = np.inf if statistics is None else len(statistics.count)
+        if members.min() < 0 or members.max() >= limit:
+            raise ValueError(f"member_ids must lie in [0, {limit}), got {sorted(set(members.tolist()))}")
+        heat = None if temperature is None else np.asarray(temperature, dtype=np.float32)
+        if heat is not None and heat.shape != members.shape:
+            raise ValueError(f"temperature must give one number per row {members.shape}, got {heat.shape}")
+        work = Work(
+            seeds=np.array([self.seeds[start] for start in start_of_row], dtype=np.int64),
+            member_ids=members,
+            replicas=replicas_of(start_of_row, member_ids),
+            uniforms=uniforms,
+            temperature=heat,
+            statistics=statistics,
+            reference=reference,
+        )
+        return self.env._play(actor, work)
+
+
+class GymnasiumGroups:
+    """Groups of episodes of a Gymnasium environment; the initial state of a group is a reset seed.
+
+    Train, validation and test starts are seeds of three disjoint ranges, the same seed never twice, so a training
+    seed is not even another run's test seed. (Environments that ignore their seed start alike everywhere.) All rows of
+    a call, of all members, run side by side; a lane whose episode ends is refilled at once from the waiting rows. Ended
+    episodes cost no steps, and CartPole, Acrobot, MountainCar (both) and Pendulum run on native vectorised
+    environments that equal gymnasium's bit for bit.
+
+    Episodes of a group share their reset seed and so, in gymnasium, all later randomness of the environment too:
+    common random numbers. That takes noise out of the comparison of actions, but the group then never sees
+    how its start fares under other noise; `reseed_noise` gives every place in a group its own noise after reset, the
+    same for all members.
+
+    Args:
+        env: The id of a registered environment, or a callable that makes one.
+        env_kwargs: Keyword arguments of the environment or the callable.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
+        vectorization: "native" (numpy), "serial" (one environment after the other in this process), "processes" (one
+            process per lane), or "auto": native where there is one, serial otherwise.
+        lanes: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
+        reseed_noise: Whether the replicas of a start get their own noise after reset.
+        train_size: Number of training starts.
+        validation_size: Number of starts for selection.
+        test_size: Number of starts for the final report.
+        seed: Seed of the starts, of their order and of noise.
+
+    Attributes:
+        seed: As given.
+        name: The id, or the name of the callable.
+        native: Whether a native environment runs.
+        observation_space: Of one environment.
+        action_space: Of one environment.
+
+    Raises:
+        ValueError: If an argument does not fit, a space is not supported, or no native environment is equal.
+    """
+
+    def __init__(
+        self,
+        env: "str | Callable[..., gymnasium.Env[Any, Any]]",
+        *,
+        env_kwargs: Mapping[str, Any] | None = None,
+        max_episode_steps: int | None = None,
+        vectorization: Vectorization = "auto",
+        lanes: int | None = None,
+        reseed_noise: bool = False,
+        train_size: int = 100_000,
+        validation_size: int = 64,
+        test_size: int = 256,
+        seed: int = 0,
+    ) -> None:
+        self._sizes: dict[Split, int] = dict(zip(SPLITS, (train_size, validation_size, test_size), strict=True))
+        _check_options(self._sizes, max_episode_steps, vectorization, lanes)
+        self.seed = seed
+        self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+        kwargs = dict(env_kwargs or {})
+        self._make = EnvMaker(
+            env=env,
+            env_kwargs=kwargs,
+            max_episode_steps=max_episode_steps,
+            noise_seed=seed if reseed_noise else None,
+        )
+        example = self._make()
+        self.observation_space: gymnasium.Space[Any] = example.observation_space
+        self.action_space: gymnasium.Space[Any] = example.action_space
+        native = _native(env, kwargs, max_episode_steps) if vectorization in ("auto", "native") else None
+        example.close()
+        leaf_spaces(self.observation_space)
+        check_action_space(self.action_space)
+        if vectorization == "native" and native is None:
+            raise ValueError(
+                f"no native environment equals {self.name} with {kwargs}: "
+                'set vectorization to "auto", "serial" or "processes"'
+            )
+        self._native = native
+        self.native = native is not None
+        self._processes = vectorization == "processes"
+        default = _NATIVE_LANES if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_LANES
+        self._count = default if lanes is None else lanes
+        self._lanes: Lanes | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close environments and processes; the next `play` makes new ones."""
+        if self._lanes is not None:
+            self._lanes.close()
+            self._lanes = None
+
+    def size(self, split: Split) -> int:
+        """Return the number of distinct starts of a split."""
+        return self._sizes[split]
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
+        return deal_starts(self.seed, self.size("train"), step, count, block)
+
+    def reset_seed(self, split: Split, start: int) -> int:
+        """Return the seed that a start resets the environment with, e.g. to record it.
+
+        Raises:
+            ValueError: If the split or the start does not exist.
+        """
+        return self.open(split, [start]).seeds[0]
+
+    def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
+        """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
+
+        Raises:
+            ValueError: If the split or a start does not exist.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
+        if not all(0 <= start < self.size(split) for start in starts):
+            raise ValueError(f"starts of {split} must lie in [0, {self.size(split) - 1}], got {list(starts)}")
+        # An odd multiplier permutes the range: no seed comes twice, and a larger split keeps the smaller one's seeds.
+        factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(_SEEDS_PER_SPLIT, size=2)
+        base = SPLITS.index(split) * _SEEDS_PER_SPLIT
+        odd = int(factor) | 1
+        return StepEpisodes(
+            env=self, seeds=tuple(base + (odd * int(start) + int(shift)) % _SEEDS_PER_SPLIT for start in starts)
+        )
+
+    def play(
+        self,
+        actor: Actor,
+        starts: Sequence[int],
+        start_of_row: Sequence[int],
+        member_ids: Sequence[int],
+        *,
+        split: Split = "train",
+        uniforms: Uniforms | None = None,
+        temperature: ArrayLike | None = None,
+        statistics: ObservationStatistics | None = None,
+        reference: bool = False,
+    ) -> Played:
+        """Open starts of a split and play one episode per row; see `StepEpisodes.play`."""
+        return self.open(split, starts).play(
+            actor,
+            start_of_row,
+            member_ids,
+            uniforms=uniforms,
+            temperature=temperature,
+            statistics=statistics,
+            reference=reference,
+        )
+
+    def _play(self, actor: Actor, work: Work) -> Played:
+        if self._lanes is None:
+            self._lanes = self._open_lanes()
+        try:
+            return play_episodes(self._lanes, self._count, (self.observation_space, self.action_space), actor, work)
+        except BaseException:
+            self.close()  # half-played episodes must not meet the next call
+            raise
+
+    def _open_lanes(self) -> Lanes:
+        if self._native is not None:
+            return NativeLanes(self._native())
+        options: dict[str, Any] = {
+            "reseed": self._make.noise_seed is not None,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+        }
+        if self._processes:
+            return ProcessLanes(self._make, count=self._count, **options)
+        return SerialLanes(self._make, **options)
+
+
+def _native(
+    env: object, kwargs: Mapping[str, Any], max_episode_steps: int | None
+) -> Callable[[], ClassicControl] | None:
+    """Return what makes the native environment that equals the one named, or None."""
+    if not isinstance(env, str):
+        return None
+    spec = gymnasium.spec(env)
+    native, limit = native_class(spec, kwargs), max_episode_steps or spec.max_episode_steps
+    if native is None or limit is None:
+        return None
+    return lambda: native(max_episode_steps=limit, **{**spec.kwargs, **kwargs})
+
+
+def _check_options(
+    sizes: Mapping[Split, int], max_episode_steps: int | None, vectorization: str, lanes: int | None
+) -> None:
+    for split, size in sizes.items():
+        if not 1 <= size <= _SEEDS_PER_SPLIT:
+            raise ValueError(f"{split}_size must lie in [1, {_SEEDS_PER_SPLIT}], got {size}")
+    if max_episode_steps is not None and max_episode_steps < 1:
+        raise ValueError(f"max_episode_steps must be at least 1 or None, got {max_episode_steps}")
+    if vectorization not in ("auto", "native", "serial", "processes"):
+        raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}')
+    if lanes is not None and lanes < 1:
+        raise ValueError(f"lanes must be at least 1 or None, got {lanes}")

@@ -1,0 +1,76 @@
+"""Observations as flat lists of arrays: one per leaf of a Dict or Tuple space, one in all for any other space."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+Leaves = list[Array]
+"""Arrays [m, ...] of m observations, in the order of `leaf_spaces`."""
+
+
+def leaf_spaces(space: spaces.Space[Any]) -> list[spaces.Space[Any]]:
+    """Return the spaces at the leaves of a (nested) Dict or Tuple, in its own order.
+
+    Raises:
+        ValueError: If a leaf is not a Box, Discrete, MultiDiscrete or MultiBinary.
+    """
+    match space:
+        case spaces.Dict():
+            return [leaf for part in space.spaces.values() for leaf in leaf_spaces(part)]
+        case spaces.Tuple():
+            return [leaf for part in space.spaces for leaf in leaf_spaces(part)]
+        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
+            return [space]
+    raise ValueError(
+        "observations must be of a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
+        f"got {type(space).__name__}: wrap the environment so that it has one of these"
+    )
+
+
+def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
+    """Return the leaves of one observation, or of a batch of them, in the order of `leaf_spaces`."""
+    match space:
+        case spaces.Dict():
+            return [leaf for key, part in space.spaces.items() for leaf in flatten(part, observation[key])]
+        case spaces.Tuple():
+            return [
+                leaf for part, value in zip(space.spaces, observation, strict=True) for leaf in flatten(part, value)
+            ]
+    return [observation]
+
+
+def unflatten(space: spaces.Space[Any], leaves: Iterable[Array]) -> Any:
+    """Return what `flatten` took apart: an array, or dicts and tuples of arrays."""
+    return _rebuilt(space, iter(leaves))
+
+
+def _rebuilt(space: spaces.Space[Any], leaves: Iterator[Array]) -> Any:
+    match space:
+        case spaces.Dict():
+            return {key: _rebuilt(part, leaves) for key, part in space.spaces.items()}
+        case spaces.Tuple():
+            return tuple(_rebuilt(part, leaves) for part in space.spaces)
+    return next(leaves)
+
+
+def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leaves:
+    """Return m flattened observations as arrays [m, ...] in the dtypes of their spaces.
+
+    Raises:
+        ValueError: If an observation does not have the shape of its space.
+    """
+    stacked = []
+    for number, space in enumerate(parts):
+        shape: tuple[int, ...] = space.shape or ()
+        array = np.empty((len(observations), *shape), dtype=space.dtype)
+        for row, observation in enumerate(observations):
+            value = observation[number]
+            if np.shape(value) != shape:
+                raise ValueError(f"the environment's space says observations of shape {shape}, got {np.shape(value)}")
+            array[row] = value
+        stacked.append(array)
+    return stacked

@@ -1,0 +1,287 @@
+"""Small environments with known best policies: each isolates one thing that an agent must be able to do.
+
+All are Gymnasium environments (checked by `gymnasium.utils.env_checker`), so they can be trained on as well. A probe's
+`best` is the mean return of the best policy, its `chance` that of acting uniformly at random.
+"""
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class ConstantReward(gymnasium.Env):
+    """One step, reward 1 whatever is done: there is nothing to learn, and every advantage must be 0."""
+
+    best = chance = 1.0
+
+    def __init__(self):
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 1.0, True, False, {}
+
+
+class Match(gymnasium.Env):
+    """One step: a target is drawn and shown, and the reward is the closeness of the action to it, at most `best`."""
+
+    best = 1.0
+
+    def __init__(self):
+        self.target = np.zeros(1)
+
+    def draw(self):
+        raise NotImplementedError
+
+    def show(self):
+        raise NotImplementedError
+
+    def closeness(self, action):
+        raise NotImplementedError
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.target = self.draw()
+        return self.show(), {}
+
+    def step(self, action):
+        return self.show(), float(self.closeness(action)), True, False, {}
+
+
+class MatchDiscrete(Match):
+    """Discrete(3), shown one-hot; `start` shifts the environment's numbering of its actions."""
+
+    chance = 1 / 3
+
+    def __init__(self, start=0):
+        super().__init__()
+        self.observation_space = spaces.Box(0.0, 1.0, (3,), np.float32)
+        self.action_space = spaces.Discrete(3, start=start)
+
+    def draw(self):
+        return int(self.np_random.integers(3))
+
+    def show(self):
+        return np.eye(3, dtype=np.float32)[self.target]
+
+    def closeness(self, action):
+        assert self.action_space.contains(action)
+        return action - self.action_space.start == self.target
+
+
+class MatchMultiDiscrete(Match):
+    """MultiDiscrete([3, 2]) from the second value on; the reward is the fraction of components that match."""
+
+    chance = (1 / 3 + 1 / 2) / 2
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Box(0.0, 1.0, (5,), np.float32)
+        self.action_space = spaces.MultiDiscrete([3, 2], start=[1, 1])
+
+    def draw(self):
+        return self.np_random.integers([3, 2])
+
+    def show(self):
+        first, second = self.target
+        return np.concatenate([np.eye(3)[first], np.eye(2)[second]]).astype(np.float32)
+
+    def closeness(self, action):
+        assert self.action_space.contains(action)
+        return (action - 1 == self.target).mean()
+
+
+class MatchMultiBinary(Match):
+    """MultiBinary(3); the reward is the fraction of bits that match."""
+
+    chance = 0.5
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.MultiBinary(3)
+        self.action_space = spaces.MultiBinary(3)
+
+    def draw(self):
+        return self.np_random.integers(2, size=3, dtype=np.int8)
+
+    def show(self):
+        return self.target.copy()
+
+    def closeness(self, action):
+        assert self.action_space.contains(action)
+        return (action == self.target).mean()
+
+
+class MatchBox(Match):
+    """Box([-1, -2], [1, 2]); the reward falls with the distance in units of the bounds."""
+
+    chance = 1 - 2 / 3  # the mean distance of two uniform points of [-1, 1] is 2/3
+
+    def __init__(self):
+        super().__init__()
+        self.bound = np.array([1.0, 2.0], np.float32)
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Box(-self.bound, self.bound, dtype=np.float32)
+
+    def draw(self):
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32)
+
+    def show(self):
+        return self.target.copy()
+
+    def closeness(self, action):
+        assert self.action_space.contains(action)  # not without clipping at the boundary
+        return 1 - np.abs(action / self.bound - self.target).mean()
+
+
+class MatchImage(Match):
+    """Which half of a grey 16 x 16 image (channels last, uint8) is bright."""
+
+    chance = 0.5
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Box(0, 255, (16, 16, 1), np.uint8)
+        self.action_space = spaces.Discrete(2)
+
+    def draw(self):
+        return int(self.np_random.integers(2))
+
+    def show(self):
+        image = np.full((16, 16, 1), 20, np.uint8)
+        image[:, 8 * self.target : 8 * self.target + 8] = 230
+        return image
+
+    def closeness(self, action):
+        return action == self.target
+
+
+class MatchDict(Match):
+    """A Dict of a category and the sign of a number, which name one of four actions only together."""
+
+    chance = 0.25
+
+    def __init__(self):
+        super().__init__()
+        self.observation_space = spaces.Dict(which=spaces.Discrete(2), number=spaces.Box(-1.0, 1.0, (1,), np.float32))
+        self.action_space = spaces.Discrete(4)
+
+    def draw(self):
+        return int(self.np_random.integers(2)), float(self.np_random.choice([-0.5, 0.5]))
+
+    def show(self):
+        which, number = self.target
+        return {"which": which, "number": np.array([number], np.float32)}
+
+    def closeness(self, action):
+        which, number = self.target
+        return action == 2 * which + (number > 0)
+
+
+class MatchTuple(MatchDict):
+    """`MatchDict` with a Tuple inside a Tuple."""
+
+    def __init__(self):
+        super().__init__()
+        which, number = self.observation_space["which"], self.observation_space["number"]
+        self.observation_space = spaces.Tuple([which, spaces.Tuple([number])])
+
+    def show(self):
+        shown = super().show()
+        return shown["which"], (shown["number"],)
+
+
+class DelayedCredit(gymnasium.Env):
+    """Two steps: the first action must match what is shown, the second step shows nothing and pays for the first."""
+
+    best, chance = 1.0, 0.5
+
+    def __init__(self):
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self.target, self.first = 0, None
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.target, self.first = int(self.np_random.integers(2)), None
+        return np.array([2 * self.target - 1, -1], np.float32), {}
+
+    def step(self, action):
+        if self.first is None:
+            self.first = int(action)
+            return np.array([0, 1], np.float32), 0.0, False, False, {}
+        return np.zeros(2, np.float32), float(self.first == self.target), True, False, {}
+
+
+class Masked(gymnasium.Env):
+    """Three steps; of four actions only some are legal at each, and the reward is 1 for the highest legal one.
+
+    At the end no action is legal, and the mask says so.
+    """
+
+    best, chance = 3.0, None
+
+    def __init__(self):
+        self.observation_space = spaces.Box(0.0, 1.0, (4,), np.float32)
+        self.action_space = spaces.Discrete(4)
+        self.mask, self.steps = np.ones(4, np.int8), 0
+
+    def draw(self):
+        self.mask = self.np_random.integers(2, size=4, dtype=np.int8)
+        self.mask[self.np_random.integers(4)] = 1
+        return self.mask.astype(np.float32), {"action_mask": self.mask}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.draw()
+
+    def step(self, action):
+        if not self.mask[action]:
+            raise ValueError(f"action {action} is illegal")
+        reward = float(action == np.flatnonzero(self.mask)[-1])
+        self.steps += 1
+        if self.steps == 3:
+            return np.zeros(4, np.float32), reward, True, False, {"action_mask": np.zeros(4, np.int8)}
+        seen, given = self.draw()
+        return seen, reward, False, False, given
+
+
+class NoisyWalk(gymnasium.Env):
+    """A walk that ends by itself at a random time, drawn step by step; observations show noise, too."""
+
+    def __init__(self):
+        self.observation_space = spaces.Box(-np.inf, np.inf, (3,), np.float64)
+        self.action_space = spaces.Discrete(2)
+        self.place = 0.0
+
+    def show(self):
+        return np.array([self.place, *self.np_random.normal(size=2)])
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = float(self.np_random.normal())
+        return self.show(), {}
+
+    def step(self, action):
+        self.place += 2.0 * int(action) - 1.0 + 0.1 * self.np_random.normal()
+        return self.show(), self.place, bool(self.np_random.random() < 0.1), False, {}
+
+
+PROBES = [
+    ConstantReward,
+    MatchDiscrete,
+    MatchMultiDiscrete,
+    MatchMultiBinary,
+    MatchBox,
+    MatchImage,
+    MatchDict,
+    MatchTuple,
+    DelayedCredit,
+    Masked,
+    NoisyWalk,
+]

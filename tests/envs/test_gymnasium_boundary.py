@@ -1,0 +1,243 @@
+"""What crosses the boundary between policies and environments: actions, masks, composite observations, refusals."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from evogrpo.envs.actions import legal_actions, to_environment
+from evogrpo.envs.draws import StepDraws
+from evogrpo.envs.gymnasium import GymnasiumGroups
+from tests.envs import probes
+from tests.envs.actors import Rule, Scrambler
+
+ROWS = 12
+
+
+def play(make, rule, **kwargs):
+    env = GymnasiumGroups(make, **kwargs)
+    return env.play(Rule(rule), range(ROWS), range(ROWS), [0] * ROWS)
+
+
+BEST = {
+    probes.MatchDiscrete: lambda seen: seen.argmax(1),
+    probes.MatchMultiDiscrete: lambda seen: np.stack([seen[:, :3].argmax(1), seen[:, 3:].argmax(1)], 1),
+    probes.MatchMultiBinary: lambda seen: seen,
+    probes.MatchImage: lambda seen: (seen[:, 0, 15, 0] > 100).astype(int),
+    probes.MatchDict: lambda seen: 2 * seen["which"] + (seen["number"][:, 0] > 0),
+    probes.MatchTuple: lambda seen: 2 * seen[0] + (seen[1][0][:, 0] > 0),
+    probes.DelayedCredit: lambda seen: (seen[:, 0] > 0).astype(int),
+}
+
+
+@pytest.mark.parametrize("probe", BEST)
+def test_the_best_policy_earns_the_best_return_in_every_space(probe):
+    played = play(probe, BEST[probe])
+    assert (played.rewards == probe.best).all()
+    assert played.actions.dtype == GymnasiumGroups(probe).action_space.dtype
+
+
+def test_discrete_values_are_counted_from_zero_wherever_the_space_starts():
+    played = play(probes.MatchDiscrete, BEST[probes.MatchDiscrete], env_kwargs={"start": -7})
+    assert (played.rewards == 1).all()
+    assert set(played.actions.ravel()) <= {0, 1, 2}
+
+
+def test_boxes_are_clipped_for_the_environment_and_recorded_as_sampled():
+    played = play(probes.MatchBox, lambda seen: np.full((len(seen), 2), [5, -0.5], np.float32))
+    assert (played.actions == np.array([5, -0.5], np.float32)).all()
+    target = played.observations[:, 0]
+    assert played.rewards == pytest.approx(1 - np.abs(np.array([1, -0.25]) - target).mean(1))
+
+
+def test_an_action_that_is_not_a_number_hurts_nobody_but_its_member():
+    def rule(seen):
+        actions = np.zeros((len(seen), 1), np.float32)
+        actions[0] = np.nan
+        return actions
+
+    played = GymnasiumGroups("Pendulum-v1", max_episode_steps=5).play(Rule(rule), range(2), [0, 1], [0, 1])
+    assert np.isfinite(played.step_rewards).all()
+    assert np.isnan(played.actions[0]).all()  # so that learning sees it, and fails the member
+    still = GymnasiumGroups("Pendulum-v1", max_episode_steps=5).play(
+        Rule(lambda seen: np.zeros((len(seen), 1), np.float32)), range(2), [0, 1], [0, 1]
+    )
+    assert np.array_equal(played.step_rewards, still.step_rewards)
+    shifted = spaces.Box(np.float32(2), np.float32(3), (1,))
+    assert to_environment(shifted, np.array([[np.nan]], np.float32)) == 2
+
+
+def test_images_stay_bytes_and_composite_observations_keep_their_structure():
+    assert play(probes.MatchImage, BEST[probes.MatchImage]).observations.dtype == np.uint8
+    nested = play(probes.MatchTuple, BEST[probes.MatchTuple]).observations
+    assert nested[0].shape == (ROWS, 1)
+    assert nested[0].dtype == np.int64
+    assert nested[1][0].shape == (ROWS, 1, 1)
+    named = play(probes.MatchDict, BEST[probes.MatchDict]).observations
+    assert {name: leaf.shape for name, leaf in named.items()} == {"number": (ROWS, 1, 1), "which": (ROWS, 1)}
+
+
+@pytest.mark.parametrize("lanes", [3, 64])
+def test_masks_reach_the_policy_and_the_record(lanes):
+    env = GymnasiumGroups(probes.Masked, lanes=lanes)
+    draws = StepDraws(0, "sample", streams=[()], rows=[ROWS], width=1)
+    played = env.play(Scrambler(env.action_space), range(ROWS), range(ROWS), [0] * ROWS, uniforms=draws)
+    assert played.lengths.tolist() == [3] * ROWS  # no illegal action, or the probe would have raised
+    assert np.array_equal(played.action_masks, played.observations.astype(bool))
+    assert not played.action_masks.all()
+
+
+class Occasional(probes.ConstantReward):
+    """Gives a mask at every other reset only, and has episodes of two steps."""
+
+    def reset(self, *, seed=None, options=None):
+        assert options is None  # as in a single environment, also where resets are masked
+        self.steps = 0
+        seen, _ = super().reset(seed=seed)
+        return seen, ({"action_mask": np.array([0, 1])} if seed % 2 else {})
+
+    def step(self, action):
+        self.steps += 1
+        return np.zeros(2, np.float32), float(action), self.steps == 2, False, {}
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "processes"])
+def test_where_no_mask_is_given_everything_is_legal(vectorization):
+    with GymnasiumGroups(Occasional, vectorization=vectorization, lanes=2) as env:
+        played = env.play(Rule(lambda seen: np.ones(len(seen), int)), range(ROWS), range(ROWS), [0] * ROWS)
+        odd = np.array(env.open("train", range(ROWS)).seeds) % 2 == 1
+    assert 0 < odd.sum() < ROWS
+    assert np.array_equal(played.action_masks[:, 0, 0], ~odd)
+    assert played.action_masks[:, 0, 1].all()
+    assert played.action_masks[:, 1].all()
+
+
+def test_masks_of_several_components_lie_side_by_side():
+    space = spaces.MultiDiscrete([3, 2])
+    expected = [[True, False, True, True, False]]
+    assert legal_actions(space, [(np.array([1, 0, 1]), np.array([1, 0]))]).tolist() == expected
+    assert legal_actions(space, [np.array([1, 0, 1, 1, 0], bool)]).tolist() == expected
+    assert legal_actions(space, [None]) is None
+    with pytest.raises(ValueError, match="at least one legal value"):
+        legal_actions(space, [np.array([1, 0, 1, 0, 0])])
+    with pytest.raises(ValueError, match=r"5 flags .* got 3"):
+        legal_actions(space, [np.array([1, 0, 1])])
+    with pytest.raises(ValueError, match="not for MultiBinary"):
+        legal_actions(spaces.MultiBinary(2), [np.ones(2)])
+
+
+class Odd(gymnasium.Env):
+    """An environment whose parts can be made unfit."""
+
+    def __init__(self, observation_space=None, action_space=None, reward=1.0, seen=0.0):
+        self.observation_space = observation_space or spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = action_space or spaces.Discrete(2)
+        self.reward, self.seen, self.steps = reward, seen, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.full(2, self.seen, np.float32), self.reward, self.steps == 3, False, {}
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"observation_space": spaces.Text(3)}, "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got Text"),
+        (
+            {"observation_space": spaces.Dict(a=spaces.Sequence(spaces.Discrete(2)))},
+            "Box, Discrete, MultiDiscrete, MultiBinary, or a Dict.* got Sequence",
+        ),
+        ({"action_space": spaces.Dict(a=spaces.Discrete(2))}, "Discrete, MultiDiscrete, MultiBinary or floating"),
+        ({"action_space": spaces.Box(0, 9, (2,), np.int64)}, "floating-point Box"),
+    ],
+)
+def test_unsupported_spaces_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        GymnasiumGroups(Odd, env_kwargs=kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"reward": float("nan")}, "a reward that is not finite, nan, after 0 steps from reset"),
+        ({"reward": float("inf")}, "a reward that is not finite, inf, after 0 steps"),
+        ({"seen": float("nan")}, r"an? observation that is not finite, \[nan, nan\], after 1 steps from reset"),
+    ],
+)
+def test_what_is_not_finite_is_named_with_its_seed(kwargs, message):
+    env = GymnasiumGroups(Odd, env_kwargs=kwargs)
+    with pytest.raises(ValueError, match=message) as raised:
+        env.play(Rule(lambda seen: np.zeros(len(seen), int)), [4], [0], [0])
+    assert f"seed={env.reset_seed('train', 4)}" in str(raised.value)
+
+
+def test_observations_of_another_shape_than_the_space_says_are_refused():
+    env = GymnasiumGroups(Odd, env_kwargs={"observation_space": spaces.Box(-1.0, 1.0, (3,), np.float32)})
+    with pytest.raises(ValueError, match=r"shape \(3,\), got \(2,\)"):
+        env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+
+
+@pytest.mark.parametrize("actions", [np.array([2]), np.array([-1])])
+def test_actions_that_do_not_exist_are_refused(actions):
+    with pytest.raises(ValueError, match="counted from 0 up to 2"):
+        GymnasiumGroups("CartPole-v1").play(Rule(lambda seen: actions), [0], [0], [0])
+
+
+def test_actions_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(2,\) for Discrete\(2\), got \(2, 1\)"):
+        GymnasiumGroups("CartPole-v1").play(Rule(lambda seen: np.zeros((2, 1), int)), [0, 1], [0, 1], [0, 0])
+
+
+class Endless(Odd):
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+def test_an_episode_without_end_is_stopped_with_advice():
+    with pytest.raises(ValueError, match="give max_episode_steps"):
+        GymnasiumGroups(Endless).play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"train_size": 0}, r"train_size must lie in \[1, "),
+        ({"lanes": 0}, "lanes must be at least 1"),
+        ({"max_episode_steps": 0}, "max_episode_steps must be at least 1"),
+        ({"vectorization": "sync"}, '"auto", "native", "serial" or "processes", got \'sync\''),
+    ],
+)
+def test_unfit_options_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        GymnasiumGroups("CartPole-v1", **kwargs)
+
+
+def test_native_where_there_is_none_is_refused():
+    with pytest.raises(ValueError, match="no native environment equals Odd"):
+        GymnasiumGroups(Odd, vectorization="native")
+
+
+def test_a_factory_of_something_else_is_refused():
+    with pytest.raises(ValueError, match=r"must return a gymnasium\.Env, got int"):
+        GymnasiumGroups(lambda: 3)
+
+
+def test_unfit_rows_are_refused():
+    env = GymnasiumGroups("CartPole-v1", validation_size=2)
+    actor = Rule(lambda seen: np.zeros(len(seen), int))
+    with pytest.raises(ValueError, match="one member per row, got 1 for 2 rows"):
+        env.play(actor, [0], [0, 0], [0])
+    with pytest.raises(ValueError, match=r"starts must lie in \[0, 0\], got \[0, 1\]"):
+        env.play(actor, [0], [0, 1], [0, 0])
+    with pytest.raises(ValueError, match="member_ids must lie in"):
+        env.play(actor, [0], [0], [-1])
+    with pytest.raises(ValueError, match="one number per row"):
+        env.play(actor, [0], [0], [0], temperature=[1.0, 1.0])
+    with pytest.raises(ValueError, match=r"starts of validation must lie in \[0, 1\]"):
+        env.open("validation", [2])
+    with pytest.raises(ValueError, match="split must be one of"):
+        env.open("dev", [0])

@@ -1,0 +1,77 @@
+"""The probe environments: valid Gymnasium environments with the best and chance returns they claim."""
+
+import warnings
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.utils.env_checker import check_env
+from gymnasium.wrappers import PassiveEnvChecker
+
+from evogrpo.envs.making import Parked, ReseededNoise
+from tests.envs import probes
+
+CHANCE = [probe for probe in probes.PROBES if getattr(probe, "chance", None) is not None]
+
+BEST = {
+    probes.ConstantReward: lambda seen: 0,
+    probes.MatchDiscrete: lambda seen: int(seen.argmax()),
+    probes.MatchMultiDiscrete: lambda seen: np.array([1 + seen[:3].argmax(), 1 + seen[3:].argmax()]),
+    probes.MatchMultiBinary: lambda seen: seen,
+    probes.MatchBox: lambda seen: seen * np.array([1, 2], np.float32),
+    probes.MatchImage: lambda seen: int(seen[0, 15, 0] > 100),
+    probes.MatchDict: lambda seen: 2 * seen["which"] + int(seen["number"][0] > 0),
+    probes.MatchTuple: lambda seen: 2 * seen[0] + int(seen[1][0][0] > 0),
+    probes.DelayedCredit: lambda seen: int(seen[0] > 0),
+    probes.Masked: lambda seen: int(np.flatnonzero(seen)[-1]),
+}
+
+
+def mean_return(env, choose, episodes):
+    total = 0.0
+    for seed in range(episodes):
+        seen, _ = env.reset(seed=seed)
+        ended = False
+        while not ended:
+            seen, reward, ended, _, _ = env.step(choose(seen))
+            total += reward
+    return total / episodes
+
+
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: ReseededNoise(env, 3), Parked])
+@pytest.mark.parametrize("probe", [probe for probe in probes.PROBES if probe is not probes.Masked])
+def test_gymnasiums_own_checker_accepts(probe, wrap):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on unbounded or unsymmetrical boxes
+        check_env(wrap(probe()), skip_render_check=True)
+
+
+def test_gymnasiums_passive_checker_accepts_legal_play_of_the_masked_probe():
+    # `check_env` would play illegal actions.
+    assert mean_return(PassiveEnvChecker(probes.Masked()), BEST[probes.Masked], 50) == 3
+
+
+@pytest.mark.parametrize("probe", BEST)
+def test_the_best_policy_earns_what_is_claimed(probe):
+    env = probe()
+    choose = BEST[probe]
+    if isinstance(env.action_space, spaces.Box):
+        assert mean_return(env, choose, 50) == pytest.approx(probe.best)
+    else:
+        assert mean_return(env, choose, 50) == probe.best
+
+
+@pytest.mark.parametrize("probe", CHANCE)
+def test_chance_earns_what_is_claimed(probe):
+    env = probe()
+    env.action_space.seed(0)
+    # 3000 episodes of returns within [-1, 1]: five standard errors are below 0.05 for all of them.
+    assert mean_return(env, lambda seen: env.action_space.sample(), 3000) == pytest.approx(probe.chance, abs=0.05)
+
+
+def test_the_masked_probe_shows_its_mask_and_refuses_other_actions():
+    env = probes.Masked()
+    seen, given = env.reset(seed=1)
+    assert np.array_equal(seen, given["action_mask"])
+    with pytest.raises(ValueError, match="illegal"):
+        env.step(int(np.flatnonzero(given["action_mask"] == 0)[0]))
