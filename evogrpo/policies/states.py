@@ -1,4 +1,4 @@
-"""What members have learnt, as rows of matrices: weights, AdamW moments, step counts; and the AdamW step of one row."""
+"""What members have learnt, as rows of matrices: weights, moments, running statistics; and a row's AdamW step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from evogrpo.functional.optim import adamw_step_, clip_by_norm_, schedule_factor
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
+from evogrpo.policies.bank import CARRIED_AT_BIRTH
 from evogrpo.records import UpdateReport
 
 
@@ -18,17 +19,31 @@ class LearnerStates:
         first: `[k]` weights that every member starts from.
         size: Number of members.
         optimizer: AdamW settings shared by all members.
+        own_reference: Whether every member keeps weights of its own to be compared with, `first` to begin with.
 
     Attributes:
         weights: `[p, k]`, one row per slot.
+        carried: `[p, 4]` float64 on the CPU; see `evogrpo.policies.bank.CARRIED`.
+        reference: `[p, k]`, or None without own references.
     """
 
-    def __init__(self, first: Tensor, size: int, optimizer: Optimizer) -> None:
-        self._first = first
+    def __init__(self, first: Tensor, size: int, optimizer: Optimizer, *, own_reference: bool = False) -> None:
         self._optimizer = optimizer
+        at_birth = torch.tensor(CARRIED_AT_BIRTH, dtype=torch.float64)
+        self._first = {"adapter": first, "exp_avg": None, "exp_avg_sq": None, "carried": at_birth}
         self.weights = first.repeat(size, 1)
         self._exp_avg = torch.zeros_like(self.weights)
         self._exp_avg_sq = torch.zeros_like(self.weights)
+        self.carried = at_birth.repeat(size, 1)
+        self._matrices = {
+            "adapter": self.weights,
+            "exp_avg": self._exp_avg,
+            "exp_avg_sq": self._exp_avg_sq,
+            "carried": self.carried,
+        }
+        self.reference = self.weights.clone() if own_reference else None
+        if self.reference is not None:
+            self._matrices["reference"], self._first["reference"] = self.reference, first
         self._steps = [0] * size
 
     @property
@@ -51,24 +66,35 @@ class LearnerStates:
         saved = {parent: self.state(parent) for parent in changed.values() if parent is not None and parent in changed}
         for slot, parent in changed.items():
             if parent is None:
-                self.weights[slot] = self._first
-                self._exp_avg[slot] = self._exp_avg_sq[slot] = 0.0
+                for name, matrix in self._matrices.items():
+                    first = self._first[name]
+                    matrix[slot] = 0.0 if first is None else first
                 self._steps[slot] = 0
             elif parent in saved:
                 self.load_state(slot, saved[parent])
             else:
-                for matrix in (self.weights, self._exp_avg, self._exp_avg_sq):
+                for matrix in self._matrices.values():
                     matrix[slot] = matrix[parent]
                 self._steps[slot] = self._steps[parent]
 
+    def keep_reference(self, slots: Sequence[int]) -> None:
+        """Make the current weights of these members their own references; ValueError without own references."""
+        for slot in slots:
+            self.mix_reference(slot, 1.0)
+
+    def mix_reference(self, slot: int, mixing: float) -> None:
+        """Set a member's reference to mixing * weights + (1 - mixing) * reference; ValueError without own references.
+
+        Source: Learn Your Reference Model for Real Good Alignment (arXiv:2404.09656), the soft update.
+        """
+        if self.reference is None:
+            raise ValueError("members have no references of their own to change: make them with reference='snapshot'")
+        self.reference[slot].lerp_(self.weights[slot], mixing)
+
     def state(self, slot: int) -> dict[str, Tensor]:
-        """Return copies of a member's weights, AdamW moments `[k]` and step count."""
-        return {
-            "adapter": self.weights[slot].clone(),
-            "exp_avg": self._exp_avg[slot].clone(),
-            "exp_avg_sq": self._exp_avg_sq[slot].clone(),
-            "step": torch.tensor(self._steps[slot]),
-        }
+        """Return copies of a member's weights, AdamW moments `[k]`, running statistics, reference and step count."""
+        copies = {name: matrix[slot].clone() for name, matrix in self._matrices.items()}
+        return copies | {"step": torch.tensor(self._steps[slot])}
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Put what `state` returned into a slot.
@@ -76,10 +102,13 @@ class LearnerStates:
         Raises:
             ValueError: If names, shapes or types differ from this bank's; nothing is changed then.
         """
-        expected = {"adapter": self.weights, "exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq}
-        if set(state) != {*expected, "step"}:
-            raise ValueError(f"a learner state holds {sorted({*expected, 'step'})}, got {sorted(state)}")
-        for name, matrix in expected.items():
+        expected = {*self._matrices, "step"}
+        if set(state) != expected:
+            hint = ""
+            if set(state) ^ expected == {"reference"}:
+                hint = ": it belongs to an objective whose reference is the other one of 'base' and 'snapshot'"
+            raise ValueError(f"a learner state holds {sorted(expected)}, got {sorted(state)}{hint}")
+        for name, matrix in self._matrices.items():
             if state[name].shape != matrix[slot].shape:
                 raise ValueError(
                     f"learner state {name!r} has {tuple(state[name].shape)} values, this bank's members have "
@@ -90,7 +119,7 @@ class LearnerStates:
         step = state["step"]
         if step.shape != () or step.dtype != torch.int64 or step < 0:
             raise ValueError(f"learner state 'step' must be one int64 number of at least 0, got {step}")
-        for name, matrix in expected.items():
+        for name, matrix in self._matrices.items():
             matrix[slot] = state[name]
         self._steps[slot] = int(step)
 
@@ -116,7 +145,7 @@ class LearnerStates:
         )
         norm = clip_by_norm_(gradient, hyperparameters.max_grad_norm)
         if not norm < float("inf"):
-            return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss)
+            return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
         self._steps[slot] += 1
         adamw_step_(
             self.weights[slot],
@@ -130,4 +159,5 @@ class LearnerStates:
             weight_decay=settings.weight_decay,
         )
         healthy = bool(self.weights[slot].sum().isfinite())
-        return UpdateReport(grad_norm=norm if healthy else float("nan"), lr=lr, loss=loss)
+        norm = norm if healthy else float("nan")
+        return UpdateReport(grad_norm=norm, lr=lr, loss=loss, step=self._steps[slot])

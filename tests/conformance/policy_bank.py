@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.advantages import group_advantages
-from evogrpo.functional.losses import action_weights, clipped_surrogate, kl_k3
+from evogrpo.functional.kl import kl_estimate
+from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.policies.bank import LossFunction, PolicyBank
+from evogrpo.policies.bank import CARRIED, CARRIED_AT_BIRTH, LossFunction, PolicyBank
 from evogrpo.records import Batch
 
 SIZE = 3
@@ -57,22 +58,23 @@ class PolicyBankTestCase(ABC):
         """Find draws that lie at least 1e-5 from every boundary between two actions, where rounding cannot matter."""
         for seed in range(50):
             low, high = (self.act(bank, range(bank.size), seed=seed, nudge=nudge) for nudge in (-1e-5, 1e-5))
-            if torch.equal(low.actions, high.actions):
+            if low.actions.is_floating_point() or torch.equal(low.actions, high.actions):
                 return seed
         raise AssertionError("no seed keeps clear of the boundaries")
 
     def loss(self, batch: Batch, clips: Sequence[float] = CLIPS) -> LossFunction:
         """Return a clipped GRPO loss with a KL term, off policy so that clips bind, `clips` by slot."""
         advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
-        weights = action_weights(batch.action_mask, batch.member_ids, per_token=False)
+        weights = loss_weights("grpo", None, batch.action_mask, batch.member_ids)
         assert batch.sampler_log_probs is not None
         # Depends on each action's own log-probability alone, so it is the same whoever shares the batch.
         old = batch.sampler_log_probs + 0.4 * torch.sin(1000.0 * batch.sampler_log_probs.round(decimals=2))
         clip = torch.tensor([clips[slot] for slot in batch.member_ids.tolist()])[:, None]
 
-        def loss(rows: Tensor, log_probs: Tensor) -> Tensor:
-            surrogate = clipped_surrogate(log_probs - old[rows], advantages[rows], clip[rows], clip[rows])
-            return (weights[rows] * (surrogate + 0.1 * kl_k3(log_probs, old[rows]))).sum(1)
+        def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+            given = log_probs, old[rows], advantages[rows], batch.action_mask[rows]
+            surrogate = policy_loss("grpo", *given, clip_low=clip[rows], clip_high=clip[rows])
+            return (weights[rows] * (surrogate + 0.1 * kl_estimate("k3", log_probs, old[rows]))).sum(1)
 
         return loss
 
@@ -85,6 +87,14 @@ class PolicyBankTestCase(ABC):
         """Return one member's rows as the batch of a bank in which it is slot 0."""
         own = batch.of_members([slot])
         return replace(own, member_ids=torch.zeros_like(own.member_ids))
+
+    @staticmethod
+    def assert_same_actions(one: Tensor, other: Tensor) -> None:
+        """Check that the same was chosen: to rounding where actions are real numbers."""
+        if one.is_floating_point():
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        else:
+            assert torch.equal(one, other)
 
     @staticmethod
     def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -116,7 +126,7 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             apart = self.act(self.bank_of(bank.state(slot)), [slot], seed=seed)
             own = together.of_members([slot])
-            assert torch.equal(own.actions, apart.actions)
+            self.assert_same_actions(own.actions, apart.actions)
             assert torch.equal(own.present, apart.present)
             assert own.sampler_log_probs is not None
             assert apart.sampler_log_probs is not None
@@ -148,6 +158,7 @@ class PolicyBankTestCase(ABC):
                 assert report.grad_norm == pytest.approx(reports[slot].grad_norm, rel=1e-3)
                 assert report.loss == pytest.approx(reports[slot].loss, rel=1e-3, abs=1e-5)
                 assert report.lr == reports[slot].lr == HYPERPARAMETERS[slot].lr
+                assert report.step == reports[slot].step == seed + 1
                 self.assert_close(bank.state(slot), apart[slot].state(0), HYPERPARAMETERS[slot].lr)
                 clipped.append(report.grad_norm > HYPERPARAMETERS[slot].max_grad_norm)
         assert 0 < sum(clipped) < len(clipped), "the test needs gradients on both sides of the bound"
@@ -209,9 +220,9 @@ class PolicyBankTestCase(ABC):
         before = other.state(1)
         good = self.loss(batch)
 
-        def bad(rows: Tensor, log_probs: Tensor) -> Tensor:
+        def bad(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
             spoilt = torch.where(batch.member_ids[rows] == 1, torch.nan, 1.0)
-            return good(rows, log_probs) * spoilt
+            return good(rows, log_probs, entropies) * spoilt
 
         expected = self.learn(one, batch)
         got = other.update(batch, bad, dict(enumerate(HYPERPARAMETERS)))
@@ -258,9 +269,10 @@ class PolicyBankTestCase(ABC):
     def test_no_rows_at_all_are_a_zero_gradient_for_everyone(self) -> None:
         bank = self.make_bank(SIZE)
         empty = self.act(bank, range(SIZE)).select(torch.zeros(0, dtype=torch.long))
-        reports = bank.update(empty, lambda rows, log_probs: log_probs.sum(1), dict(enumerate(HYPERPARAMETERS)))
+        steps = dict(enumerate(HYPERPARAMETERS))
+        reports = bank.update(empty, lambda rows, log_probs, entropies: log_probs.sum(1), steps)
         assert [report.grad_norm for report in reports.values()] == [0.0] * SIZE
-        assert bank.log_probs(empty).shape == empty.actions.shape
+        assert bank.log_probs(empty).shape == empty.action_mask.shape
 
     # ---- rows
 
@@ -296,7 +308,7 @@ class PolicyBankTestCase(ABC):
         scored = bank.log_probs(batch)
         seen: list[int] = []
 
-        def watching(rows: Tensor, log_probs: Tensor) -> Tensor:
+        def watching(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
             seen.extend(rows.tolist())
             torch.testing.assert_close(log_probs.detach(), scored[rows], rtol=1e-5, atol=1e-5)
             return log_probs.sum(1)
@@ -304,6 +316,36 @@ class PolicyBankTestCase(ABC):
         bank.update(batch, watching, dict(enumerate(HYPERPARAMETERS)))
         assert sorted({*seen, 3}) == list(range(len(batch)))
         assert len(seen) == len(set(seen))
+
+    def test_entropies_together_equal_entropies_alone_and_are_zero_where_masked(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        entropies = bank.entropies(batch)
+        assert entropies.shape == batch.action_mask.shape
+        assert not entropies[~batch.action_mask].any()
+        assert bool((entropies[batch.action_mask] != 0).all())
+        for slot in range(SIZE):
+            alone = self.bank_of(bank.state(slot)).entropies(self.alone(batch, slot))
+            torch.testing.assert_close(entropies[batch.member_ids == slot], alone, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("asked", [True, False])
+    def test_the_loss_sees_the_entropies_and_can_differentiate_them_when_asked(self, asked: bool) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        scored = bank.entropies(batch)
+
+        def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+            torch.testing.assert_close(entropies.detach(), scored[rows], rtol=1e-4, atol=1e-5)
+            assert entropies.requires_grad is asked
+            return -(entropies + 0.0 * log_probs).sum(1)
+
+        steps = dict.fromkeys(range(SIZE), Hyperparameters(lr=1e-4))
+        reports = bank.update(batch, loss, steps, entropy_gradient=asked)
+        after = bank.entropies(batch)
+        for slot, report in reports.items():
+            mine = batch.member_ids == slot
+            assert (report.grad_norm > 0) is asked
+            assert bool(after[mine].sum() > scored[mine].sum()) is asked
 
     def test_scoring_and_acting_change_nothing_that_was_learnt(self) -> None:
         bank = self.make_bank(SIZE)
@@ -324,9 +366,9 @@ class PolicyBankTestCase(ABC):
     def test_a_small_step_lowers_the_loss_by_what_the_gradient_predicts(self) -> None:
         bank = self.make_bank(1)
         batch = self.act(bank, [0])
-        direction = torch.sin(torch.arange(batch.actions.numel()).view(batch.actions.shape) + 0.3)
+        direction = torch.sin(torch.arange(batch.action_mask.numel()).view(batch.action_mask.shape) + 0.3)
 
-        def loss(rows: Tensor, log_probs: Tensor) -> Tensor:
+        def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
             return (direction[rows] * log_probs).sum(1)
 
         def value() -> float:
@@ -385,6 +427,16 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), before[slot])
 
+    def test_carried_statistics_start_alike_and_are_inherited_and_saved(self) -> None:
+        bank = self.make_bank(SIZE)
+        birth = torch.tensor([CARRIED_AT_BIRTH] * SIZE, dtype=torch.float64)
+        assert torch.equal(bank.carried, birth)
+        bank.carried[:] += torch.arange(SIZE * len(CARRIED)).view(SIZE, -1)
+        values = bank.carried.clone()
+        bank.inherit([2, None, 0])
+        assert torch.equal(bank.carried, torch.stack([values[2], birth[1], values[0]]))
+        assert torch.equal(self.bank_of(*self.states(bank)).carried, bank.carried)
+
     # ---- states
 
     def test_a_state_goes_out_and_in_again(self) -> None:
@@ -400,14 +452,15 @@ class PolicyBankTestCase(ABC):
     def test_a_state_is_a_copy_both_ways(self) -> None:
         bank = self.make_bank(SIZE)
         state, before = bank.state(0), bank.state(0)
-        for values in state.values():
-            values.zero_()
+        numbers = [name for name, values in state.items() if values.dtype != torch.uint8]  # bytes are text about them
+        for name in numbers:
+            state[name].zero_()
         self.assert_same(bank.state(0), before)
         bank.load_state(1, state)
         for values in state.values():
             values.fill_(3)
-        for values in bank.state(1).values():
-            assert not values.any()
+        for name, values in bank.state(1).items():
+            assert not values.any() if name in numbers else torch.equal(values, before[name])
 
     REFUSED: tuple[tuple[str, Callable[[dict[str, Tensor]], object]], ...] = (
         ("a missing name", lambda state: state.popitem()),

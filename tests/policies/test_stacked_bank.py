@@ -1,0 +1,38 @@
+"""StackedBank: the contract of every bank, in many spaces and with members of different architectures."""
+
+from tests.conformance.policy_bank import PolicyBankTestCase
+from tests.tiny_networks import CASES, acted_batch
+
+
+class StackedBankTestCase(PolicyBankTestCase):
+    case = CASES["discrete"]
+
+    def make_bank(self, size):
+        return self.case.bank(size)
+
+    def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False):
+        return acted_batch(self.case, bank, members, seed=seed, nudge=nudge, equal_shapes=equal_shapes)
+
+
+class TestDiscrete(StackedBankTestCase):
+    pass
+
+
+class TestArchitectures(StackedBankTestCase):
+    case = CASES["architectures"]
+
+
+class TestSomeAlike(StackedBankTestCase):
+    case = CASES["some alike"]
+
+
+class TestBox(StackedBankTestCase):
+    case = CASES["box"]
+
+
+class TestImages(StackedBankTestCase):
+    case = CASES["images"]
+
+
+class TestModule(StackedBankTestCase):
+    case = CASES["module"]
