@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import gymnasium
 import numpy as np
@@ -23,19 +23,29 @@ class Scores:
         rewards: Raw task reward per row [n], float64; NaN = not applicable, to be left out of every statistic.
         components: Value of each reward function per row [n], before its weight; NaN where it does not apply.
         completions: Decoded text per row, untrusted: escape it before showing it.
+        weights: Of the reward functions, in the order of `components`.
+        step_rewards: What was earned at each action [n, t], t the longest completion's length, weights included; NaN =
+            nothing was given there. A row's sum is its reward. None where no reward function looked inside completions.
     """
 
     rewards: NDArray[np.float64]
     components: dict[str, NDArray[np.float64]]
     completions: tuple[str, ...]
+    weights: tuple[float, ...]
+    step_rewards: NDArray[np.float64] | None = None
 
 
+@runtime_checkable
 class Episodes(Protocol):
-    """Rows opened at initial states; for a language task they end after one completion."""
+    """Rows opened at questions: each ends after one completion, which is scored."""
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
         """Token ids of the prompt of each opened start."""
+
+    @property
+    def questions(self) -> Sequence[str]:
+        """What each opened start asks, in words for people: the question without what surrounds it in the prompt."""
 
     def score(self, starts: Sequence[int], completions: Sequence[Sequence[int]]) -> Scores:
         """Reward one completion per row.
@@ -66,8 +76,13 @@ class GroupEnvironment(Protocol):
     def size(self, split: Split) -> int:
         """Return the number of distinct initial states in a split."""
 
-    def open(self, split: Split, starts: Sequence[int]) -> Episodes:
-        """Open rows at the given initial states, each in [0, size(split)); the same start may occur repeatedly."""
+    def open(self, split: Split, starts: Sequence[int]) -> Any:
+        """Open rows at the given initial states, each in [0, size(split)); the same start may occur repeatedly.
+
+        Returns:
+            `Episodes`, or for environments that are played step by step something with their `play`, such as
+            `evogrpo.envs.gymnasium.StepEpisodes`.
+        """
 
 
 @lru_cache(maxsize=16)

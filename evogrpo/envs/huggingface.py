@@ -3,54 +3,19 @@
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 from torch import Tensor
 
 from evogrpo.envs.facade import Facade, PromptTensors, StepResult
-from evogrpo.envs.groups import SPLITS, Scores, Split, deal_starts
+from evogrpo.envs.groups import SPLITS, Split, deal_starts
+from evogrpo.envs.prompt_episodes import PromptEpisodes
 from evogrpo.envs.prompts import Message, Prompt, Tokenizer, check_messages, check_template, fill_template, tokenize
 from evogrpo.envs.reasoning import reasoning_tables
-from evogrpo.envs.rewards import Answers, OnRewardError, Reward, RewardFn, RewardFunc, evaluate, make_rewards
+from evogrpo.envs.rewards import OnRewardError, RewardFn, RewardFunc, make_rewards, make_runner
 from evogrpo.envs.splits import Table, check_table, make_splits
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PromptEpisodes:
-    """Opened prompts, each answered by any number of completions.
-
-    Attributes:
-        prompts: Token ids per opened start.
-        rows: Dataset row per opened start.
-        rewards: The reward functions.
-        tokenizer: Decodes completions.
-        on_reward_error: What happens where a reward function fails.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    rows: Sequence[Mapping[str, Any]]
-    rewards: Sequence[Reward]
-    tokenizer: Tokenizer
-    on_reward_error: OnRewardError
-
-    def score(self, starts: Sequence[int], completions: Sequence[Sequence[int]]) -> Scores:
-        """Reward one completion per row; see `Episodes.score`.
-
-        Raises:
-            ValueError: If the two arguments differ in length, are empty, or name a start that is not open.
-            RewardError: If a reward function fails.
-        """
-        if len(starts) != len(completions) or len(starts) == 0:
-            raise ValueError(f"score takes one start per completion, got {len(starts)} for {len(completions)}")
-        if not all(0 <= start < len(self.prompts) for start in starts):
-            raise ValueError(f"starts must lie in [0, {len(self.prompts) - 1}], got {sorted(set(starts))}")
-        token_ids = [[int(token) for token in completion] for completion in completions]
-        texts = tuple(str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in token_ids)
-        answers = Answers(rows=[self.rows[start] for start in starts], texts=texts, token_ids=token_ids)
-        rewards, components = evaluate(self.rewards, answers, self.on_reward_error)
-        return Scores(rewards=rewards, components=components, completions=texts)
+from evogrpo.envs.verifiers.pool import VerifierPool
 
 
 class HuggingFaceGym:
@@ -58,9 +23,14 @@ class HuggingFaceGym:
 
     Rewards come in exactly one of two forms. AgileRL's: columns `question` and `answer`, and
     `reward_fn(completion, answer, question) -> float`; `conversation_template` turns a question into messages. TRL's:
-    a column `prompt` (text, or a list of messages) and `reward_funcs`, each called once with all completions as
+    a column `prompt` (text, or a list of messages) and `reward_funcs`, each called with all completions at once as
     `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None means not applicable.
     A prompt that ends with an assistant message is continued; completions hold only what was sampled.
+
+    Either form may be `async def`: such functions run concurrently, of AgileRL's form the calls for all completions.
+    Instead of a number, `StepRewards` gives rewards inside a completion. With `reward_workers` the functions run in
+    worker processes, and each call in TRL's form takes one worker's share of the completions; a call that exceeds
+    `reward_timeout` is killed, and repeated completion by completion to find the one to blame.
 
     Train, validation (selection) and test (reported once) are disjoint and deduplicated: two rows are the same
     question when the model reads the same tokens. What is not given is drawn from the training dataset, so neither
@@ -84,6 +54,9 @@ class HuggingFaceGym:
         data_batch_size_per_gpu: AgileRL's name for `data_batch_size`.
         group_size: Completions per prompt that training `step`s must bring; None takes any number from 2.
         on_reward_error: "raise" stops with a `RewardError`; "exclude" gives the completion a NaN reward and warns.
+        reward_timeout: Seconds that one call of a reward function may take; None = no limit.
+        reward_workers: Processes in which rewards are computed, for functions that are slow or crash; 0 = in this one.
+            None = none, or, where a timeout is given for functions that are not async, one per core up to 8.
         seed: Seed of the training order and of drawn splits.
 
     Attributes:
@@ -115,6 +88,8 @@ class HuggingFaceGym:
         data_batch_size_per_gpu: int | None = None,
         group_size: int | None = None,
         on_reward_error: OnRewardError = "raise",
+        reward_timeout: float | None = None,
+        reward_workers: int | None = None,
         seed: int = 0,
     ) -> None:
         if tokenizer is None:
@@ -124,6 +99,7 @@ class HuggingFaceGym:
         self.seed = seed
         self._on_reward_error: OnRewardError = on_reward_error
         self._rewards = make_rewards(reward_fn, reward_funcs, reward_weights)
+        self._runner = make_runner(self._rewards, reward_timeout, reward_workers)
         self._columns = ("prompt",) if reward_fn is None else ("question", "answer")
         self._template = _template(conversation_template, tokenizer, asked=reward_fn is not None)
         given = zip(SPLITS, (train_dataset, validation_dataset, test_dataset), strict=True)
@@ -148,6 +124,8 @@ class HuggingFaceGym:
         vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
         self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
         self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
+        if isinstance(self._runner, VerifierPool):
+            self._runner.check()  # it has been starting since its making
 
     @classmethod
     def from_reasoning_gym(
@@ -219,6 +197,7 @@ class HuggingFaceGym:
             prompts=tuple(questions.prompts[start].tolist() for start in starts),
             rows=[questions.table[questions.rows[start]] for start in starts],
             rewards=self._rewards,
+            runner=self._runner,
             tokenizer=self.tokenizer,
             on_reward_error=self._on_reward_error,
         )
@@ -236,6 +215,10 @@ class HuggingFaceGym:
     def eval_mode(self, split: Split = "validation") -> AbstractContextManager[None]:
         """Serve a held-out split from its first question inside a `with`; the training cursor does not move."""
         return self._facade.eval_mode(split)
+
+    def close(self) -> None:
+        """End the worker processes of reward functions; the next score would start new ones."""
+        self._runner.close()
 
     def _tokens(self, split: Split, table: Table) -> "Sequence[array[int]]":
         return tokenize(self._prompts(table, f"{split}_dataset"), self.tokenizer, f"{split}_dataset")

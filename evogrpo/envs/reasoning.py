@@ -3,6 +3,7 @@
 import difflib
 import importlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from evogrpo.envs.groups import SPLITS, Split
@@ -65,13 +66,25 @@ def reasoning_tables(
             {"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries
         ]
         first += wanted[split]
-    return tables, _reward(name, task, answer_tag)
+    return tables, TaskReward(__name__=name, task=task, answer_tag=answer_tag)
 
 
-def _reward(name: str, task: Any, answer_tag: str | None) -> RewardFunc:
-    extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
+@dataclass(frozen=True, kw_only=True)
+class TaskReward:
+    """A task's own rule as a reward function in TRL's form; an object, so that it can be sent to worker processes.
 
-    def reward(
+    Attributes:
+        __name__: The task's.
+        task: The reasoning-gym dataset.
+        answer_tag: Tag whose last content is scored, or None for the whole completion.
+    """
+
+    __name__: str
+    task: Any
+    answer_tag: str | None
+
+    def __call__(
+        self,
         *,
         completions: Sequence[Sequence[Mapping[str, str]]],
         question: Sequence[str],
@@ -79,15 +92,14 @@ def _reward(name: str, task: Any, answer_tag: str | None) -> RewardFunc:
         metadata: Sequence[Mapping[str, Any]],
         **_: object,
     ) -> list[float]:
+        """Score completions."""
         texts = [completion[0]["content"] for completion in completions]
-        if answer_tag is None:
+        if self.answer_tag is None:
             answers = [text.strip() for text in texts]
         else:
-            answers = [extract_answer(text, tag_name=answer_tag) for text in texts]
+            extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
+            answers = [extract_answer(text, tag_name=self.answer_tag) for text in texts]
         entries = [
             {"question": q, "answer": a, "metadata": m} for q, a, m in zip(question, answer, metadata, strict=True)
         ]
-        return [float(task.score_answer(a, entry=entry)) for a, entry in zip(answers, entries, strict=True)]
-
-    reward.__name__ = name
-    return reward
+        return [float(self.task.score_answer(a, entry=entry)) for a, entry in zip(answers, entries, strict=True)]

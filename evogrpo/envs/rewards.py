@@ -1,28 +1,29 @@
-"""Reward functions of the user: how they are called, checked, and combined into one reward per completion."""
+"""Reward functions of the user in one form: what they are given, and what calls them."""
 
 import functools
-import inspect
 import math
-import numbers
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+from evogrpo.envs.step_rewards import StepRewards
+from evogrpo.envs.verifiers.calling import Call, InProcess, Job, Runner, is_async
+from evogrpo.envs.verifiers.pool import VerifierPool
 
 OnRewardError = Literal["raise", "exclude"]
-RewardFn = Callable[[str, Any, Any], float]
-RewardFunc = Callable[..., Sequence[float | None]]
+Value = float | StepRewards
+RewardFn = Callable[[str, Any, Any], Value | Awaitable[Value]]
+RewardFunc = Callable[..., Sequence[Value | None] | Awaitable[Sequence[Value | None]]]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TRL_OWN = ("prompt", "completion", "completion_ids")
+MOST_WORKERS = 8  # when their number is not given
 
 
 class RewardError(ValueError):
-    """A reward function raised, or returned something that is no reward."""
+    """A reward function raised, returned something that is no reward, took too long, or ended its process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +40,13 @@ class Answers:
     texts: Sequence[str]
     token_ids: Sequence[list[int]]
 
-    def only(self, position: int) -> "Answers":
-        """Return the answers with a single completion left."""
-        row = slice(position, position + 1)
-        return replace(self, rows=self.rows[row], texts=self.texts[row], token_ids=self.token_ids[row])
+    def only(self, positions: Sequence[int]) -> "Answers":
+        """Return the answers at the given positions."""
+        return Answers(
+            rows=[self.rows[position] for position in positions],
+            texts=[self.texts[position] for position in positions],
+            token_ids=[self.token_ids[position] for position in positions],
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,14 +56,35 @@ class Reward:
     Attributes:
         name: What it is called in reports.
         weight: Its factor in the sum.
-        batched: Whether one call takes all completions.
-        call: Values of the given answers, one per completion, unchecked.
+        batched: Whether one call takes all completions (TRL's form) rather than one (AgileRL's).
+        function: The user's.
     """
 
     name: str
     weight: float
     batched: bool
-    call: Callable[[Answers], Any]
+    function: Callable[..., Any]
+
+    def jobs(self, answers: Answers, rows: Sequence[int], shares: int) -> list[Job]:
+        """Return the calls that reward the given rows; completions that one call takes are divided into `shares`."""
+        if self.batched or is_async(self.function):
+            size = -(-len(rows) // shares)
+            parts = [tuple(rows[first : first + size]) for first in range(0, len(rows), size)]
+        else:
+            parts = [(row,) for row in rows]
+        return [Job(name=self.name, rows=part, calls=self._calls(answers.only(part))) for part in parts]
+
+    def _calls(self, answers: Answers) -> tuple[Call, ...]:
+        if not self.batched:
+            pairs = zip(answers.texts, answers.rows, strict=True)
+            return tuple(((text, row["answer"], row["question"]), {}) for text, row in pairs)
+        prompts = [row["prompt"] for row in answers.rows]
+        completions: list[Any] = list(answers.texts)
+        if not isinstance(prompts[0], str):
+            completions = [[{"role": "assistant", "content": text}] for text in answers.texts]
+        columns = {key: [row[key] for row in answers.rows] for key in answers.rows[0] if key not in _TRL_OWN}
+        given = {"prompts": prompts, "completions": completions, "completion_ids": list(answers.token_ids)}
+        return (((), {**given, **columns}),)
 
 
 def make_rewards(
@@ -72,7 +97,7 @@ def make_rewards(
     Args:
         reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per completion.
         reward_funcs: TRL's form, one or several `f(prompts=, completions=, completion_ids=, **columns)` that return
-            one float or None (not applicable) per completion, each called once with all completions.
+            one float or None (not applicable) per completion, each called with many completions at once.
         reward_weights: One factor per function of `reward_funcs`; None means 1 each.
 
     Raises:
@@ -87,8 +112,7 @@ def make_rewards(
     if reward_fn is not None:
         if reward_weights is not None:
             raise ValueError("reward_weights go with reward_funcs, got reward_fn: scale its value instead")
-        call = functools.partial(_call_agilerl, _checked(reward_fn))
-        return (Reward(name=_name(reward_fn), weight=1.0, batched=False, call=call),)
+        return (Reward(name=_name(_checked(reward_fn)), weight=1.0, batched=False, function=reward_fn),)
     assert reward_funcs is not None
     functions: list[RewardFunc] = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
     if not functions:
@@ -101,151 +125,49 @@ def make_rewards(
         base = name = _name(_checked(function))
         while name in made:
             name = f"{base}_{len(made) + 1}"
-        made[name] = Reward(name=name, weight=weight, batched=True, call=functools.partial(_call_trl, function))
+        made[name] = Reward(name=name, weight=weight, batched=True, function=function)
     return tuple(made.values())
 
 
-def evaluate(
-    rewards: Sequence[Reward], answers: Answers, on_error: OnRewardError
-) -> tuple[NDArray[np.float64], dict[str, NDArray[np.float64]]]:
-    """Return the weighted sum of the reward functions, and each function's values.
+def make_runner(rewards: Sequence[Reward], timeout: float | None, workers: int | None) -> Runner:
+    """Return what calls the reward functions.
 
     Args:
         rewards: The reward functions.
-        answers: The n completions and what they answer.
-        on_error: "raise", or "exclude": a completion whose reward fails gets NaN, with one warning per call.
-
-    Returns:
-        Rewards [n], NaN where no function applies or the completion is excluded, and unweighted values [n] per name.
+        timeout: Seconds that one call may take; None = no limit.
+        workers: Worker processes; 0 = none, all calls are made in this process; None = as many as cores, at most 8,
+            where a timeout is given and a function is not async, and none otherwise.
 
     Raises:
-        RewardError: If a function returns the wrong number of values; and, where on_error is "raise", if it raises or
-            returns something other than a finite number or None. Shows the function and the (escaped) completion.
+        ValueError: If a number is out of range, a plain function is to be stopped without a process of its own, or a
+            function cannot be sent to another process.
     """
-    components: dict[str, NDArray[np.float64]] = {}
-    failures: dict[int, RewardError] = {}
-    for reward in rewards:
-        components[reward.name], failed = _evaluate_one(reward, answers, on_error)
-        failures.update(failed)
-    values = np.stack(list(components.values()))
-    weights = np.array([reward.weight for reward in rewards])[:, None]
-    total = np.where(np.isnan(values).all(axis=0), np.nan, np.nansum(weights * values, axis=0))
-    total[list(failures)] = np.nan
-    if failures:
-        first = failures[min(failures)]
-        warnings.warn(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", stacklevel=2)
-    return total, components
-
-
-def _evaluate_one(
-    reward: Reward, answers: Answers, on_error: OnRewardError
-) -> tuple[NDArray[np.float64], dict[int, RewardError]]:
-    count = len(answers.texts)
-    outcomes = _outcomes(reward, answers, stop_at_first=on_error == "raise")
-    values = np.full(count, np.nan)
-    failures: dict[int, RewardError] = {}
-    for position, outcome in enumerate(outcomes):
-        try:
-            values[position] = _number(reward.name, outcome, answers.texts[position])
-        except RewardError as error:
-            if on_error == "raise":
-                raise
-            failures[position] = error
-    return values, failures
-
-
-def _outcomes(reward: Reward, answers: Answers, *, stop_at_first: bool) -> list[Any]:
-    """Return one value, or the exception that stands in for it, per completion."""
-    whole = _attempt(reward, answers) if reward.batched else None
-    if isinstance(whole, list):
-        return whole
-    outcomes: list[Any] = []
-    failed = False
-    # A failed batched call is repeated row by row, which finds the completion that is to blame.
-    for position in range(len(answers.texts)):
-        outcome = _attempt(reward, answers.only(position))
-        outcomes += outcome if isinstance(outcome, list) else [outcome]
-        failed = failed or isinstance(outcome, Exception)
-        if failed and stop_at_first:
-            break
-    if whole is not None and not failed:
-        raise _raised(reward.name, whole, answers.texts[0], note=" (with all completions; alone, none fails)")
-    return outcomes
-
-
-def _attempt(reward: Reward, answers: Answers) -> list[Any] | Exception:
-    try:
-        values = reward.call(answers)
-    except Exception as error:  # noqa: BLE001 (the user's code: anything may come out of it)
-        return error
-    return _listed(reward.name, values, len(answers.texts))
-
-
-def _number(name: str, value: Any, text: str) -> float:
-    if isinstance(value, Exception):
-        raise _raised(name, value, text)
-    if value is None:
-        return math.nan
-    if hasattr(value, "tolist"):  # numpy and torch scalars
-        value = value.tolist()
-    if not isinstance(value, numbers.Real):
-        raise RewardError(
-            f"reward function {name!r} must return numbers or None, got {_shown(value)} "
-            f"for the completion {_shown(text)}"
+    check_limits(timeout, workers)
+    functions = {reward.name: reward.function for reward in rewards}
+    plain = [name for name, function in functions.items() if not is_async(function)]
+    if workers is None:
+        workers = min(MOST_WORKERS, os.cpu_count() or 1) if timeout is not None and plain else 0
+    if workers > 0:
+        return VerifierPool(functions, workers=workers, timeout=timeout)
+    if timeout is not None and plain:
+        raise ValueError(
+            f"reward_timeout needs reward_workers of at least 1 for {plain[0]!r}, got 0: a function that is not async "
+            "can only be stopped together with a process of its own"
         )
-    if not math.isfinite(value):
-        raise RewardError(
-            f"reward function {name!r} must return finite numbers, got {float(value)} for the completion "
-            f"{_shown(text)}: return None where it does not apply"
-        )
-    return float(value)
+    return InProcess(functions, timeout)
 
 
-def _listed(name: str, values: Any, count: int) -> list[Any]:
-    if hasattr(values, "tolist"):  # arrays and tensors
-        values = values.tolist()
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise RewardError(f"reward function {name!r} must return a list of {count} rewards, got {_shown(values)}")
-    if len(values) != count:
-        raise RewardError(
-            f"reward function {name!r} must return one reward per completion, got {len(values)} for {count}"
-        )
-    return list(values)
-
-
-def _raised(name: str, error: Exception, text: str, note: str = "") -> RewardError:
-    raised = RewardError(
-        f"reward function {name!r} raised {type(error).__name__}: {_shown(str(error))}{note} "
-        f"for the completion {_shown(text)}"
-    )
-    raised.__cause__ = error
-    return raised
-
-
-def _shown(value: object) -> str:
-    """Return a short repr in which control codes are escaped: completions are untrusted text."""
-    if isinstance(value, str) and len(value) > 240:
-        return f"{value[:160]!r} ... {value[-60:]!r}"
-    return f"{value!r:.240}"
-
-
-def _call_agilerl(function: RewardFn, answers: Answers) -> list[Any]:
-    rows = zip(answers.texts, answers.rows, strict=True)
-    return [function(text, row["answer"], row["question"]) for text, row in rows]
-
-
-def _call_trl(function: RewardFunc, answers: Answers) -> Any:
-    prompts = [row["prompt"] for row in answers.rows]
-    completions: list[Any] = list(answers.texts)
-    if not isinstance(prompts[0], str):
-        completions = [[{"role": "assistant", "content": text}] for text in answers.texts]
-    columns = {key: [row[key] for row in answers.rows] for key in answers.rows[0] if key not in _TRL_OWN}
-    return function(prompts=prompts, completions=completions, completion_ids=list(answers.token_ids), **columns)
+def check_limits(timeout: float | None, workers: int | None) -> None:
+    """Refuse a time limit or a number of worker processes that is out of range."""
+    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"reward_timeout must be a finite number of seconds above 0, or None, got {timeout}")
+    if workers is not None and workers < 0:
+        raise ValueError(f"reward_workers must be at least 0, or None, got {workers}")
 
 
 def _checked(function: F) -> F:
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ValueError(f"a reward function must be a plain (not async) function, got {function!r:.200}")
+    if not callable(function):
+        raise ValueError(f"a reward function must be a function, plain or async, got {function!r:.200}")
     return function
 
 

@@ -63,6 +63,18 @@ def test_trl_form_passes_texts_for_text_prompts(plain_tokenizer):
     assert episodes.score([0], [[*episodes.prompts[0], plain_tokenizer.eos_token_id]]).rewards.tolist() == [3.0], text
 
 
+def test_questions_are_told_without_what_surrounds_them_in_the_prompt(tokenizer, plain_tokenizer):
+    template = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
+    assert agilerl(tokenizer, conversation_template=template).open("test", [2, 0]).questions == ("2*2?", "0*0?")
+    said = [("system", "Be brief."), ("user", "early"), ("assistant", "yes"), ("user", "late"), ("assistant", "So")]
+    talk = [{"role": role, "content": content} for role, content in said]
+    env = HuggingFaceGym(messages("a", "b", "c"), [{"prompt": talk, "answer": ""}], tokenizer, reward_funcs=print)
+    assert env.open("test", [0]).questions == ("late",)
+    rows = [{"prompt": text} for text in "abcdef"]
+    env = HuggingFaceGym(rows, [{"prompt": "plain text"}], plain_tokenizer, reward_funcs=print)
+    assert env.open("test", [0]).questions == ("plain text",)
+
+
 def test_without_a_chat_template_a_question_is_plain_text(plain_tokenizer):
     env = agilerl(plain_tokenizer)
     assert plain_tokenizer.decode(env.open("test", [0]).prompts[0]) == "0*0?"

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.envs.rewards import Answers, RewardError, evaluate, make_rewards
+from evogrpo.envs.rewards import Answers, RewardError, make_rewards
+from evogrpo.envs.scoring import evaluate
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 
@@ -35,11 +36,12 @@ def test_trl_functions_see_texts_columns_and_ids_once():
         seen.append((prompts, completions, completion_ids, columns))
         return [0.5, 1]
 
-    rewards, components = trl(reward)
+    earned = trl(reward)
     texts, ids = ["one", "two"], [[111, 110, 101], [116, 119, 111]]
     assert seen == [(["p", "q"], texts, ids, {"level": [1, 2]})]
-    assert rewards.tolist() == components["reward"].tolist() == [0.5, 1.0]
-    assert rewards.dtype == np.float64
+    assert earned.rewards.tolist() == earned.components["reward"].tolist() == [0.5, 1.0]
+    assert earned.rewards.dtype == np.float64
+    assert earned.steps == {}
 
 
 def test_trl_functions_see_messages_for_message_prompts():
@@ -54,7 +56,7 @@ def test_trl_functions_see_messages_for_message_prompts():
         }
         return [1.0, 0.0]
 
-    assert trl(reward, rows=rows)[0].tolist() == [1.0, 0.0]
+    assert trl(reward, rows=rows).rewards.tolist() == [1.0, 0.0]
 
 
 def test_agilerl_functions_see_completion_answer_question_in_this_order():
@@ -62,20 +64,21 @@ def test_agilerl_functions_see_completion_answer_question_in_this_order():
     (reward,) = make_rewards(
         lambda completion, answer, question: float((completion, answer, question) == ("b", "b", "b?")), None, None
     )
-    assert evaluate([reward], answers(("b", "b"), rows), "raise")[0].tolist() == [0.0, 1.0]
+    assert evaluate([reward], answers(("b", "b"), rows), "raise").rewards.tolist() == [0.0, 1.0]
 
 
 def test_weights_multiply_and_none_is_left_out():
-    rewards, components = trl(returning([1.0, None]), returning([2.0, 5.0]), weights=[10, -0.5])
-    assert rewards.tolist() == [9.0, -2.5]
+    earned = trl(returning([1.0, None]), returning([2.0, 5.0]), weights=[10, -0.5])
+    components = earned.components
+    assert earned.rewards.tolist() == [9.0, -2.5]
     assert list(components) == ["reward", "reward_2"]
     assert components["reward"][0] == 1.0
     assert math.isnan(components["reward"][1])
 
 
 def test_a_reward_is_nan_only_where_no_function_applies():
-    rewards, _ = trl(returning([None, None]), returning([None, 0.0]))
-    assert np.isnan(rewards).tolist() == [True, False]
+    earned = trl(returning([None, None]), returning([None, 0.0]))
+    assert np.isnan(earned.rewards).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_a_reward_is_nan_only_where_no_function_applies():
     ],
 )
 def test_every_kind_of_number_is_a_reward(value):
-    assert trl(returning(value))[0].tolist() == [1.0, 0.0]
+    assert trl(returning(value)).rewards.tolist() == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -157,10 +160,10 @@ def test_a_failure_only_with_all_completions_is_told_as_such():
 
 def test_excluding_leaves_out_only_the_failing_completion():
     with pytest.warns(UserWarning, match=r"1 of 2 completions excluded; the first: .*ZeroDivisionError"):
-        rewards, components = trl(fragile, returning_like_one, texts=("", "ab"), on_error="exclude")
-    assert np.isnan(rewards).tolist() == [True, False]
-    assert rewards[1] == 1.5
-    assert components["returning_like_one"].tolist() == [1.0, 1.0]
+        earned = trl(fragile, returning_like_one, texts=("", "ab"), on_error="exclude")
+    assert np.isnan(earned.rewards).tolist() == [True, False]
+    assert earned.rewards[1] == 1.5
+    assert earned.components["returning_like_one"].tolist() == [1.0, 1.0]
 
 
 def returning_like_one(completions, **_):
@@ -169,7 +172,7 @@ def returning_like_one(completions, **_):
 
 def test_excluding_covers_bad_values_but_never_a_wrong_length():
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
-        assert np.isnan(trl(returning([math.nan, 1.0]), on_error="exclude")[0]).tolist() == [True, False]
+        assert np.isnan(trl(returning([math.nan, 1.0]), on_error="exclude").rewards).tolist() == [True, False]
     with pytest.raises(RewardError, match="got 1 for 2"):
         trl(returning([1.0]), on_error="exclude")
 
@@ -194,10 +197,6 @@ def test_names_stay_apart():
     assert len({reward.name for reward in made}) == 6
 
 
-async def later(**_):
-    return []
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -207,9 +206,8 @@ async def later(**_):
         ((None, [], None), "at least one function"),
         ((None, [fragile], [1.0, 2.0]), r"1 finite numbers, one per function, got \[1.0, 2.0\]"),
         ((None, fragile, [math.nan]), "finite numbers"),
-        ((None, ["model"], None), "plain .* function, got 'model'"),
-        ((None, [later], None), "not async"),
-        ((3, None, None), "plain .* function, got 3"),
+        ((None, ["model"], None), "a function, plain or async, got 'model'"),
+        ((3, None, None), "a function, plain or async, got 3"),
     ],
 )
 def test_what_cannot_be_called_is_refused(arguments, message):

@@ -1,0 +1,46 @@
+"""Reset seeds of the starts of each split: disjoint, distinct, and the same however large the splits are."""
+
+from collections.abc import Mapping, Sequence
+
+from evogrpo.envs.groups import SPLITS, Split
+from evogrpo.randomness import generator
+
+SEEDS_PER_SPLIT = 1 << 29  # so that the seeds of all splits fit into 31 bits, which every environment takes
+
+
+class ResetSeeds:
+    """The starts of an environment that is reset with seeds.
+
+    Args:
+        seed: Root seed of the order.
+        sizes: Number of starts of each split.
+
+    Raises:
+        ValueError: If a size is out of range.
+    """
+
+    def __init__(self, seed: int, sizes: Mapping[Split, int]) -> None:
+        for split, size in sizes.items():
+            if not 1 <= size <= SEEDS_PER_SPLIT:
+                raise ValueError(f"{split}_size must lie in [1, {SEEDS_PER_SPLIT}], got {size}")
+        self._seed, self._sizes = seed, dict(sizes)
+
+    def size(self, split: Split) -> int:
+        """Return the number of starts of a split; raises ValueError if there is no such split."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
+        return self._sizes[split]
+
+    def of(self, split: Split, starts: Sequence[int]) -> tuple[int, ...]:
+        """Return the reset seeds of starts of a split, each in [0, size(split)).
+
+        Raises:
+            ValueError: If the split or a start does not exist.
+        """
+        size = self.size(split)
+        if not all(0 <= start < size for start in starts):
+            raise ValueError(f"starts of {split} must lie in [0, {size - 1}], got {list(starts)}")
+        # An odd multiplier permutes the range: no seed comes twice, and a larger split keeps the smaller one's seeds.
+        factor, shift = generator(self._seed, "reset seeds", SPLITS.index(split)).integers(SEEDS_PER_SPLIT, size=2)
+        base, odd = SPLITS.index(split) * SEEDS_PER_SPLIT, int(factor) | 1
+        return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)

@@ -1,0 +1,192 @@
+"""Calls of reward functions: plain ones one after another, async ones concurrently; errors are values here.
+
+Worker processes of a verifier pool import this module too, so it needs nothing beyond the standard library.
+"""
+
+import asyncio
+import concurrent.futures
+import inspect
+import math
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Function = Callable[..., Any]
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+GRACE_SECONDS = 1.0  # between asking a call to end and giving up on what does not listen
+
+
+class CallFailedError(Exception):
+    """A call that ended without a value; the message says how, and fits after the function's name."""
+
+
+class CallTimeoutError(CallFailedError):
+    """A call that took longer than it may."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"took longer than {seconds:g} s and was stopped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Calls of one reward function that are made together.
+
+    Attributes:
+        name: Of the function.
+        rows: Completions that they reward.
+        calls: One for all rows, or one per row.
+    """
+
+    name: str
+    rows: tuple[int, ...]
+    calls: tuple[Call, ...]
+
+
+Outcome = list[Any] | CallFailedError | None
+"""Of a job: a value, or the exception in its place, per call; or why none has one; None = not run."""
+
+
+class Runner(Protocol):
+    """Runs jobs; whatever happens inside a function, it comes back as an outcome and in a bounded time."""
+
+    @property
+    def shares(self) -> int:
+        """Into how many jobs the completions of one reward function are best divided."""
+
+    def run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
+        """Return the jobs' outcomes; with `stop_at_first` some may not be run once one has failed."""
+
+    def close(self) -> None:
+        """Let go of whatever the runner holds."""
+
+
+def is_async(function: Function) -> bool:
+    """Tell whether a function, or an object's call, is an `async def`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def failed(outcome: Outcome) -> bool:
+    """Tell whether something went wrong in a job."""
+    if isinstance(outcome, list):
+        return any(isinstance(value, BaseException) for value in outcome)
+    return isinstance(outcome, CallFailedError)
+
+
+def call_plain(function: Function, calls: Sequence[Call], *, stop_at_first: bool = False) -> list[Any]:
+    """Return a value or an exception per call, one call after another."""
+    values: list[Any] = []
+    for args, keywords in calls:
+        try:
+            values.append(function(*args, **keywords))
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code: anything may come out of it)
+            values.append(error)
+            if stop_at_first:
+                break
+    return values
+
+
+async def call_async(function: Function, calls: Sequence[Call], timeout: float | None) -> list[Any]:
+    """Return a value or an exception per call, all calls at once, each within `timeout` seconds."""
+
+    async def call(args: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
+        try:
+            return await function(*args, **keywords)
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 (as above; a real Ctrl-C is not
+            # delivered to tasks, and what is let through here would end the event loop)
+            return error
+
+    tasks = [asyncio.ensure_future(call(args, keywords)) for args, keywords in calls]
+    await asyncio.wait(tasks, timeout=timeout)
+    values: list[Any] = []
+    for task in tasks:
+        if not task.done():
+            assert timeout is not None  # else all of them are
+            task.cancel()  # and not waited for: it may refuse
+            values.append(CallTimeoutError(timeout))
+        elif task.cancelled():
+            values.append(CallFailedError("was cancelled"))
+        else:
+            values.append(task.result())
+    return values
+
+
+class EventLoop:
+    """An event loop in a thread of its own, which works inside a notebook's loop as well.
+
+    The loop stays between calls, so a client that was opened in one of them serves the next.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, work: Coroutine[Any, Any, list[Any]]) -> "concurrent.futures.Future[list[Any]]":
+        """Start a coroutine."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, name="evogrpo async rewards", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def result(self, future: "concurrent.futures.Future[list[Any]]", timeout: float | None) -> Outcome:
+        """Wait for a coroutine; when it is late because something blocks the loop, the loop is given up."""
+        patience = math.inf if timeout is None else timeout + GRACE_SECONDS
+        # In short turns, so that Ctrl-C is heard on every system.
+        while not concurrent.futures.wait([future], timeout=0.2).done:
+            patience -= 0.2
+            if self._loop is None or patience < 0:
+                self.close()
+                return CallFailedError(
+                    f"blocked the event loop, or shared it with one that did, for over {timeout:g} s"
+                )
+        return future.result()
+
+    def close(self) -> None:
+        """Stop the loop, or leave it behind if it does not listen."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+
+class InProcess:
+    """Runs reward functions in this process: plain ones in the calling thread, async ones in an event loop meanwhile.
+
+    Args:
+        functions: By name.
+        timeout: Seconds that one call of an async function may take; plain functions cannot be stopped.
+    """
+
+    shares = 1
+
+    def __init__(self, functions: Mapping[str, Function], timeout: float | None = None) -> None:
+        self._functions, self._timeout = dict(functions), timeout
+        self._loop = EventLoop()
+
+    def run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
+        """Run jobs; see `Runner.run`."""
+        outcomes: list[Outcome] = [None] * len(jobs)
+        futures = {
+            number: self._loop.submit(call_async(self._functions[job.name], job.calls, self._timeout))
+            for number, job in enumerate(jobs)
+            if is_async(self._functions[job.name])
+        }
+        try:
+            for number, job in enumerate(jobs):
+                if number not in futures:
+                    outcome = call_plain(self._functions[job.name], job.calls, stop_at_first=stop_at_first)
+                    outcomes[number] = outcome
+                    if stop_at_first and failed(outcome):
+                        return outcomes
+            for number, future in futures.items():
+                outcomes[number] = self._loop.result(future, self._timeout)
+                if stop_at_first and failed(outcomes[number]):
+                    break
+            return outcomes
+        finally:
+            for future in futures.values():
+                future.cancel()
+
+    def close(self) -> None:
+        """Stop the event loop."""
+        self._loop.close()

@@ -1,0 +1,197 @@
+"""Small joint environments with known best play: each isolates one thing that several agents must get right."""
+
+import functools
+from typing import ClassVar
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.utils import seeding
+from pettingzoo import ParallelEnv
+from pettingzoo.test.example_envs import generated_agents_parallel_cust_agentid_v0, generated_agents_parallel_v0
+
+
+class Probe(ParallelEnv):
+    """Agents see a target one-hot among three and choose one of three; `steps` times."""
+
+    metadata: ClassVar = {"name": "probe_v0", "render_modes": []}
+    render_mode = None
+
+    def __init__(self, agents=("red_0", "red_1", "blue_0"), steps=1):
+        self.possible_agents = list(agents)
+        self.steps = steps
+
+    @functools.cache  # noqa: B019  # as PettingZoo asks
+    def observation_space(self, agent):
+        return spaces.Box(0.0, 1.0, (3,), np.float32)
+
+    @functools.cache  # noqa: B019
+    def action_space(self, agent):
+        return spaces.Discrete(3)
+
+    def reset(self, seed=None, options=None):
+        if seed is not None or not hasattr(self, "np_random"):
+            self.np_random, _ = seeding.np_random(seed)
+        self.agents = list(self.possible_agents)
+        self.time = 0
+        return self.show(), {agent: {} for agent in self.agents}
+
+    def show(self):
+        self.targets = {agent: int(self.np_random.integers(3)) for agent in self.agents}
+        return {agent: np.eye(3, dtype=np.float32)[target] for agent, target in self.targets.items()}
+
+    def earned(self, hits):
+        raise NotImplementedError
+
+    def step(self, actions):
+        assert set(actions) == set(self.agents)
+        acted = self.agents
+        rewards = self.earned({agent: int(actions[agent] == self.targets[agent]) for agent in acted})
+        self.time += 1
+        over = self.time == self.steps
+        seen = self.show()
+        if over:
+            self.agents = []
+        return seen, rewards, dict.fromkeys(acted, over), dict.fromkeys(acted, False), {agent: {} for agent in acted}
+
+
+class Favours(Probe):
+    """Hitting one's target pays the next agent: own rewards teach nothing, those of the team everything."""
+
+    def earned(self, hits):
+        order = list(hits)
+        return {agent: float(hits[order[place - 1]]) for place, agent in enumerate(order)}
+
+
+class Contest(Probe):
+    """Hitting one's target costs the others what it brings: rewards add up to 0, so the team's teach nothing."""
+
+    def earned(self, hits):
+        mean = sum(hits.values()) / len(hits)
+        return {agent: hit - mean for agent, hit in hits.items()}
+
+
+class Calls(Probe):
+    """Agents that see nothing must each do something else: agent number i is paid for action i."""
+
+    def show(self):
+        self.targets = {agent: place for place, agent in enumerate(self.agents)}
+        return {agent: np.zeros(3, np.float32) for agent in self.agents}
+
+    def earned(self, hits):
+        return {agent: float(hit) for agent, hit in hits.items()}
+
+
+class Lives(ParallelEnv):
+    """Agents are born and end at known steps; an agent earns 1 + action at each of its steps, at the last one too.
+
+    old_0 lives through all five steps and is then cut off; short_0 comes to its end at its second step, or at its third
+    where it chose 1 first; late_0 is born after the second step, on odd seeds only, and comes to its end with the
+    fifth. At every step in which nobody but old_0 acts, old_0 is paid ten times.
+    """
+
+    metadata: ClassVar = {"name": "lives_v0", "render_modes": []}
+    render_mode = None
+
+    def __init__(self):
+        self.possible_agents = ["late_0", "old_0", "short_0"]
+
+    @functools.cache  # noqa: B019
+    def observation_space(self, agent):
+        return spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+    @functools.cache  # noqa: B019
+    def action_space(self, agent):
+        return spaces.Discrete(2)
+
+    def reset(self, seed=None, options=None):
+        self.start = 0 if seed is None else seed
+        self.time, self.agents, self.brave = 0, ["old_0", "short_0"], False
+        return self.show(), {agent: {} for agent in self.agents}
+
+    def show(self):
+        return {agent: np.array([self.time, self.start % 97], np.float32) for agent in self.agents}
+
+    def step(self, actions):
+        assert set(actions) == set(self.agents)
+        acted = list(self.agents)
+        if self.time == 0:
+            self.brave = actions["short_0"] == 1
+        factor = 10.0 if acted == ["old_0"] else 1.0
+        rewards = {agent: factor * (1.0 + actions[agent]) for agent in acted}
+        self.time += 1
+        terminations, truncations = dict.fromkeys(acted, False), dict.fromkeys(acted, False)
+        if "short_0" in acted and self.time == (3 if self.brave else 2):
+            terminations["short_0"] = True
+        if self.time == 5:
+            truncations["old_0"] = True
+            if "late_0" in acted:
+                terminations["late_0"] = True
+        if self.time == 2 and self.start % 2:
+            self.agents.append("late_0")
+            rewards["late_0"], terminations["late_0"], truncations["late_0"] = 0.0, False, False
+        seen = self.show()
+        self.agents = [agent for agent in self.agents if not (terminations[agent] or truncations[agent])]
+        return seen, rewards, terminations, truncations, {agent: {} for agent in seen}
+
+
+class Masked(Probe):
+    """Only two of three actions are legal, said in the infos, or beside the observation; an illegal one costs 99."""
+
+    def __init__(self, beside=False, steps=3):
+        super().__init__(steps=steps)
+        self.beside = beside
+
+    @functools.cache  # noqa: B019
+    def observation_space(self, agent):
+        plain = super().observation_space(agent)
+        if not self.beside:
+            return plain
+        return spaces.Dict({"observation": plain, "action_mask": spaces.Box(0, 1, (3,), np.int8)})
+
+    def masks(self, acting):
+        return {agent: (np.arange(3) != self.targets[agent]).astype(np.int8) for agent in acting}
+
+    def show(self):
+        seen = super().show()
+        if not self.beside:
+            return seen
+        masks = self.masks(seen)
+        return {agent: {"observation": value, "action_mask": masks[agent]} for agent, value in seen.items()}
+
+    def reset(self, seed=None, options=None):
+        seen, infos = super().reset(seed, options)
+        return seen, infos if self.beside else {
+            agent: {"action_mask": mask} for agent, mask in self.masks(seen).items()
+        }
+
+    def earned(self, hits):
+        return {agent: 1.0 - 100.0 * hit for agent, hit in hits.items()}
+
+    def step(self, actions):
+        seen, rewards, terminations, truncations, infos = super().step(actions)
+        if not self.beside:
+            infos = {agent: {"action_mask": mask} for agent, mask in self.masks(self.agents).items()}
+            infos |= {agent: {} for agent in seen if agent not in infos}
+        return seen, rewards, terminations, truncations, infos
+
+
+def _fixed(module):
+    """Return PettingZoo's environment of agents that are born and end by chance, all of its types in equal spaces."""
+
+    class Generated(module.parallel_env):
+        def add_type(self):
+            name = super().add_type()
+            # The original draws sizes anew at every reset, which no network fits.
+            self._obs_spaces[name] = spaces.Box(0, 1, (4,), seed=self.rng_seed)
+            self._act_spaces[name] = spaces.Discrete(3)
+            return name
+
+        def step(self, actions):
+            self.num_steps += 1  # which the original never counts, so that its episodes never end
+            return super().step(actions)
+
+    return Generated
+
+
+Generated = _fixed(generated_agents_parallel_v0)
+GeneratedOtherIds = _fixed(generated_agents_parallel_cust_agentid_v0)

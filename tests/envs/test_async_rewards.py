@@ -1,0 +1,180 @@
+"""Async reward functions in this process: concurrent, in either form, with time limits that hold."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from evogrpo.envs.rewards import Answers, RewardError, make_rewards, make_runner
+from evogrpo.envs.scoring import evaluate
+
+
+def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="raise", times=1):
+    rewards = make_rewards(None, list(functions), None) if form == "trl" else make_rewards(*functions, None, None)
+    runner = make_runner(rewards, timeout, None)
+    rows = [{"prompt": "p", "question": "q", "answer": "a"}] * len(texts)
+    given = Answers(rows=rows, texts=texts, token_ids=[[1]] * len(texts))
+    try:
+        for _ in range(times):
+            result = evaluate(rewards, given, on_error, runner)
+        return result
+    finally:
+        runner.close()
+
+
+async def lengths(completions, **_):
+    await asyncio.sleep(0)
+    return [float(len(text)) for text in completions]
+
+
+def plain(completions, **_):
+    return [10.0] * len(completions)
+
+
+def test_async_and_plain_functions_are_mixed():
+    result = earned(lengths, plain)
+    assert result.components["lengths"].tolist() == [1.0, 2.0]
+    assert result.rewards.tolist() == [11.0, 12.0]
+
+
+def test_functions_wait_for_each_other_only_if_they_run_at_once():
+    """Each function goes on when the other one has begun, which never happens one after another."""
+    begun = [asyncio.Event(), asyncio.Event()]
+
+    async def first(completions, **_):
+        begun[0].set()
+        await begun[1].wait()
+        return [1.0] * len(completions)
+
+    async def second(completions, **_):
+        begun[1].set()
+        await begun[0].wait()
+        return [2.0] * len(completions)
+
+    assert earned(first, second, timeout=10.0).rewards.tolist() == [3.0, 3.0]
+
+
+def test_calls_for_single_completions_run_at_once():
+    waiting = []
+
+    async def reward(completion, answer, question):
+        waiting.append(completion)
+        while len(waiting) < 5:
+            await asyncio.sleep(0.01)
+        return float(completion)
+
+    result = earned(reward, form="agilerl", texts=tuple("01234"), timeout=10.0)
+    assert result.rewards.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_the_event_loop_stays_between_calls():
+    """A client opened in one call serves the next: it belongs to the loop it was opened in."""
+    loops = []
+
+    async def reward(completions, **_):
+        loops.append(asyncio.get_running_loop())
+        return [0.0] * len(completions)
+
+    earned(reward, times=3)
+    assert loops[0] is loops[1] is loops[2]
+
+
+def test_an_event_loop_that_is_running_already_does_no_harm():
+    async def notebook():
+        return earned(lengths).rewards.tolist()
+
+    assert asyncio.run(notebook()) == [1.0, 2.0]
+
+
+class Judge:
+    async def __call__(self, completions, **_):
+        return [1.0] * len(completions)
+
+
+def test_an_object_with_an_async_call_is_async():
+    assert earned(Judge()).rewards.tolist() == [1.0, 1.0]
+
+
+def test_an_exception_names_function_and_completion():
+    async def fragile(completion, answer, question):
+        return 1.0 / (len(completion) - 2)
+
+    with pytest.raises(RewardError, match=r"'fragile' raised ZeroDivisionError.* completion 'bb'") as caught:
+        earned(fragile, form="agilerl")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
+        result = earned(fragile, form="agilerl", on_error="exclude")
+    np.testing.assert_array_equal(result.rewards, [-1.0, np.nan])
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError()])
+def test_whatever_an_async_function_raises_ends_in_a_report(error):
+    async def rude(completions, **_):
+        raise error
+
+    with pytest.raises(RewardError, match=r"'rude' (raised|was cancelled)"):
+        earned(rude)
+
+
+def test_a_function_that_waits_too_long_is_stopped_and_excluded():
+    stopped = threading.Event()
+
+    async def slow(completion, answer, question):
+        try:
+            await asyncio.sleep(600 if completion == "bb" else 0)
+        except asyncio.CancelledError:
+            stopped.set()
+            raise
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"'slow' took longer than 0.2 s and was stopped for the completion 'bb'"):
+        earned(slow, form="agilerl", timeout=0.2)
+    with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
+        result = earned(slow, form="agilerl", timeout=0.2, on_error="exclude")
+    np.testing.assert_array_equal(result.rewards, [1.0, np.nan])
+    assert stopped.wait(5)
+
+
+def test_a_function_that_refuses_to_be_stopped_is_left_behind():
+    async def stubborn(completion, answer, question):
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(3)
+        return 1.0
+
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"took longer than 0.2 s"):
+        earned(stubborn, form="agilerl", timeout=0.2)
+    assert time.monotonic() - began < 2.5
+
+
+def test_a_function_that_blocks_the_loop_is_reported():
+    async def blocking(completions, **_):
+        time.sleep(4)
+        return [1.0] * len(completions)
+
+    began = time.monotonic()
+    with pytest.raises(RewardError, match=r"'blocking' blocked the event loop.* for over 0.2 s"):
+        earned(blocking, texts=("a",), timeout=0.2)
+    assert time.monotonic() - began < 3.5
+
+
+def test_a_program_with_a_blocked_loop_still_ends():
+    program = """if True:
+        import time
+        from tests.envs.test_async_rewards import earned
+        async def blocking(completions, **_):
+            time.sleep(600)
+        try:
+            earned(blocking, texts=("a",), timeout=0.2)
+        except ValueError as error:
+            print(error)
+    """
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert "blocked the event loop" in result.stdout

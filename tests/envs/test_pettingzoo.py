@@ -1,0 +1,451 @@
+"""PettingZooGroups: the same joint episodes in whatever company, and each agent's part of them as one row."""
+
+import gymnasium
+import numpy as np
+import pytest
+from pettingzoo.test import parallel_api_test
+
+from evogrpo.envs.assignment import assign
+from evogrpo.envs.groups import SPLITS
+from evogrpo.envs.joint_playing import AgentDraws
+from evogrpo.envs.pettingzoo import PettingZooGroups
+from tests.envs import joint_probes
+from tests.envs.actors import Rule, Scrambler
+
+MAKERS = {
+    "favours": lambda: joint_probes.Favours(steps=4),
+    "lives": joint_probes.Lives,
+    "masks in infos": joint_probes.Masked,
+    "masks beside": lambda: joint_probes.Masked(beside=True),
+    "generated": lambda: joint_probes.Generated(max_cycles=30),
+    "other ids": lambda: joint_probes.GeneratedOtherIds(max_cycles=30),
+}
+
+
+def draws(rows, *, streams=((),), seed=0):
+    return AgentDraws(seed, "sample", streams=list(streams), rows=list(rows), width_of=lambda agent: 1)
+
+
+def assignment_of(env, policies="shared", **options):
+    return assign(env.observation_spaces, env.action_spaces, policies, **options)
+
+
+def play(env, policies="shared", *, starts=3, group_size=4, members=(0, 1), greedy=False):
+    """Play groups of every member; rows are [member, start, replica]."""
+    assignment = assignment_of(env, policies)
+    actors = {name: Scrambler(role.action_space) for name, role in assignment.roles.items()}
+    rows = starts * group_size
+    return env.open("train", range(starts)).play(
+        actors,
+        assignment,
+        [start for _ in members for start in range(starts) for _ in range(group_size)],
+        [member for member in members for _ in range(rows)],
+        uniforms=None if greedy else draws([rows] * len(members), streams=[(member,) for member in members]),
+    )
+
+
+def parts(played, first=0):
+    """Return each agent's part of each joint episode as bytes and numbers, without padding; rows count from `first`."""
+    result = {}
+    for policy, own in played.episodes.items():
+        for number, row in enumerate(own.rows.tolist()):
+            here = own.present[number]
+            columns = (own.observations, own.actions, own.log_probs, own.own_rewards, own.team_rewards)
+            masks = () if own.action_masks is None else (own.action_masks,)
+            result[row - first, own.agents[number]] = (
+                policy,
+                np.flatnonzero(here).tolist(),
+                *(column[number][here].tobytes() for column in (*columns, *masks)),
+                bool(own.terminated[number]),
+                bool(own.truncated[number]),
+            )
+    return result
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_environments_of_these_tests_keep_to_the_parallel_api(make):
+    parallel_api_test(make(), num_cycles=50)
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_the_number_of_lanes_changes_nothing(make):
+    many = parts(play(PettingZooGroups(make)))
+    for lanes in (1, 5):
+        assert parts(play(PettingZooGroups(make, lanes=lanes))) == many
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_member_plays_the_same_alone_and_in_a_population(make):
+    env = PettingZooGroups(make, lanes=7)
+    together = parts(play(env, members=(0, 3, 5)))
+    for number, member in enumerate((0, 3, 5)):
+        first = 12 * number
+        own = {key: value for key, value in parts(play(env, members=(member,))).items() if value[1]}
+        assert own == {
+            (row - first, agent): value
+            for (row, agent), value in together.items()
+            if first <= row < first + 12 and value[1]
+        }
+
+
+def test_draws_are_named_by_agent_row_and_step():
+    one, other = draws([3, 2], streams=[(0,), (1,)]), draws([2], streams=[(1,)])
+    rows, steps = np.array([3, 4, 3]), np.array([0, 70, 1])
+    assert np.array_equal(one("a", rows, steps), other("a", rows - 3, steps))  # whoever else draws
+    assert np.array_equal(one("a", rows[::-1], steps[::-1]), other("a", rows - 3, steps)[::-1])
+    both = np.concatenate([one("a", rows, steps), one("b", rows, steps)])
+    assert len(np.unique(both)) == 6
+    assert ((both >= 0) & (both < 1)).all()
+
+
+@pytest.mark.parametrize("policies", ["shared", "independent"])
+def test_an_episode_is_what_pettingzoo_plays_from_its_seed(policies):
+    groups = PettingZooGroups(joint_probes.Lives, seed=4)
+    played = play(groups, policies, starts=2, group_size=3, members=(0,))
+    table = {
+        (int(row), agent): (own, number)
+        for own in played.episodes.values()
+        for number, (row, agent) in enumerate(zip(own.rows, own.agents, strict=True))
+    }
+    env = joint_probes.Lives()
+    for row in range(6):
+        seen, _ = env.reset(seed=groups.reset_seed("train", row // 3))
+        totals = dict.fromkeys(played.returns[row], 0.0)
+        for t in range(int(played.lengths[row])):
+            actions = {}
+            for agent in env.agents:
+                own, number = table[row, agent]
+                assert own.present[number, t]
+                assert np.array_equal(own.observations[number, t], seen[agent])
+                actions[agent] = int(own.actions[number, t])
+            acted = list(env.agents)
+            seen, rewards, terminations, truncations, _ = env.step(actions)
+            for agent in acted:
+                own, number = table[row, agent]
+                if terminations[agent] or truncations[agent]:
+                    assert own.terminated[number] == terminations[agent]
+                    assert own.truncated[number] == truncations[agent]
+                    assert not own.present[number, t + 1 :].any()
+                else:
+                    assert own.own_rewards[number, t] == rewards[agent]
+            for agent, reward in rewards.items():
+                totals[agent] += reward
+        assert not env.agents
+        assert played.returns[row] == totals
+
+
+def test_births_ends_and_whose_rewards_an_action_answers_for():
+    env = PettingZooGroups(joint_probes.Lives)
+    parity = [env.reset_seed("train", start) % 2 for start in range(20)]
+    odd, even = parity.index(1), parity.index(0)
+    assignment = assignment_of(env)
+    # All choose 0: short_0 ends with its second step.
+    still = Rule(lambda seen: np.zeros(len(seen), np.int64))
+    played = env.open("train", [odd, even]).play({"shared": still}, assignment, [0, 1, 0, 1], [0] * 4)
+    own = played.episodes["shared"]
+    rows = dict(zip(zip(own.rows.tolist(), own.agents, strict=True), range(len(own.agents)), strict=True))
+    assert list(rows)[:3] == [(0, "late_0"), (0, "old_0"), (0, "short_0")]  # in the environment's own order
+    assert (1, "late_0") not in rows  # nobody of that start is ever born
+    present = {key: np.flatnonzero(own.present[number]).tolist() for key, number in rows.items()}
+    assert present[0, "old_0"] == present[1, "old_0"] == [0, 1, 2, 3, 4]
+    assert present[0, "short_0"] == [0, 1]
+    assert present[0, "late_0"] == [2, 3, 4]
+    flags = {key: (bool(own.terminated[number]), bool(own.truncated[number])) for key, number in rows.items()}
+    assert flags[0, "old_0"] == (False, True)
+    assert flags[0, "short_0"] == flags[0, "late_0"] == (True, False)
+    assert own.own_rewards[rows[0, "short_0"]].tolist() == [1, 1, 0, 0, 0]
+    assert own.team_rewards[rows[0, "old_0"]].tolist() == [2, 2, 2, 2, 2]
+    # What others earn after an agent's end counts for its last action; what they earned before its birth, for none.
+    assert own.team_rewards[rows[0, "short_0"]].tolist() == [2, 8, 0, 0, 0]
+    assert own.team_rewards[rows[0, "late_0"]].tolist() == [0, 0, 2, 2, 2]
+    assert own.team_rewards[rows[1, "short_0"]].tolist() == [2, 32, 0, 0, 0]
+    assert played.returns[0] == {"old_0": 5, "short_0": 2, "late_0": 3}
+    assert env.scores(played).tolist() == [10, 34, 10, 34]
+
+
+def test_every_agent_of_a_group_has_a_row_in_each_of_its_episodes():
+    def born_by_choice(max_cycles=3):
+        class Choice(joint_probes.Probe):
+            """green_0 is born where red_0 chooses 1 first."""
+
+            def reset(self, seed=None, options=None):
+                seen, infos = super().reset(seed, options)
+                self.agents.remove("green_0")
+                del seen["green_0"]
+                return seen, infos
+
+            def earned(self, hits):
+                return dict.fromkeys(hits, 1.0)
+
+            def step(self, actions):
+                if self.time == 0 and actions["red_0"] == 1:
+                    self.agents.append("green_0")
+                    actions = {**actions, "green_0": 0}
+                return super().step(actions)
+
+        return Choice(agents=("red_0", "green_0"), steps=max_cycles)
+
+    env = PettingZooGroups(born_by_choice)
+    own = play(env, starts=1, group_size=8, members=(0,)).episodes["shared"]
+    assert own.agents == ("red_0", "green_0") * 8
+    assert own.group_ids.tolist() == [0, 1] * 8
+    lived = own.present[1::2].any(1)
+    assert 0 < lived.sum() < 8  # or this test would show nothing
+    assert (lived == (own.actions[::2, 0] == 1)).all()
+    assert not own.present[1::2, 0].any()
+    assert (own.own_rewards[1::2].sum(1) == 2 * lived).all()
+
+
+@pytest.mark.parametrize("name", ["generated", "other ids"])
+def test_agents_born_by_chance_live_once_and_without_gaps(name):
+    env = PettingZooGroups(MAKERS[name])
+    played = play(env, starts=2, group_size=2, members=(0,))
+    own = played.episodes["shared"]
+    steps = [np.flatnonzero(row) for row in own.present]
+    assert all((np.diff(each) == 1).all() for each in steps)
+    born = [each[0] for each in steps if len(each)]
+    ended = [each[-1] + 1 for each in steps if len(each)]
+    assert max(born) > 0
+    assert min(ended) < 30
+    assert (own.terminated | own.truncated)[own.present.any(1)].all()
+    assert own.terminated.any()
+    assert own.truncated.any()
+    assert set(env.agents) < set(own.agents)  # more than were known
+    # One agent is paid at each step: over all agents of an episode the rewards of the team are the steps.
+    assert env.scores(played).tolist() == played.lengths.tolist() == [30] * 4
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_action_masks_are_found_where_pettingzoo_has_them(beside):
+    env = PettingZooGroups(lambda: joint_probes.Masked(beside=beside))
+    assert assignment_of(env).roles["shared"].observation_space.shape == (3,)
+    own = play(env).episodes["shared"]
+    assert (own.own_rewards == 1).all()  # an illegal action costs 99
+    assert (own.action_masks == (own.observations == 0)).all()
+    assert own.present.all()
+
+
+def test_who_is_not_to_move_is_not_asked():
+    pytest.importorskip("pygame")
+    from pettingzoo.classic import tictactoe_v3
+    from pettingzoo.utils.conversions import turn_based_aec_to_parallel
+
+    env = PettingZooGroups(lambda: turn_based_aec_to_parallel(tictactoe_v3.raw_env()))
+    played = play(env, starts=1, group_size=16, members=(0,))
+    own = played.episodes["shared"]
+    first, second = own.present[::2], own.present[1::2]
+    for row, length in enumerate(played.lengths.tolist()):
+        assert first[row, :length].tolist() == [t % 2 == 0 for t in range(length)]
+        assert second[row, :length].tolist() == [t % 2 == 1 for t in range(length)]
+    # A game is lost while the other side moves: that counts for the loser's own last move.
+    own_totals = own.own_rewards.sum(1).reshape(-1, 2)
+    assert (np.abs(own_totals).sum(1) > 0).any()
+    assert (own_totals.sum(1) == 0).all()
+    assert (own.own_rewards[~own.present] == 0).all()
+
+
+def test_a_time_limit_truncates_whoever_is_alive():
+    env = PettingZooGroups(joint_probes.Lives, max_episode_steps=2)
+    still = Rule(lambda seen: np.zeros(len(seen), np.int64))
+    played = env.open("train", [0]).play({"shared": still}, assignment_of(env), [0], [0])
+    own = played.episodes["shared"]
+    assert own.agents == ("old_0", "short_0")
+    assert own.truncated.tolist() == [True, False]
+    assert own.terminated.tolist() == [False, True]
+    assert played.lengths.tolist() == [2]
+
+
+def test_policies_are_shared_out_by_name():
+    env = PettingZooGroups(joint_probes.Favours)
+    names = {policies: list(assignment_of(env, policies).roles) for policies in ("shared", "prefix", "independent")}
+    assert names == {"shared": ["shared"], "prefix": ["red", "blue"], "independent": ["red_0", "red_1", "blue_0"]}
+    assert play(env, "prefix").episodes["red"].agents[:3] == ("red_0", "red_1", "red_0")
+    lone = {"solo": gymnasium.spaces.Discrete(2), "first_second_7": gymnasium.spaces.Discrete(2)}
+    assert list(assign(lone, lone, "prefix").roles) == ["solo", "first_second"]
+
+
+def test_a_policy_is_told_whom_it_acts_for_on_request():
+    env = PettingZooGroups(joint_probes.Favours)
+    assignment = assignment_of(env, "prefix", agent_ids=True)
+    assert assignment.roles["red"].observation_space.shape == (5,)
+    assert assignment.roles["blue"].observation_space.shape == (3,)  # one agent needs no number
+    actors = {name: Scrambler(role.action_space) for name, role in assignment.roles.items()}
+    own = env.open("train", [0]).play(actors, assignment, [0, 0], [0, 0]).episodes["red"]
+    assert own.observations[:, 0, 3:].tolist() == [[1, 0], [0, 1]] * 2
+    image = {agent: gymnasium.spaces.Box(0, 255, (8, 8, 3), np.uint8) for agent in ("a_0", "a_1")}
+    space = assign(image, dict.fromkeys(image, gymnasium.spaces.Discrete(2)), agent_ids=True).roles["shared"]
+    pictures = np.zeros((2, 8, 8, 3), np.uint8)
+    leaves = space.identified([pictures], ["a_1", "a_0"])
+    assert leaves[1].tolist() == [[0, 1], [1, 0]]
+    assert space.observation_space.contains((leaves[0][0], leaves[1][0]))
+
+
+def test_starts_are_disjoint_and_stay_when_splits_grow():
+    small = PettingZooGroups(joint_probes.Favours, train_size=50, validation_size=20, test_size=30, seed=3)
+    large = PettingZooGroups(joint_probes.Favours, train_size=500, validation_size=70, test_size=80, seed=3)
+    seeds = {split: large.open(split, range(large.size(split))).seeds for split in SPLITS}
+    assert len({seed for split in SPLITS for seed in seeds[split]}) == 650
+    assert all(0 <= seed < 2**31 for split in SPLITS for seed in seeds[split])
+    for split in SPLITS:
+        assert small.open(split, range(small.size(split))).seeds == seeds[split][: small.size(split)]
+    assert small.deal(3, 2, 4) == small.deal(3, 4, 4)[:2]
+    with pytest.raises(ValueError, match=r"starts of test must lie in \[0, 29\]"):
+        small.open("test", [30])
+    with pytest.raises(ValueError, match="split must be one of"):
+        small.open("holdout", [0])
+
+
+def test_groups_share_their_start_and_differ_in_their_draws():
+    env = PettingZooGroups(lambda: joint_probes.Favours(steps=3))
+    own = play(env, members=(0,)).episodes["shared"]
+    first = own.observations[:, 0].reshape(3, 4, 3, 3)
+    assert (first == first[:, :1]).all()
+    assert len(np.unique(own.actions.reshape(12, -1), axis=0)) > 9
+    greedy = play(env, members=(0,), greedy=True).episodes["shared"]
+    assert len(np.unique(greedy.actions.reshape(12, -1), axis=0)) <= 3
+
+
+def test_a_failure_leaves_nothing_behind():
+    env = PettingZooGroups(joint_probes.Lives)
+    expected = parts(play(env))
+
+    class Failing(Scrambler):
+        def act(self, *args, **kwargs):
+            if len(self.rows) == 2:
+                raise RuntimeError("stop")
+            return super().act(*args, **kwargs)
+
+    with pytest.raises(RuntimeError, match="stop"):
+        env.open("train", [0]).play({"shared": Failing(gymnasium.spaces.Discrete(2))}, assignment_of(env), [0], [0])
+    assert parts(play(env)) == expected
+    env.close()
+    assert parts(play(env)) == expected
+
+
+class Faulty(joint_probes.Favours):
+    """Goes wrong at its second step in the way it is told."""
+
+    def __init__(self, fault="", **options):
+        super().__init__(steps=3, **options)
+        self.fault = fault
+
+    def step(self, actions):
+        seen, rewards, terminations, truncations, infos = super().step(actions)
+        if self.time == 1 and self.fault == "reviving":
+            terminations["red_1"] = True
+            self.agents.remove("red_1")
+        if self.time == 2:
+            if self.fault == "reviving":
+                self.agents.append("red_1")
+                seen["red_1"] = np.zeros(3, np.float32)
+            if self.fault == "reward":
+                rewards["red_1"] = np.nan
+            if self.fault == "observation":
+                seen["red_1"][0] = np.inf
+            if self.fault == "blind":
+                del seen["red_1"]
+        return seen, rewards, terminations, truncations, infos
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("reviving", r"\['red_1'\] came back after their end"),
+        ("reward", "gave red_1 a reward that is not finite"),
+        ("observation", "gave red_1 an observation that is not finite"),
+        ("blind", r"no observation to its living agents \['red_1'\]"),
+    ],
+)
+def test_faults_of_an_environment_are_named(fault, message):
+    env = PettingZooGroups(Faulty, env_kwargs={"fault": fault})
+    with pytest.raises(ValueError, match=message):
+        play(env)
+
+
+def test_an_environment_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr("evogrpo.envs.joint_playing._LONGEST", 50)
+    env = PettingZooGroups(lambda: joint_probes.Favours(steps=10**9))
+    with pytest.raises(ValueError, match="has not ended after 50 steps: give max_episode_steps"):
+        play(env, starts=1, group_size=1)
+
+
+def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="must make a pettingzoo ParallelEnv, got CartPoleEnv"):
+        PettingZooGroups(lambda: gymnasium.make("CartPole-v1").unwrapped)
+    with pytest.raises(ValueError, match="lanes must be at least 1, got 0"):
+        PettingZooGroups(joint_probes.Lives, lanes=0)
+    with pytest.raises(ValueError, match="validation_size must lie in"):
+        PettingZooGroups(joint_probes.Lives, validation_size=0)
+    with pytest.raises(ValueError, match="env must make environments"):
+        PettingZooGroups(joint_probes.Lives())
+    env = PettingZooGroups(joint_probes.Lives)
+    assignment = assignment_of(env)
+    actors = {"shared": Scrambler(gymnasium.spaces.Discrete(2))}
+    opened = env.open("train", [0])
+    for starts, members, options, message in (
+        ([0], [0, 0], {}, "one member per row"),
+        ([1], [0], {}, "starts must lie in"),
+        ([0], [-1], {}, "slot of at least 0"),
+        ([0], [0], {"temperature": [1.0, 1.0]}, "one temperature per row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            opened.play(actors, assignment, starts, members, **options)
+    with pytest.raises(ValueError, match=r"an actor is missing for the policies \['shared'\]"):
+        opened.play({}, assignment, [0], [0])
+
+
+def test_assignments_that_cannot_be_are_refused():
+    vectors = {"a_0": gymnasium.spaces.Box(0, 1, (3,)), "a_1": gymnasium.spaces.Box(0, 1, (4,))}
+    choices = dict.fromkeys(vectors, gymnasium.spaces.Discrete(2))
+    for policies in ("shared", "prefix"):
+        with pytest.raises(ValueError, match="agents of one policy must have the same observation space"):
+            assign(vectors, choices, policies)
+    assert len(assign(vectors, choices, "independent").roles) == 2
+    bounded = {"a_0": gymnasium.spaces.Box(0, 1, (3,)), "a_1": gymnasium.spaces.Box(0, 2, (3,))}
+    assert assign(bounded, choices).roles["shared"].agents == ("a_0", "a_1")  # what bounds an observation matters not
+    with pytest.raises(ValueError, match="must have the same action space"):
+        assign(bounded, {"a_0": gymnasium.spaces.Discrete(2), "a_1": gymnasium.spaces.Discrete(3)})
+    with pytest.raises(ValueError, match="policies must be one of"):
+        assign(vectors, choices, "common")
+    with pytest.raises(ValueError, match="must name the same agents"):
+        assign(vectors, {"a_0": gymnasium.spaces.Discrete(2)})
+    env = PettingZooGroups(MAKERS["generated"])
+    with pytest.raises(ValueError, match="has no policy: 'independent' policies were made for"):
+        play(env, "independent")
+    assignment = assignment_of(env, agent_ids=True)
+    with pytest.raises(ValueError, match="agent_ids numbers the agents"):
+        env.open("train", [0]).play({"shared": Scrambler(gymnasium.spaces.Discrete(3))}, assignment, [0], [0])
+
+
+def test_scores_are_what_the_caller_says():
+    env = PettingZooGroups(joint_probes.Contest, score=lambda returns: returns["red_0"])
+    played = play(env)
+    assert env.scores(played).tolist() == [returns["red_0"] for returns in played.returns]
+    assert np.abs(PettingZooGroups(joint_probes.Contest).scores(played)).max() < 1e-12
+    with pytest.raises(ValueError, match="score must return a finite number"):
+        PettingZooGroups(joint_probes.Contest, score=lambda returns: np.nan).scores(played)
+
+
+def test_simple_spread_is_played_as_published():
+    make = pytest.importorskip("mpe2.simple_spread_v3").parallel_env
+    kwargs = {"N": 3, "local_ratio": 0.5, "max_cycles": 25, "continuous_actions": False}
+    parallel_api_test(make(**kwargs), num_cycles=30)
+    env = PettingZooGroups(make, env_kwargs=kwargs)
+    assert env.agents == ("agent_0", "agent_1", "agent_2")
+    assert list(assignment_of(env, "prefix").roles) == ["agent"]
+    played = play(env, starts=2, group_size=2)
+    own = played.episodes["shared"]
+    assert own.observations.shape == (24, 25, 18)
+    assert own.present.all()
+    assert own.truncated.all()
+    assert (played.lengths == 25).all()
+    one = make(**kwargs)
+    seen, _ = one.reset(seed=env.reset_seed("train", 1))
+    first = own.observations[own.rows == 2, 0]  # the first replica of the second start
+    assert np.array_equal(first, np.stack([seen[agent] for agent in env.agents]))
+    total = sum(played.returns[2].values())
+    for t in range(25):
+        actions = own.actions[own.rows == 2, t].tolist()
+        _, rewards, _, _, _ = one.step(dict(zip(env.agents, actions, strict=True)))
+        total -= sum(rewards.values())
+    assert abs(total) < 1e-9

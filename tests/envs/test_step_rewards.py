@@ -1,0 +1,179 @@
+"""Rewards inside completions: what may be returned, and the token that each one lands on."""
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer as RawTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from evogrpo import HuggingFaceGym, StepRewards
+from evogrpo.envs.rewards import RewardError
+from evogrpo.envs.step_rewards import character_ends, token_positions
+
+ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(6) for b in range(5)]
+TEST = [{"prompt": "9*9", "answer": "81"}]
+
+
+def scored(tokenizer, *functions, texts, weights=None, **options):
+    env = HuggingFaceGym(ROWS, TEST, tokenizer, reward_funcs=list(functions), reward_weights=weights, **options)
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return ids, env.open("test", [0]).score([0] * len(ids), ids)
+
+
+def returning(*values):
+    def steps(**_):
+        return list(values)
+
+    return steps
+
+
+# ---- the record
+
+
+def test_every_kind_of_list_will_do_and_the_total_is_the_sum():
+    for make in (list, tuple, np.array, torch.tensor):
+        rewards = StepRewards(make([1.0, -0.25]), make([3, 0]))
+        assert rewards == StepRewards((1.0, -0.25), (3, 0), "token")
+        assert rewards.total == 0.75
+    assert StepRewards([], []).total == 0.0
+    assert StepRewards([np.float32(1), True], [torch.tensor(2), np.int8(0)]).positions == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], []), "one position per value, got 1 values and 0 positions"),
+        (([1.0], [0], "word"), 'must be "token" or "character", got \'word\''),
+        (([float("nan")], [0]), "values of StepRewards must be finite numbers, got nan"),
+        ((["1"], [0]), "finite numbers, got '1'"),
+        (([None], [0]), "finite numbers, got None"),
+        (([1.0], [-1]), "whole numbers from 0, got -1"),
+        (([1.0], [0.5]), "whole numbers from 0, got 0.5"),
+        (([1.0], [True]), "whole numbers from 0, got True"),
+        ((1.0, [0]), "values of StepRewards must be a list, got 1.0"),
+        (([1.0], "0"), "positions of StepRewards must be a list, got '0'"),
+    ],
+)
+def test_what_is_no_step_reward_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        StepRewards(*arguments)
+
+
+# ---- where they land
+
+
+def test_tokens_and_characters_are_counted_from_the_completions_start(plain_tokenizer):
+    """One token a character, plus the end of sequence, which has no text."""
+    by_token = StepRewards([1.0, 2.0], [0, 4])
+    by_character = StepRewards([1.0, 2.0, 4.0], [1, 3, 1], "character")
+    ids, scores = scored(plain_tokenizer, returning(by_token, by_character), texts=["abcd<eos>", "abcd<eos>"])
+    assert [len(row) for row in ids] == [5, 5]
+    np.testing.assert_array_equal(scores.step_rewards, [[1, np.nan, np.nan, np.nan, 2], [np.nan, 5, np.nan, 2, np.nan]])
+    assert scores.rewards.tolist() == [3.0, 7.0]
+    assert scores.components["steps"].tolist() == [3.0, 7.0]
+
+
+def byte_level():
+    """Return a tokenizer of bytes with a few merges: characters beyond ASCII take several tokens."""
+    raw = ByteLevelBPETokenizer()
+    raw.train_from_iterator(["the sum is seven the sum is four"] * 8, vocab_size=280, min_frequency=2)
+    return PreTrainedTokenizerFast(tokenizer_object=RawTokenizer.from_str(raw.to_str()), eos_token="<|e|>")
+
+
+def word_pieces():
+    """Return a tokenizer that puts a space before each word but shows none at the beginning."""
+    from tokenizers import decoders, models, pre_tokenizers
+
+    raw = RawTokenizer(models.WordLevel({"▁one": 0, "▁two": 1, "▁three": 2, "<unk>": 3}, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.Metaspace()
+    raw.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("text", ["the sum is seven", "the séven 😀 is four 😀", "\n\n", "x" * 40, "日本語"])
+def test_a_character_belongs_to_the_token_that_completes_it(text):
+    """Slow oracle: the first token count whose decoding has the character whole."""
+    tokenizer = byte_level()
+    ids = tokenizer(text)["input_ids"]
+    rewards = StepRewards([1.0] * len(text), range(len(text)), "character")
+    places = token_positions(rewards, ids, text, tokenizer.decode)
+    for position, place in enumerate(places):
+        covered = [
+            count
+            for count in range(1, len(ids) + 1)
+            if tokenizer.decode(ids[:count])[: position + 1] == text[: position + 1]
+        ]
+        assert place == covered[0] - 1
+
+
+def test_spaces_that_show_only_between_words_belong_to_the_word_behind_them():
+    tokenizer = word_pieces()
+    text = "one two three"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert character_ends(ids, text, tokenizer.decode) == [3, 7, 13]
+    rewards = StepRewards([1.0] * 4, [0, 3, 6, 12], "character")
+    assert token_positions(rewards, ids, text, tokenizer.decode) == [0, 1, 1, 2]
+
+
+def test_a_special_token_covers_no_character(plain_tokenizer):
+    ids = plain_tokenizer("ab<eos>", add_special_tokens=False)["input_ids"]
+
+    def decode(ids):
+        return plain_tokenizer.decode(ids, skip_special_tokens=True)
+
+    assert token_positions(StepRewards([1.0], [1], "character"), ids, "ab", decode) == [1]
+
+
+# ---- several functions
+
+
+def test_weights_reach_the_steps_and_whole_rewards_stand_at_the_end(plain_tokenizer):
+    steps = returning(StepRewards([1.0], [0]), None, StepRewards([2.0], [2]))
+    whole = returning(10.0, 20.0, None)
+    _, scores = scored(plain_tokenizer, steps, whole, texts=["abc", "ab", "abc"], weights=[2.0, 0.5])
+    np.testing.assert_array_equal(scores.step_rewards, [[2, np.nan, 5], [np.nan, 10, np.nan], [np.nan, np.nan, 4]])
+    np.testing.assert_array_equal(np.nansum(scores.step_rewards, axis=1), scores.rewards)
+    assert scores.weights == (2.0, 0.5)
+
+
+def test_no_steps_at_all_are_a_reward_of_nothing(plain_tokenizer):
+    _, scores = scored(plain_tokenizer, returning(StepRewards([], []), StepRewards([1.0], [0])), texts=["ab", "ab"])
+    assert scores.rewards.tolist() == [0.0, 1.0]
+    assert np.isnan(scores.step_rewards[0]).all()
+
+
+def test_without_step_rewards_there_is_no_table(plain_tokenizer):
+    assert scored(plain_tokenizer, returning(1.0, None), texts=["ab", "ab"])[1].step_rewards is None
+
+
+@pytest.mark.parametrize(
+    ("rewards", "message"),
+    [
+        (StepRewards([1.0], [3]), "got position 3 for one of 3 tokens: 'ab'"),
+        (StepRewards([1.0, 1.0], [0, 2], "character"), "got position 2 for one of 2 characters: 'ab'"),
+    ],
+)
+def test_positions_beyond_the_completion_are_refused(plain_tokenizer, rewards, message):
+    with pytest.raises(
+        RewardError, match=rf"'steps' must return step rewards at positions inside the completion, {message}"
+    ):
+        scored(plain_tokenizer, returning(rewards), texts=["ab<eos>"])
+
+
+def test_an_excluded_completion_has_no_step_rewards(plain_tokenizer):
+    bad = returning(StepRewards([1.0], [9]), StepRewards([1.0], [0]))
+    with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
+        _, scores = scored(plain_tokenizer, bad, returning(1.0, 1.0), texts=["ab", "ab"], on_reward_error="exclude")
+    np.testing.assert_array_equal(scores.step_rewards, [[np.nan, np.nan], [1.0, 1.0]])
+
+
+def test_the_form_of_single_completions_may_return_steps(plain_tokenizer):
+    def reward_fn(completion, answer, question):
+        return StepRewards([1.0], [completion.index(answer)], "character")
+
+    rows = [{"question": row["prompt"], "answer": "c"} for row in ROWS]
+    env = HuggingFaceGym(rows[:-1], rows[-1:], plain_tokenizer, reward_fn=reward_fn)
+    ids = plain_tokenizer("abc", add_special_tokens=False)["input_ids"]
+    np.testing.assert_array_equal(env.open("test", [0]).score([0], [ids]).step_rewards, [[np.nan, np.nan, 1.0]])

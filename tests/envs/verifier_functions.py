@@ -1,0 +1,109 @@
+"""Reward functions for worker processes, which find them by name: slow, crashing, and well-behaved ones."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+from evogrpo import StepRewards
+
+
+def act(text):
+    """Do what a completion says, as a verifier that runs it would."""
+    if text == "hang":
+        time.sleep(600)
+    if text == "spin":
+        while True:
+            pass
+    if text.startswith("child "):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(text[6:]).write_text(f"{os.getpid()} {child.pid}")
+        child.wait()
+    if text == "exit":
+        os._exit(3)
+    if text == "leave":
+        sys.exit(4)
+    if text == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if text == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if text == "later":
+        threading.Timer(0.2, os._exit, [5]).start()
+    if text == "close":
+        os.closerange(3, 64)
+        time.sleep(600)
+    if text == "raise":
+        raise RuntimeError("no \x1b[31m")
+    return float(len(text))
+
+
+def batched(completions, **_):
+    return [act(text) for text in completions]
+
+
+def single(completion, answer, question):
+    return act(completion)
+
+
+async def patient(completions, **_):
+    if "wait" in completions:
+        await asyncio.sleep(600)
+    return batched(completions)
+
+
+async def patient_single(completion, answer, question):
+    await asyncio.sleep(600 if completion == "wait" else 0.3)
+    return act(completion)
+
+
+def sizes(completions, **_):
+    return [len(completions)] * len(completions)
+
+
+def processes(completions, **_):
+    time.sleep(1.0)
+    return [os.getpid()] * len(completions)
+
+
+def light(completions, **_):
+    return [float(bool({"torch", "transformers", "datasets"} & set(sys.modules)))] * len(completions)
+
+
+def noisy(completions, **_):
+    print('{"values": [9.0]}')
+    sys.stdout.flush()
+    os.write(1, b"more\n")
+    return [1.0] * len(completions)
+
+
+KINDS = [1, 0.5, True, None, np.float32(2), np.int8(3), StepRewards([1, 2.5], [0, 1]), StepRewards([], [], "character")]
+
+
+def kinds(completions, **_):
+    return [KINDS[int(text)] for text in completions]
+
+
+def arrays(completions, **_):
+    return np.arange(len(completions))
+
+
+def wrong(completions, **_):
+    return "ab"
+
+
+def short(completions, **_):
+    return [1.0]
+
+
+def texts(completions, **_):
+    return ["1.0"] * len(completions)
+
+
+def not_finite(completions, **_):
+    return [float("nan")] * len(completions)
