@@ -7,25 +7,33 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GRPO",
+    "ArchitectureLimits",
+    "GymnasiumGroups",
     "HuggingFaceGym",
     "HyperparameterConfig",
     "Hyperparameters",
+    "NetworkConfig",
     "Objective",
     "Population",
     "RLParameter",
+    "StepRewards",
     "Tournament",
     "evolve",
     "resume",
 ]
 
 _HOMES = {
+    "ArchitectureLimits": "evogrpo.policies.architecture",
     "GRPO": "evogrpo.agents.grpo",
+    "GymnasiumGroups": "evogrpo.envs.gymnasium",
     "HuggingFaceGym": "evogrpo.envs.huggingface",
-    "HyperparameterConfig": "evogrpo.hyperparameters",
-    "Hyperparameters": "evogrpo.hyperparameters",
-    "Objective": "evogrpo.objective",
+    "HyperparameterConfig": "evogrpo.hyperparameters.space",
+    "Hyperparameters": "evogrpo.hyperparameters.values",
+    "NetworkConfig": "evogrpo.policies.architecture",
+    "Objective": "evogrpo.objective.record",
     "Population": "evogrpo.agents.population",
-    "RLParameter": "evogrpo.hyperparameters",
+    "RLParameter": "evogrpo.hyperparameters.space",
+    "StepRewards": "evogrpo.envs.step_rewards",
     "Tournament": "evogrpo.evolution.strategies",
     "evolve": "evogrpo.training.evolve",
     "resume": "evogrpo.training.evolve",
@@ -34,10 +42,14 @@ _HOMES = {
 if TYPE_CHECKING:
     from evogrpo.agents.grpo import GRPO
     from evogrpo.agents.population import Population
+    from evogrpo.envs.gymnasium import GymnasiumGroups
     from evogrpo.envs.huggingface import HuggingFaceGym
+    from evogrpo.envs.step_rewards import StepRewards
     from evogrpo.evolution.strategies import Tournament
-    from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
-    from evogrpo.objective import Objective
+    from evogrpo.hyperparameters.space import HyperparameterConfig, RLParameter
+    from evogrpo.hyperparameters.values import Hyperparameters
+    from evogrpo.objective.record import Objective
+    from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.training.evolve import evolve, resume
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo.functional.advantages import group_advantages
-from evogrpo.functional.losses import action_weights, clipped_surrogate, kl_k3
+from evogrpo.functional.kl import kl_estimate
+from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.policies.adapters import AdapterBank
 from evogrpo.policies.bank import LossFunction
 from evogrpo.randomness import generator
@@ -116,13 +117,14 @@ def off_policy(log_probs: Tensor) -> Tensor:
 def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> LossFunction:
     """Return a clipped GRPO loss with a KL term, each member clipping at its own place."""
     advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
-    weights = action_weights(batch.action_mask, batch.member_ids, per_token=per_token)
+    weights = loss_weights("dapo" if per_token else "grpo", None, batch.action_mask, batch.member_ids)
     old = off_policy(batch.sampler_log_probs)
     clip = torch.tensor([CLIPS[slot % 3] for slot in batch.member_ids.tolist()])[:, None]
 
-    def loss(rows: Tensor, log_probs: Tensor) -> Tensor:
-        surrogate = clipped_surrogate(log_probs - old[rows], advantages[rows], clip[rows], clip[rows])
-        return (weights[rows] * (surrogate + beta * kl_k3(log_probs, old[rows]))).sum(1)
+    def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+        given = log_probs, old[rows], advantages[rows], batch.action_mask[rows]
+        surrogate = policy_loss("grpo", *given, clip_low=clip[rows], clip_high=clip[rows])
+        return (weights[rows] * (surrogate + beta * kl_estimate("k3", log_probs, old[rows]))).sum(1)
 
     return loss
 

@@ -1,6 +1,6 @@
 """Tiny agents, populations, environments and runs to train, and what a user would compute from them by hand."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,12 +13,13 @@ from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
 from evogrpo.agents.base import EvolvableAlgorithm
+from evogrpo.agents.experiences import as_batch
 from evogrpo.envs.prompts import Tokenizer
-from evogrpo.evolution import Child, NoEvolution, Plan, Strategy
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.evolution import Strategy
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.randomness import generator
+from evogrpo.records import Batch
 from evogrpo.training.evolve import Evolution
 from evogrpo.training.rundir import RunDir, open_run
 from evogrpo.training.schedule import Schedule
@@ -77,7 +78,9 @@ def tiny_population(size: int, **options: Any) -> Population:
 def scatter(agent: EvolvableAlgorithm, seed: int = 0, std: float = 0.2) -> None:
     """Give an agent random adapters, far from the base, and a fresh optimiser."""
     bank = agent._shared.bank
-    state = {name: torch.zeros_like(value) for name, value in bank.state(agent.slot).items()}
+    state = bank.state(agent.slot)
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        state[name].zero_()
     values = generator(seed, "test adapter").standard_normal(state["adapter"].shape, dtype=np.float32)
     bank.load_state(agent.slot, state | {"adapter": std * torch.from_numpy(values)})
 
@@ -124,6 +127,13 @@ def graded(ids: Sequence[Tensor], seed: int = 0) -> Tensor:
     """Return arbitrary rewards `[prompts, g]`, none alike."""
     values = generator(seed, "test rewards").random((len(ids), len(ids[0])), dtype=np.float32)
     return torch.from_numpy(values)
+
+
+def sampled(agent: GRPO, rewards: Tensor) -> Batch:
+    """Return an agent's own completions as a batch, with the given rewards `[prompts, g]`."""
+    ids, masks = agent.get_action(tiny_env(data_batch_size=len(rewards)).reset()[0], training=True)
+    batch = as_batch((ids, masks, rewards), agent.slot, agent.hyperparameters, 0, agent.device)
+    return replace(batch, sampler_log_probs=agent._shared.bank.log_probs(batch))
 
 
 def practise(agent: GRPO, seed: int = 0) -> None:
@@ -188,7 +198,7 @@ def start_or_resume(folder: str) -> None:
 def timeless(value: Any) -> Any:
     """Return a journal event without what two runs of the same work cannot share: clock readings."""
     if isinstance(value, Mapping):
-        return {key: timeless(item) for key, item in value.items() if key not in ("time", "seconds")}
+        return {key: timeless(item) for key, item in value.items() if key not in ("time", "seconds", "step_time")}
     return [timeless(item) for item in value] if isinstance(value, list) else value
 
 
@@ -203,69 +213,3 @@ def story(folder: Path) -> list[Any]:
 def final_states(folder: Path) -> dict[str, Tensor]:
     """Return all members' learner states in the newest checkpoint."""
     return open_run(folder).tensors
-
-
-# ---- every way in which the value of a hyperparameter can reach an agent that then trains
-
-
-def default_of(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the value that `tiny_agent(**options)` has for a hyperparameter."""
-    return tiny_options(**options).get(name, getattr(Hyperparameters(), name))
-
-
-def _assigned(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
-    agent = tiny_agent(**options)
-    setattr(agent, name, value)
-    return agent
-
-
-def _mutated(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
-    default = default_of(name, options)
-    agent = tiny_agent(**options, hp_config=HyperparameterConfig(**{name: RLParameter(choices=[default, value])}))
-    assert agent.mutate(np.random.default_rng(0)) == {name: (default, value)}
-    return agent
-
-
-def _inherited(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
-    population = tiny_population(3, **options)
-    child = Child(
-        slot=2,
-        index=3,
-        parent=0,
-        hyperparameters=replace(population[0].hyperparameters, **{name: value}),
-        changes={name: (getattr(population[0], name), value)},
-    )
-    population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", ""), elite=0))
-    return population[2]
-
-
-def _loaded(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
-    _assigned(name, value, folder, options).save_checkpoint(folder / "agent")
-    return GRPO.load(folder / "agent", actor_network=shared_model())
-
-
-def _restored(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
-    _assigned(name, value, folder, options).save_checkpoint(folder / "agent")
-    agent = tiny_agent(**options)
-    agent.load_checkpoint(folder / "agent")
-    return agent
-
-
-def _resumed(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
-    run = tiny_run(folder / "run", size=2, strategy=NoEvolution(), options={"hp_config": None} | options)
-    setattr(run.population[1], name, value)
-    steps: Iterator[Any] = run.reports()
-    next(steps)
-    run.stop()
-    assert not list(steps)
-    return resumed_run(folder / "run").population[1]
-
-
-ROUTES = {
-    "assigned": _assigned,
-    "mutated": _mutated,
-    "inherited": _inherited,
-    "loaded": _loaded,
-    "loaded into another": _restored,
-    "resumed": _resumed,
-}

@@ -1,8 +1,8 @@
 """EvolvableAlgorithm: what every agent can do whatever it learns: clone, mutate, hooks, devices, spaces."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, fields
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -11,9 +11,9 @@ from gymnasium import spaces
 from evogrpo.agents.learning import Learner
 from evogrpo.agents.shared import Shared
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.lineage import MemberRecord
+from evogrpo.evolution.lineage import NETWORK, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, unknown_name_error
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value, unknown_name_error
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 
 
@@ -54,7 +54,7 @@ class EvolvableAlgorithm:
         hyperparameters: Its frozen record; `agent.lr = x` and the like replace it, and take effect at the next use.
         fitness: Its last evaluation; None before the first, or when it failed.
         failed: Why it must be replaced; None when all is well.
-        training: Whether `get_action` samples (True) or takes the most likely token.
+        training: Whether `get_action` samples (True) or takes what is most likely.
         steps: Calls of `get_action` in training, plus calls of `learn`; numbers its random streams.
     """
 
@@ -66,6 +66,13 @@ class EvolvableAlgorithm:
     update_epochs = _Hyperparameter()
     max_grad_norm = _Hyperparameter()
     batch_size = _Hyperparameter()
+    clip_low = _Hyperparameter()
+    clip_high = _Hyperparameter()
+    entropy_coef = _Hyperparameter()
+    advantage_clip = _Hyperparameter()
+    gamma = _Hyperparameter()
+    loss_type = _Hyperparameter()
+    advantage = _Hyperparameter()
 
     def __init__(self, shared: Shared, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self._shared = shared
@@ -80,6 +87,7 @@ class EvolvableAlgorithm:
         self.failed: str | None = None
         self.training = True
         self.steps = 0
+        self._predictions = 0
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {self.hyperparameters})"
@@ -107,21 +115,29 @@ class EvolvableAlgorithm:
         )
 
     def mutate(self, rng: np.random.Generator, mutation: Mutation | None = None) -> Changes:
-        """Change some evolving hyperparameters at random, then run the mutation hooks.
+        """Change some evolving hyperparameters at random, and perhaps the network, then run the mutation hooks.
 
         Args:
             rng: Source of the draws.
-            mutation: How; the default moves each with probability 1/2, at least one.
+            mutation: How hyperparameters change; the default moves each with probability 1/2, at least one.
 
         Returns:
-            What changed, by name: (old, new).
+            What changed, by name: (old, new); a network in words.
 
         Raises:
-            ValueError: If the agent has no `hp_config`.
+            ValueError: If the agent has neither `hp_config` nor `evolve_network`.
         """
-        if not self.hp_config:
+        body = self._shared.body
+        if not self.hp_config and not body.evolves:
             raise ValueError("nothing can be mutated: the agent was made without hp_config")
-        self.hyperparameters, changes = (mutation or Mutation())(self.hyperparameters, self.hp_config, rng)
+        changes: dict[str, tuple[Value, Value]] = {}
+        if self.hp_config:
+            self.hyperparameters, moved = (mutation or Mutation())(self.hyperparameters, self.hp_config, rng)
+            changes.update(moved)
+        proposal = body.proposal(self.slot, rng)
+        if proposal is not None:
+            body.reshape(self.slot, proposal[1], rng)
+            changes[NETWORK] = proposal
         self.mutated()
         return changes
 
@@ -166,14 +182,26 @@ class EvolvableAlgorithm:
     # ---- looking inside
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of what selection copies: the policy's own weights, and its optimiser.
+        """Return copies of what selection copies: the policy's own weights, its own reference, optimiser, statistics.
 
         Args:
-            networks_only: Leave the optimiser out.
+            networks_only: Leave the optimiser and the running statistics out.
         """
         state = self._shared.bank.state(self.slot)
-        weights = {"adapter": state.pop("adapter")}
-        return {"actor": weights} if networks_only else {"actor": weights, "optimizer": state}
+        weights = {name: state.pop(name) for name in self._shared.body.weights}
+        if networks_only:
+            return {"actor": weights}
+        others: tuple[str, ...] = ("carried", "reference")
+        kept = {name: {name: state.pop(name)} for name in others if name in state}
+        return {"actor": weights, "optimizer": state, **kept}
+
+    def keep_reference(self) -> None:
+        """Make the current policy the member's own reference, which beta then holds it to.
+
+        Raises:
+            ValueError: If the objective's reference is the base.
+        """
+        self._shared.bank.keep_reference([self.slot])
 
     @staticmethod
     def inspect_attributes(agent: "EvolvableAlgorithm", input_args_only: bool = False) -> dict[str, Any]:
@@ -190,8 +218,8 @@ class EvolvableAlgorithm:
             "index": agent.index,
             "hp_config": agent.hp_config,
             **agent.hyperparameters.to_json(),
-            **{name: getattr(settings, name) for name in type(settings).__dataclass_fields__},
-            "lora_config": agent._shared.bank.lora_config,
+            **{field.name: getattr(settings, field.name) for field in fields(cast(Any, settings))},
+            **agent._shared.body.arguments(),
         }
         if input_args_only:
             return arguments
@@ -210,7 +238,7 @@ class EvolvableAlgorithm:
         self._evaluated = group.eval_network
 
     def set_training_mode(self, training: bool) -> None:
-        """Choose between sampling (True) and the most likely token (False) in `get_action`."""
+        """Choose between sampling (True) and what is most likely (False) in `get_action`."""
         self.training = training
 
     # ---- spaces and devices
@@ -228,7 +256,7 @@ class EvolvableAlgorithm:
     @property
     def device(self) -> torch.device:
         """Where the bank computes."""
-        return self._shared.bank.base.device
+        return self._shared.body.device
 
     @staticmethod
     def get_state_dim(observation_space: Any) -> Any:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from evogrpo.agents.learning import Learner
+from evogrpo.agents.coefficients import Learner
+from evogrpo.agents.refilling import refill
+from evogrpo.agents.sampling import Groups, sample_groups
 from evogrpo.agents.shared import Shared
 from evogrpo.envs.groups import GroupEnvironment, Scores, Split
-from evogrpo.randomness import generator
-from evogrpo.records import Batch, Rollout, Rows, TokenInputs
+from evogrpo.records import Batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +20,11 @@ class Collected:
 
     Attributes:
         batch: What they learn from.
-        scores: What the environment said, row by row.
-        truncated: `[n]` which completions ran out of length.
-        tokens: Tokens processed while sampling, by slot.
+        scores: What the environment said, row by row, without any penalty; step rewards are in the batch alone.
+        truncated: `[n]` which completions ran out of length, or which episodes were cut off.
+        tokens: Tokens (or environment steps) processed, by slot; groups that were sampled and discarded included.
         starts: Training starts that the rows' prompt numbers point into.
+        questions: What these starts ask, in words for people; untrusted text. Empty where they ask nothing.
     """
 
     batch: Batch
@@ -31,68 +32,52 @@ class Collected:
     truncated: Tensor
     tokens: dict[int, int]
     starts: tuple[int, ...]
+    questions: tuple[str, ...] = ()
 
 
 def collect(
     shared: Shared, learners: Sequence[Learner], env: GroupEnvironment, *, samples_per_step: int, block: int
 ) -> Collected:
-    """Let every member answer its share of the step's questions, all in one batch.
+    """Let every member act from its share of the step's starts, all in one batch.
 
-    Each member spends `samples_per_step` completions: `samples_per_step / group_size` groups, on a prefix of the
-    step's block of starts. Row r, token t of member i is drawn with number `[r, t]` of the stream
-    (seed, "sample", step, index), so nobody's draws depend on who else is in the batch.
+    Each member spends `samples_per_step` completions (or episodes): `samples_per_step / group_size` groups, on a prefix
+    of the step's block of starts. With `Objective.dynamic_sampling` the block is longer, and groups that teach nothing
+    are replaced by groups on the starts that follow; see `refilling.refill`.
 
     Args:
         shared: The bank and its settings.
         learners: Members, all at the same learning step.
         env: Where to act.
         samples_per_step: Completions per member; every group size divides it.
-        block: Length of the step's block of starts, the same for all members of a run.
+        block: Most questions that any member asks at first, the same for all steps and members of a run.
 
     Raises:
         ValueError: If a group size does not divide `samples_per_step`.
     """
-    step = learners[0].step
     for learner in learners:
         if samples_per_step % learner.hyperparameters.group_size:
             raise ValueError(
                 f"group_size must divide samples_per_step = {samples_per_step}, so that every member spends the same; "
                 f"got {learner.hyperparameters.group_size} (member {learner.index})"
             )
-    groups = [samples_per_step // learner.hyperparameters.group_size for learner in learners]
-    starts = env.deal(step, max(groups), block)
-    episodes = env.open("train", starts)
-    prompt_ids = torch.cat([torch.arange(n).repeat_interleave(samples_per_step // n) for n in groups])
-    group_ids = torch.cat(
-        [
-            number * max(groups) + torch.arange(n).repeat_interleave(samples_per_step // n)
-            for number, n in enumerate(groups)
-        ]
-    )
-    rows = _rows(shared, learners, [tuple(map(int, p)) for p in episodes.prompts], prompt_ids, samples_per_step)
-    rollout = shared.bank.sample(rows)
-    scores = episodes.score(prompt_ids.tolist(), _completions(rollout))
-    device = rollout.actions.device
-    mask = rollout.present
-    if shared.settings.objective.mask_truncated:
-        mask = mask & ~rollout.truncated[:, None]
-    batch = Batch(
-        inputs=TokenInputs(
-            prompts=rows.prompts,
-            prompt_ids=prompt_ids.to(device),
-            temperature=rows.temperature.to(device),
-            min_new_tokens=rows.min_new_tokens,
-        ),
-        actions=rollout.actions,
-        present=rollout.present,
-        action_mask=mask,
-        rewards=torch.from_numpy(scores.rewards).float().to(device),
-        group_ids=group_ids.to(device),
-        member_ids=rows.member_ids.to(device),
-        sampler_log_probs=rollout.log_probs,
-    )
+    refills = shared.settings.objective.dynamic_sampling
+    whole = block * (1 + refills)
+    groups = [
+        Groups(learner=learner, first=0, count=samples_per_step // learner.hyperparameters.group_size)
+        for learner in learners
+    ]
+    sampled = sample_groups(shared, env, groups, block=whole, purpose="sample")
+    if refills:
+        sampled = refill(shared, env, learners, sampled, block=whole, most=refills)
+    shared.play.absorb(sampled.observed)
+    assert sampled.batch.truncated is not None  # the sampler knows
     return Collected(
-        batch=batch, scores=scores, truncated=rollout.truncated, tokens=shared.bank.cost(batch), starts=starts
+        batch=sampled.batch,
+        scores=sampled.scores,
+        truncated=sampled.batch.truncated,
+        tokens=sampled.tokens,
+        starts=sampled.starts,
+        questions=sampled.questions,
     )
 
 
@@ -105,7 +90,7 @@ def evaluate(
     questions: int | None = None,
     reference: bool = False,
 ) -> np.ndarray:
-    """Answer held-out questions greedily, all members in one batch; training streams and cursors stay where they are.
+    """Act greedily from held-out starts, all members in one batch; training streams and cursors stay where they are.
 
     Args:
         shared: The bank and its settings.
@@ -125,18 +110,7 @@ def evaluate(
     count = available if questions is None else min(questions, available)
     if count < 1:
         raise ValueError(f"the {split} split holds no questions, so nothing can be evaluated on it")
-    episodes = env.open(split, range(count))
-    prompt_ids = torch.arange(count).repeat(len(slots))
-    rows = Rows(
-        prompts=tuple(tuple(map(int, prompt)) for prompt in episodes.prompts),
-        prompt_ids=prompt_ids,
-        member_ids=torch.tensor(list(slots)).repeat_interleave(count),
-        temperature=torch.zeros(len(prompt_ids)),
-        uniforms=torch.zeros(len(prompt_ids), shared.settings.max_output_tokens),
-        min_new_tokens=shared.settings.min_output_tokens,
-    )
-    rollout = shared.bank.sample(rows, reference=reference)
-    rewards = episodes.score(prompt_ids.tolist(), _completions(rollout)).rewards.reshape(len(slots), count)
+    rewards = shared.play.evaluate(env, split, count, slots, reference=reference).reshape(len(slots), count)
     if not np.isfinite(rewards).all():
         missing = int((~np.isfinite(rewards)).sum())
         raise ValueError(
@@ -145,32 +119,3 @@ def evaluate(
             "(on_reward_error='exclude' leaves completions out of training only)"
         )
     return rewards
-
-
-def _rows(
-    shared: Shared,
-    learners: Sequence[Learner],
-    prompts: "list[tuple[int, ...]]",
-    prompt_ids: Tensor,
-    samples: int,
-) -> Rows:
-    settings = shared.settings
-    shape = (samples, settings.max_output_tokens)
-    draws = [
-        generator(settings.seed, "sample", learner.step, learner.index).random(shape, dtype=np.float32)
-        for learner in learners
-    ]
-    temperature = torch.tensor([learner.hyperparameters.temperature for learner in learners])
-    return Rows(
-        prompts=tuple(prompts),
-        prompt_ids=prompt_ids,
-        member_ids=torch.tensor([learner.slot for learner in learners]).repeat_interleave(samples),
-        temperature=temperature.repeat_interleave(samples),
-        uniforms=torch.from_numpy(np.concatenate(draws)),
-        min_new_tokens=settings.min_output_tokens,
-    )
-
-
-def _completions(rollout: Rollout) -> "list[list[int]]":
-    lengths = rollout.present.sum(1).tolist()
-    return [row[:length] for row, length in zip(rollout.actions.tolist(), lengths, strict=True)]

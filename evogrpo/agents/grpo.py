@@ -1,8 +1,7 @@
-"""GRPO: an agent that learns by comparing the answers of a group."""
+"""GRPO: an agent that learns by comparing the completions, or the episodes, of a group."""
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, Unpack
 
@@ -10,12 +9,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from gymnasium import spaces
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from numpy.typing import NDArray
+from torch import nn
 
 from evogrpo.agents.base import EvolvableAlgorithm
 from evogrpo.agents.collecting import evaluate
-from evogrpo.agents.experiences import Experiences, as_batch, as_completions, prompt_tokens
 from evogrpo.agents.learning import learn
 from evogrpo.agents.options import Options, open_shared
 from evogrpo.agents.population import Population
@@ -24,19 +22,20 @@ from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.mutation import spread_members
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.randomness import generator
-from evogrpo.records import LearnReport, Rows
+from evogrpo.records import LearnReport
 
 
 class GRPO(EvolvableAlgorithm):
     """An agent trained by group relative policy optimisation.
 
-    The constructor makes one agent in a bank of its own; `GRPO.population` makes several that share one base model.
+    The constructor makes one agent in a bank of its own; `GRPO.population` makes several that share one bank.
 
     Args:
         observation_space: What it reads; may be None for a language model.
         action_space: What it does; may be None for a language model.
-        actor_network: A causal language model of transformers; its weights and flags are never changed.
-        pad_token_id: Token used for padding.
+        actor_network: A causal language model of transformers; its weights and flags are never changed. Without one the
+            agent is a small network for its spaces; a torch module of your own takes the default network's place.
+        pad_token_id: Token used for padding, for language models.
         options: Everything else, with defaults: see `evogrpo.agents.options.Options`.
 
     Raises:
@@ -49,7 +48,7 @@ class GRPO(EvolvableAlgorithm):
         self,
         observation_space: spaces.Space[Any] | None = None,
         action_space: spaces.Space[Any] | None = None,
-        actor_network: PreTrainedModel | None = None,
+        actor_network: nn.Module | None = None,
         pad_token_id: int | None = None,
         **options: Unpack[Options],
     ) -> None:
@@ -65,13 +64,13 @@ class GRPO(EvolvableAlgorithm):
         wrapper_cls: type[Any] | None = None,
         wrapper_kwargs: Mapping[str, Any] | None = None,
         *,
-        actor_network: PreTrainedModel | None = None,
+        actor_network: nn.Module | None = None,
         pad_token_id: int | None = None,
         samples_per_step: int | None = None,
         spread: bool = True,
         **options: Unpack[Options],
     ) -> Population:
-        """Make agents that share one base model.
+        """Make agents that share one bank: language models over one base model, or small networks side by side.
 
         The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
 
@@ -81,10 +80,10 @@ class GRPO(EvolvableAlgorithm):
             action_space: As for one agent.
             wrapper_cls: Wraps every agent that the population hands out: `wrapper_cls(agent, **wrapper_kwargs)`.
             wrapper_kwargs: See `wrapper_cls`.
-            actor_network: As for one agent; loaded once for all.
+            actor_network: As for one agent; one for all.
             pad_token_id: As for one agent.
-            samples_per_step: Completions per member and learning step, if group_size evolves over a range: only its
-                divisors are dealt. Unneeded when group_size has choices.
+            samples_per_step: Completions (or episodes) per member and learning step, if group_size evolves over a
+                range: only its divisors are dealt. Unneeded when group_size has choices.
             spread: False lets every member start with the given hyperparameters.
             options: As for one agent.
 
@@ -103,47 +102,64 @@ class GRPO(EvolvableAlgorithm):
 
     # ---- acting and learning
 
-    def get_action(
-        self, states: Sequence[Mapping[str, Tensor]], training: bool | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Answer prompts.
+    def get_action(self, states: Any, training: bool | None = None, action_mask: Any = None) -> Any:
+        """Answer prompts, or choose actions.
 
         Args:
-            states: Prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym` serves them.
-            training: True samples `group_size` completions per prompt; False takes the most likely tokens, once per
-                prompt. None = the agent's training mode.
+            states: For a language model prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym`
+                serves them; for a small network one observation, or a batch of them along a leading axis.
+            training: True samples, `group_size` completions per prompt, one action per observation; False takes what is
+                most likely, once each. None = the agent's training mode.
+            action_mask: Legal values of Discrete and MultiDiscrete actions, as environments give them in their info;
+                None = all.
 
         Returns:
-            Per prompt the completion ids `[g, P + C]`, prompt included and padded on the right, and the action masks
-            `[g, P + C - 1]`: mask j is True where token j + 1 was sampled.
+            For prompts, per prompt, the completion ids `[g, P + C]`, prompt included and padded on the right, and the
+            action masks `[g, P + C - 1]`: mask j is True where token j + 1 was sampled. For observations an array of
+            actions, to be given back to `learn` as they are; boxes are not clipped to their bounds yet.
+
+        Raises:
+            ValueError: If the states or the mask do not fit.
         """
         training = self.training if training is None else training
-        prompts = prompt_tokens(states)
-        settings, size = self._shared.settings, self.group_size if training else 1
-        shape = (len(prompts) * size, settings.max_output_tokens)
-        uniforms = np.zeros(shape, dtype=np.float32)
-        if training:
-            rng = generator(settings.seed, "get_action", self.steps, self.index)
-            uniforms = rng.random(shape, dtype=np.float32)
-            self.steps += 1
-        rollout = self._shared.bank.sample(
-            Rows(
-                prompts=tuple(prompts),
-                prompt_ids=torch.arange(len(prompts)).repeat_interleave(size),
-                member_ids=torch.full((shape[0],), self.slot),
-                temperature=torch.full((shape[0],), self.temperature if training else 0.0),
-                uniforms=torch.from_numpy(uniforms),
-                min_new_tokens=settings.min_output_tokens,
-            )
-        )
-        return as_completions(prompts, rollout, size, settings.pad_token_id)
+        chosen = self._shared.play.act(self.learner(), states, training=training, action_mask=action_mask)
+        self.steps += int(training)
+        return chosen
 
-    def learn(self, experiences: Experiences) -> LearnReport:
-        """Learn from rewarded completions.
+    def predict(
+        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
+    ) -> tuple[NDArray[Any], Any]:
+        """Choose actions as the environment takes them, boxes clipped: the interface of Stable-Baselines3.
+
+        Training and its random streams are not touched, so it may be called at any time.
 
         Args:
-            experiences: `(completion_ids, action_masks, rewards)`: the first two as `get_action` returns them, rewards
-                `[prompts, group_size]`; NaN = no reward applies.
+            observation: One observation, or a batch of them along a leading axis.
+            state: Handed back as it is: there are no recurrent networks.
+            episode_start: Not needed, as there is no state.
+            deterministic: Take the most likely action.
+
+        Returns:
+            The action, or actions along a leading axis; and `state`.
+
+        Raises:
+            ValueError: If the agent is a language model, or the observation does not fit.
+        """
+        actions = self._shared.play.predict(
+            self.learner(), observation, deterministic=deterministic, calls=self._predictions
+        )
+        self._predictions += 1
+        return actions, state
+
+    def learn(self, experiences: Any) -> LearnReport:
+        """Learn from rewarded completions or episodes of a loop of the caller's own.
+
+        Args:
+            experiences: For a language model `(completion_ids, action_masks, rewards)`: the first two as `get_action`
+                returns them, rewards `[prompts, group_size]`; NaN = no reward applies. For a small network
+                `(observations, actions, action_masks, rewards)`, each `[starts, group_size, steps, ...]`: whole
+                episodes, padded to the longest, `group_size` of them from each start (reset seed); actions as
+                `get_action` returns them, masks True for steps taken, and what each step earned.
 
         Returns:
             A report that unpacks as `loss, kl`; other measurements are its attributes.
@@ -151,52 +167,56 @@ class GRPO(EvolvableAlgorithm):
         Raises:
             ValueError: If the parts do not fit together.
         """
-        batch = as_batch(
-            experiences, self.slot, self.hyperparameters, self._shared.settings.min_output_tokens, self.device
-        )
+        batch = self._shared.play.batch(self.learner(), experiences)
         report = learn(self._shared, [self.learner()], batch)[self.slot]
         self.steps += 1
         self.failed = report.failed
         return report
 
     def test(self, env: GroupEnvironment, loop: int = 1, split: Split = "validation") -> float:
-        """Return the mean greedy reward on a held-out split; training is not touched.
+        """Return the mean greedy reward (or undiscounted return) on a held-out split; training is not touched.
 
         Args:
-            env: Where the questions come from.
+            env: Where the starts come from.
             loop: How often to go through the split. Greedy answers to fixed questions do not vary, so more than once
                 matters for rewards that do.
             split: "validation", or "test" for the final report.
         """
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
+        self._shared.play.check(env)
         return float(np.mean([evaluate(self._shared, [self.slot], env, split) for _ in range(loop)]))
 
     # ---- the network
 
     def get_policy(self) -> nn.Module:
-        """Return the policy as a module: `policy(input_ids, attention_mask)` gives this member's logits `[n, t, v]`."""
-        return self._shared.bank.policy(self.slot)
+        """Return the policy as a module that reads the agent's weights and holds none of its own.
+
+        For a language model `policy(input_ids, attention_mask)` gives logits `[n, t, v]`; for a small network
+        `policy(observations)` gives the numbers `[m, o]` that parametrise its actions (see `NetworkBody.policy`).
+        """
+        return self._shared.body.policy(self.slot)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the base model, so that the next call compiles it again.
 
         Does nothing for a model that the user has not compiled.
         """
-        self._shared.bank.recompile()
+        self._shared.body.recompile()
 
     def unwrap_models(self) -> None:
         """Stop computing under the accelerator's precision; affects all members of the bank."""
-        self._shared.bank.autocast = nullcontext
+        self._shared.body.unwrap()
 
     # ---- checkpoints
 
     def save_checkpoint(self, path: str | Path, *, include_base: bool = False, replace: bool = False) -> None:
-        """Save the agent as a folder that is a PEFT adapter and a checkpoint at once.
+        """Save the agent as a checkpoint folder, which for a language model is a PEFT adapter at once.
 
         Args:
             path: Folder to create.
-            include_base: Save the base model as well, so that the folder needs nothing else.
+            include_base: Save the base model as well, so that the folder needs nothing else; that of a small network
+                never does.
             replace: Whether a checkpoint that is already there may be replaced.
 
         Raises:
@@ -210,7 +230,7 @@ class GRPO(EvolvableAlgorithm):
         path: str | Path,
         device: str | torch.device | None = None,
         accelerator: Accelerator | None = None,
-        actor_network: PreTrainedModel | None = None,
+        actor_network: nn.Module | None = None,
     ) -> Self:
         """Bring a saved agent back, in a bank of its own.
 
@@ -219,11 +239,12 @@ class GRPO(EvolvableAlgorithm):
             device: Where to put the model; where `actor_network` is, or the CPU, by default.
             accelerator: See the constructor.
             actor_network: The base model; by default the saved base, or the one named in the checkpoint if that is
-                the demo model or a hub id. A folder named in a checkpoint is never followed.
+                the demo model or a hub id. A folder named in a checkpoint is never followed. For small networks only a
+                module of your own has to be given.
 
         Raises:
             CheckpointError: If the checkpoint is damaged, or the base model is not the one it was trained on.
-            ValueError: If the base model cannot be found.
+            ValueError: If the base model cannot be found, or a module is missing.
         """
         return load_agent(cls, path, device=device, accelerator=accelerator, actor_network=actor_network)
 

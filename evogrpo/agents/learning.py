@@ -1,53 +1,60 @@
 """One learning step: from a batch of rewarded actions to optimizer steps, for any members at once."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from evogrpo.agents.shared import Shared
-from evogrpo.functional.advantages import group_advantages, zero_variance_groups
-from evogrpo.functional.losses import action_weights, clipped_surrogate, kl_k3, outside_clip
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.agents.coefficients import Coefficients, Learner, row_coefficients
+from evogrpo.agents.losses import MEASURES, ActionLosses
+from evogrpo.agents.metrics import length_metrics, measured, reward_metrics, sampling_metrics, update_metrics
+from evogrpo.agents.scores import Scores
+from evogrpo.agents.shaping import refuse_whole_completions, shaped_advantages
+from evogrpo.functional.corrections import high_entropy_mask
+from evogrpo.functional.kl import adaptive_kl, kl_estimate
+from evogrpo.objective import Objective
+from evogrpo.policies.bank import PolicyBank
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, LearnReport, UpdateReport
 
-
-@dataclass(frozen=True, kw_only=True)
-class Learner:
-    """One member that takes part in a learning step.
-
-    Attributes:
-        slot: Where it lives.
-        index: Who it is; names its random stream.
-        step: Which learning step of its this is; names the stream as well.
-        hyperparameters: Read here and nowhere else.
-    """
-
-    slot: int
-    index: int
-    step: int
-    hyperparameters: Hyperparameters
+__all__ = ["Learner", "learn", "minibatches"]
 
 
-@dataclass(kw_only=True)
-class _Tally:
-    """Sums over one member's optimizer steps."""
+class LearningSettings(Protocol):
+    """What a learning step reads of the settings that members share."""
 
-    steps: list[UpdateReport] = field(default_factory=list)
-    kl: float = 0.0
-    clipped: float = 0.0
-    actions: float = 0.0
-    tokens: int = 0
+    @property
+    def objective(self) -> Objective:
+        """What members minimise, where they have no kind of their own."""
+
+    @property
+    def seed(self) -> int:
+        """Root of every random stream."""
+
+    @property
+    def max_output_tokens(self) -> int:
+        """The longest possible completion, which some losses divide by."""
 
 
-def learn(shared: Shared, learners: "list[Learner]", batch: Batch) -> dict[int, LearnReport]:
-    """Let members learn from a batch: each from its own rows, with its own hyperparameters.
+class LearningShared(Protocol):
+    """What members that learn together share."""
 
-    Each member passes over its rows `update_epochs` times, `batch_size` completions per optimizer step; the members'
-    first optimizer steps run together, then their second ones, until each has taken its own number.
+    @property
+    def bank(self) -> PolicyBank:
+        """Their policies and optimisers."""
+
+    @property
+    def settings(self) -> LearningSettings:
+        """What does not evolve."""
+
+
+def learn(shared: LearningShared, learners: Sequence[Learner], batch: Batch) -> dict[int, LearnReport]:
+    """Let members learn from a batch: each from its own rows, with its own objective and hyperparameters.
+
+    Each member passes over its rows `update_epochs` times, `batch_size` rows per optimizer step; the members' first
+    optimizer steps run together, then their second ones, until each has taken its own number.
 
     Args:
         shared: The bank and the objective.
@@ -58,147 +65,206 @@ def learn(shared: Shared, learners: "list[Learner]", batch: Batch) -> dict[int, 
         One report per member, by slot.
 
     Raises:
-        ValueError: If a member has no rows, or a row belongs to none of them.
+        ValueError: If a member has no rows, or a row belongs to none of them; or if the objective cannot be used with
+            this bank or batch.
     """
     by_slot = {learner.slot: learner for learner in learners}
     present = set(batch.member_ids.tolist())
     if present != set(by_slot):
         raise ValueError(f"a batch must hold rows of every member that learns, got slots {sorted(present)}")
     step = _LearningStep(shared, by_slot, batch)
-    plans = {learner.slot: minibatches(learner, batch, shared.settings.seed) for learner in learners}
-    step.prepare(several=any(len(plan) > 1 for plan in plans.values()))
+    alone = shared.bank.rows_are_transitions
+    plans = {
+        learner.slot: minibatches(learner, step.batch, shared.settings.seed, keep_groups=not alone)
+        for learner in learners
+    }
+    step.prepare(plans)
     for number in range(max(map(len, plans.values()))):
-        step.take(number, {slot: plan[number] for slot, plan in plans.items() if number < len(plan)})
-    return {slot: step.report(slot) for slot in by_slot}
+        step.take({slot: plan[number] for slot, plan in plans.items() if number < len(plan)}, first=number == 0)
+    return step.reports()
 
 
-def minibatches(learner: Learner, batch: Batch, seed: int) -> list[Tensor]:
-    """Deal one member's rows into optimizer steps: whole passes, groups shuffled but kept together.
+def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool = True) -> list[Tensor]:
+    """Deal one member's rows into optimizer steps: whole passes, shuffled.
 
     Args:
         learner: The member.
         batch: Rows of all members.
         seed: Root seed.
+        keep_groups: Whether the rows of a group stay together; otherwise rows are shuffled one by one.
 
     Returns:
         Row numbers of each optimizer step, `update_epochs` passes of ceil(rows / batch_size) steps.
     """
     rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
     size = learner.hyperparameters.batch_size
-    _, group = torch.unique(batch.group_ids[rows], return_inverse=True)
+    group = torch.arange(len(rows), device=rows.device)
+    if keep_groups:
+        _, group = torch.unique(batch.group_ids[rows], return_inverse=True)
+    groups = int(group.max()) + 1 if len(group) else 0
     rng = generator(seed, "minibatches", learner.step, learner.index)
     steps: list[Tensor] = []
     for _ in range(learner.hyperparameters.update_epochs):
-        place = torch.from_numpy(rng.permutation(int(group.max()) + 1)).to(group.device)
+        place = torch.from_numpy(rng.permutation(groups)).to(group.device)
         steps.extend(rows[torch.argsort(place[group], stable=True)].split(size))
     return steps
 
 
 class _LearningStep:
-    """The tensors of one learning step, shared by its optimizer steps."""
+    """The tensors of one learning step, shared by its optimizer steps.
 
-    def __init__(self, shared: Shared, learners: Mapping[int, Learner], batch: Batch) -> None:
-        self.bank, self.objective = shared.bank, shared.settings.objective
-        self.learners, self.batch = learners, batch
-        self.tally = {slot: _Tally() for slot in learners}
-        self.advantages = group_advantages(batch.rewards, batch.group_ids, self.objective.advantage_eps)[:, None]
-        slots = batch.member_ids.tolist()
-        hyperparameters = [learners[slot].hyperparameters for slot in slots]
-        device = batch.actions.device
-        self.clip = torch.tensor([h.clip_coef for h in hyperparameters], device=device)[:, None]
-        self.beta = torch.tensor([h.beta for h in hyperparameters], device=device)[:, None]
-        # A completion without advantage and without a KL term has exactly no gradient: it needs no forward pass.
-        self.needed = ((self.advantages != 0) | (self.beta > 0))[:, 0] & batch.action_mask.any(1)
-        self.old: Tensor | None = None
-        self.reference = torch.zeros(batch.actions.shape, device=device)
+    Attributes:
+        batch: What minibatches are dealt from: the episodes, or their single actions.
+    """
 
-    def prepare(self, *, several: bool) -> None:
-        """Run the passes without gradient that are needed: the reference, and the sampling policy when unknown."""
-        held = (self.needed & (self.beta > 0)[:, 0]).nonzero()[:, 0]
-        if len(held):
-            part = self.batch.select(held)
-            self.reference[held] = self.bank.reference_log_probs(part)
-            self._charge(part)
-        if self.batch.sampler_log_probs is not None and (self.bank.sampler_is_exact or not several):
-            self.old = self.batch.sampler_log_probs.clone()
-        elif several:
-            part = self.batch.select(self.needed.nonzero()[:, 0])
-            self.old = torch.zeros_like(self.reference)
-            self.old[self.needed] = self.bank.log_probs(part)
-            self._charge(part)
-        else:
-            self.old = torch.zeros_like(self.reference)
+    def __init__(self, shared: LearningShared, learners: Mapping[int, Learner], batch: Batch) -> None:
+        self._bank, self._settings, self._learners = shared.bank, shared.settings, learners
+        self._objective = objective = shared.settings.objective
+        self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
+        self._check(batch)
+        self._episodes = batch.outcomes()
+        self._steps: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
+        self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)
+        self._counted = torch.zeros(self._bank.size, dtype=torch.float64)
+        exact = self._bank.sampler_is_exact and objective.importance_correction is None
+        self._scores = Scores(self._bank, batch, trust_sampler=exact)
+        coefficients = self._coefficients(batch)
+        held = ((coefficients.beta > 0)[:, 0] & batch.action_mask.any(1)).nonzero()[:, 0]
+        self._scores.find_reference(held)
+        penalty = self._kl_penalty(held, coefficients) if objective.kl_placement == "reward" else None
+        self._worth = shaped_advantages(self._episodes, objective, coefficients, self._bank.carried, penalty)
+        advantages = self._worth
+        if self._bank.rows_are_transitions:
+            advantages = advantages[batch.action_mask][:, None]
+            self._scores.take_apart()
+            coefficients = self._coefficients(self._scores.batch)
+        self.batch = self._scores.batch
+        self._losses = ActionLosses(
+            scores=self._scores,
+            objectives={own.loss_type: own for own in self._objectives.values()},
+            coefficients=coefficients,
+            advantages=advantages,
+            kl_in_loss=len(held) > 0 and objective.kl_placement == "loss",
+        )
+        self._needed = self._losses.rows_with_gradient()
 
-    def take(self, number: int, steps: Mapping[int, Tensor]) -> None:
+    def _check(self, batch: Batch) -> None:
+        """Refuse an objective that this bank or batch cannot serve."""
+        if self._bank.rows_are_transitions:
+            for objective in self._objectives.values():
+                refuse_whole_completions(objective)
+        if self._objective.importance_correction is not None and batch.sampler_log_probs is None:
+            raise ValueError(
+                "importance_correction compares the sampler's log-probabilities with the trainer's, but this batch has "
+                "none: give sampler_log_probs, or leave importance_correction out"
+            )
+
+    def _coefficients(self, batch: Batch) -> Coefficients:
+        return row_coefficients(self._learners, self._objectives, self._bank.carried[:, 0], batch.member_ids)
+
+    def _kl_penalty(self, held: Tensor, coefficients: Coefficients) -> Tensor:
+        """Return `[n, t]` beta times the estimate of KL under the policy that acted, for KL in rewards."""
+        scores, batch = self._scores, self._scores.batch
+        scores.find_old(held)
+        estimate = kl_estimate(self._objective.kl_estimator, scores.old, scores.reference)
+        estimate = torch.where(batch.action_mask & (coefficients.beta > 0), estimate, 0.0)
+        amounts = estimate.double().sum(1).cpu()
+        self._sums[:, MEASURES.index("kl")].index_add_(0, batch.member_ids.cpu(), amounts)
+        return coefficients.beta * estimate
+
+    def prepare(self, plans: Mapping[int, Sequence[Tensor]]) -> None:
+        """Find the old log-probabilities of rows that are first used after an optimizer step has been taken."""
+        later = self._needed.clone()
+        for plan in plans.values():
+            later[plan[0]] = False
+        self._scores.find_old(later.nonzero()[:, 0])
+
+    # ---- optimizer steps
+
+    def take(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
         """Take one optimizer step of every member in `steps`, which gives its row numbers."""
         rows = torch.cat(list(steps.values()))
-        whole = self.batch.select(rows)
-        weights = action_weights(
-            whole.action_mask, whole.member_ids, per_token=self.objective.loss_type == "dapo"
-        )  # over all rows of the step, needed or not: skipping a row must not change a denominator
-        kept = self.needed[rows]
-        rows, weights = rows[kept], weights[kept]
+        # Over all rows of the step, needed or not: skipping a row must change neither a denominator nor a quantile.
+        weights = self._losses.weights(rows, self._settings.max_output_tokens)
+        kept = self._high_entropy(rows)
+        needed = self._needed[rows]
+        run, weights, kept = rows[needed], weights[needed], kept[needed]
+        sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
+
+        def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+            own = run[chosen]
+            if first:
+                # Nothing has been updated since sampling: the policy's own values are the old ones, at no extra pass.
+                self._scores.take(own, log_probs)
+            losses, sums[chosen] = self._losses(own, log_probs, entropies, kept[chosen])
+            return (weights[chosen] * losses).sum(1)
+
+        part = self.batch.select(run)
+        hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
+        bonus = any(h.entropy_coef > 0 for h in hyperparameters.values())
+        for slot, report in self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus).items():
+            self._steps[slot].append(report)
+            self._sync_reference(slot, report)
+        self._scores.charge(part)
+        self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
+        counted = self.batch.action_mask[rows].sum(1).double()
+        self._counted.index_add_(0, self.batch.member_ids[rows].cpu(), counted.cpu())
+
+    def _high_entropy(self, rows: Tensor) -> Tensor:
+        """Return `[k, t]` which actions of an optimizer step the policy loss is taken of."""
+        quantile = self._objective.top_entropy_quantile
+        if quantile == 1.0:
+            return self.batch.action_mask[rows]
         part = self.batch.select(rows)
-        hyperparameters = {slot: self.learners[slot].hyperparameters for slot in steps}
+        self._scores.charge(part)
+        return high_entropy_mask(self._bank.entropies(part), part.action_mask, part.member_ids, quantile)
 
-        def loss_fn(chosen: Tensor, log_probs: Tensor) -> Tensor:
-            return self._loss(rows[chosen], weights[chosen], log_probs, first=number == 0)
+    def _sync_reference(self, slot: int, report: UpdateReport) -> None:
+        every = self._objective.reference_sync_steps
+        if every is not None and math.isfinite(report.grad_norm) and report.step % every == 0:
+            self._bank.mix_reference(slot, self._objective.reference_mixing)
 
-        for slot, report in self.bank.update(part, loss_fn, hyperparameters).items():
-            self.tally[slot].steps.append(report)
-        self._charge(part)
+    # ---- afterwards
 
-    def _loss(self, rows: Tensor, weights: Tensor, log_probs: Tensor, *, first: bool) -> Tensor:
-        assert self.old is not None  # prepare() ran
-        mask = self.batch.action_mask[rows]
-        if first:
-            # Nothing has been updated since sampling: the policy's own values are the old ones, at no extra pass.
-            self.old[rows] = log_probs.detach()
-        log_ratio = torch.where(mask, log_probs - self.old[rows], 0.0)
-        advantages, clip, beta = self.advantages[rows], self.clip[rows], self.beta[rows]
-        losses = clipped_surrogate(log_ratio, advantages, clip, clip)
-        clipped = outside_clip(log_ratio.detach(), advantages, clip, clip) & mask
-        kl = torch.zeros_like(losses)
-        if bool((beta > 0).any()):
-            kl = torch.where(mask & (beta > 0), kl_k3(log_probs, self.reference[rows]), 0.0)
-            losses = losses + beta * kl
-        for slot, tally in self.tally.items():
-            own = self.batch.member_ids[rows] == slot
-            tally.kl += float(kl.detach()[own].sum())
-            tally.clipped += float(clipped[own].sum())
-            tally.actions += float(mask[own].sum())
-        return (weights * losses).sum(1)
+    def reports(self) -> dict[int, LearnReport]:
+        """Return a report for each member, then adapt its KL factor to what was measured."""
+        reports = {slot: self._report(slot) for slot in self._learners}
+        target, horizon = self._objective.kl_target, self._objective.kl_horizon
+        for slot, report in reports.items():
+            if target is not None and math.isfinite(report.kl):
+                # More samples than the horizon would not speed the factor up but turn it around.
+                samples = min(len(report.advantages), horizon)
+                kl = torch.tensor(report.kl, dtype=torch.float64)
+                factors = self._bank.carried[:, 0]
+                factors[slot] = adaptive_kl(factors[slot], kl, target, horizon, samples)
+        return reports
 
-    def _charge(self, part: Batch) -> None:
-        for slot, tokens in self.bank.cost(part).items():
-            self.tally[slot].tokens += tokens
-
-    def report(self, slot: int) -> LearnReport:
-        """Sum one member's optimizer steps up."""
-        tally, own = self.tally[slot], self.batch.member_ids == slot
-        rewards, groups = self.batch.rewards[own], self.batch.group_ids[own]
-        applies = ~rewards.isnan()
-        _, inverse = torch.unique(groups, return_inverse=True)
-        count = int(inverse.max()) + 1
-        zero = zero_variance_groups(rewards, inverse, count)
-        in_groups = [rewards[(inverse == number) & applies] for number in range(count)]
-        spread = [float(values.std()) for values in in_groups if len(values) > 1]
-        bad = [step for step in tally.steps if not math.isfinite(step.grad_norm)]
+    def _report(self, slot: int) -> LearnReport:
+        steps, h = self._steps[slot], self._learners[slot].hyperparameters
+        mine = self._episodes.member_ids == slot
+        episodes, worth = self._episodes.select(mine.nonzero()[:, 0]), self._worth[mine].double()
+        sums = dict(zip(MEASURES, self._sums[slot].tolist(), strict=True))
+        found = reward_metrics(episodes) | length_metrics(episodes)
+        found |= update_metrics(steps, sums, float(self._counted[slot])) | self._sampling(slot)
+        if h.beta > 0:
+            in_reward = self._objective.kl_placement == "reward"
+            actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
+            found["kl"] = sums["kl"] / max(actions, 1.0)
+            if self._objective.kl_target is not None:
+                found["kl_coef"] = h.beta * float(self._bank.carried[slot, 0])
+        bad = [step for step in steps if not math.isfinite(step.grad_norm)]
         return LearnReport(
-            loss=_mean([step.loss for step in tally.steps]),
-            kl=tally.kl / max(tally.actions, 1.0) if self.learners[slot].hyperparameters.beta > 0 else math.nan,
-            grad_norm=_mean([step.grad_norm for step in tally.steps]),
-            lr=tally.steps[-1].lr,
-            clip_ratio=tally.clipped / max(tally.actions, 1.0),
-            reward=float(rewards[applies].mean()) if bool(applies.any()) else math.nan,
-            reward_std=_mean(spread) if spread else 0.0,
-            frac_reward_zero_std=float(zero.float().mean()),
-            mean_length=float(self.batch.action_mask[own].sum(1).float().mean()),
-            optimizer_steps=len(tally.steps) - len(bad),
-            tokens=tally.tokens,
-            failed=f"no finite gradient or weights in {len(bad)} of {len(tally.steps)} updates" if bad else None,
+            metrics=measured(found),
+            advantages=tuple((worth.sum(1) / episodes.action_mask.sum(1).clamp(min=1)).tolist()),
+            optimizer_steps=len(steps) - len(bad),
+            tokens=self._scores.tokens.get(slot, 0),
+            failed=f"no finite gradient or weights in {len(bad)} of {len(steps)} updates" if bad else None,
         )
 
-
-def _mean(values: "list[float]") -> float:
-    return sum(values) / len(values)
+    def _sampling(self, slot: int) -> dict[str, float]:
+        """Return how the sampler differs from the trainer, over the rows that the trainer has scored."""
+        sampler = self.batch.sampler_log_probs
+        if sampler is None:
+            return {}
+        rows = ((self.batch.member_ids == slot) & self._scores.of_trainer).nonzero()[:, 0]
+        return sampling_metrics(self._objective, self._scores.old[rows], sampler[rows], self.batch.action_mask[rows])

@@ -1,4 +1,4 @@
-"""The constructor arguments of language-model agents, declared once for single agents and populations."""
+"""The constructor arguments of agents, declared once for single agents and populations, and what they build."""
 
 from collections.abc import Mapping
 from typing import Any, TypedDict
@@ -7,43 +7,73 @@ import torch
 from accelerate import Accelerator
 from gymnasium import spaces
 from peft import LoraConfig
+from torch import nn
 from transformers import PreTrainedModel
 
-from evogrpo.agents.shared import Settings, Shared, make_shared
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterConfig, Hyperparameters, refuse_unknown
+from evogrpo.agents.language import LanguageBody, LanguageSettings, device_of
+from evogrpo.agents.networks import NETWORK_DEFAULTS, NetworkBody, NetworkSettings
+from evogrpo.agents.prompting import LanguagePlay
+from evogrpo.agents.shaping import refuse_whole_completions
+from evogrpo.agents.shared import Settings, Shared
+from evogrpo.agents.stepping import StepPlay
+from evogrpo.hyperparameters import (
+    HYPERPARAMETER_NAMES,
+    AdvantageType,
+    HyperparameterConfig,
+    Hyperparameters,
+    LossType,
+    refuse_unknown,
+)
 from evogrpo.objective import Objective, Optimizer
+from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
 
 
 class Options(TypedDict, total=False):
     """Optional arguments of `GRPO` and `GRPO.population`.
 
+    Some defaults are others for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
+    of loss_type "dapo" with advantage "return_to_go_timestep" (`evogrpo.agents.networks.NETWORK_DEFAULTS`, `STEPWISE`).
+
     Attributes:
         hp_config: What evolution may change; nothing by default.
         index: Identity in the lineage; 0 by default. A population counts up from it.
-        batch_size: Completions per optimizer step; 64 by default.
+        batch_size: Completions (for small networks transitions) per optimizer step; 64 by default.
         lr: AdamW step size; 1e-4 by default.
         clip_coef: Half-width of the trust region on the probability ratio; 0.2 by default.
         max_grad_norm: Bound on the gradient's norm; 0.5 by default.
         update_epochs: Passes over each learning step's completions; 1 by default.
-        group_size: Completions per prompt; 8 by default.
-        temperature: Divides the logits while sampling and learning; 1 by default.
-        beta: Weight of the KL to the reference policy, the base model; 0 by default, which costs no reference pass.
-        calc_position_embeddings: Pass positions, counted without padding, to the model; True by default. False is
-            for models that take none.
+        group_size: Completions per prompt (episodes per reset seed); 8 by default.
+        temperature: Divides the logits while sampling and learning; 1 by default. T means probabilities p^(1/T).
+        beta: Weight of the KL to the reference policy; 0 by default, which costs no reference pass.
+        clip_low: The lower half-width of the trust region apart; `clip_coef` by default.
+        clip_high: The upper one; `clip_coef` by default.
+        entropy_coef: Weight of the entropy bonus; 0 by default.
+        advantage_clip: Bound on the size of advantages; none by default.
+        gamma: Discount per action of the rewards ahead; 1 by default.
+        loss_type: The member's own loss type; the objective's by default.
+        advantage: The member's own advantage; the objective's by default.
+        objective: The loss, advantages, KL, reference and reward switches.
+        optimizer: AdamW settings: betas, eps, weight decay, warm-up and schedule.
+        seed: Root of every random stream; 0 by default.
+        device: Where to put the model; it stays where it is by default. Small networks are on the CPU by default.
+        accelerator: Chooses the device and the precision of forward passes; one process only.
+        calc_position_embeddings: For language models, like all up to `source`: pass positions, counted without padding,
+            to the model; True by default. False is for models that take none.
         reduce_memory_peak: Compute log-probabilities over a few hundred tokens' logits at a time, with the same
             results; True by default.
         min_output_tokens: Ends of sequence are ruled out for that many first tokens; 0 by default.
         max_output_tokens: Most tokens of a completion; 128 by default.
         eos_token_ids: Tokens that end a completion; the model's generation config names them by default.
-        accelerator: Chooses the device and the precision of forward passes; one process only.
-        device: Where to put the model; it stays where it is by default.
         lora_config: What to adapt; rank 16 on all linear layers by default.
-        objective: The loss.
-        optimizer: AdamW settings: betas, eps, weight decay, warm-up and schedule.
-        seed: Root of every random stream; 0 by default.
         micro_batch_tokens: Most tokens in one forward pass with gradients, the knob between memory and speed; 1024 by
             default.
         source: What the base model was loaded from, for checkpoints; the model's own name by default.
+        network: For small networks, like all that follow. The architecture that members start with; two tanh layers
+            of 64 by default, behind convolutions for images.
+        evolve_network: Lets architectures change when members are mutated, within these limits; they stay as they are
+            by default.
+        normalise_observations: Show each member floating-point observations in deviations from their running mean;
+            False by default.
     """
 
     hp_config: HyperparameterConfig | None
@@ -56,6 +86,13 @@ class Options(TypedDict, total=False):
     group_size: int
     temperature: float
     beta: float
+    clip_low: float | None
+    clip_high: float | None
+    entropy_coef: float
+    advantage_clip: float | None
+    gamma: float
+    loss_type: LossType | None
+    advantage: AdvantageType | None
     calc_position_embeddings: bool
     reduce_memory_peak: bool
     min_output_tokens: int
@@ -69,17 +106,35 @@ class Options(TypedDict, total=False):
     seed: int
     micro_batch_tokens: int
     source: str | None
+    network: NetworkConfig
+    evolve_network: ArchitectureLimits | None
+    normalise_observations: bool
+
+
+LANGUAGE_ONLY = (
+    "calc_position_embeddings",
+    "reduce_memory_peak",
+    "min_output_tokens",
+    "max_output_tokens",
+    "eos_token_ids",
+    "lora_config",
+    "micro_batch_tokens",
+    "source",
+)
+NETWORKS_ONLY = ("network", "evolve_network", "normalise_observations")
 
 
 def open_shared(
     size: int,
     observation_space: spaces.Space[Any] | None,
     action_space: spaces.Space[Any] | None,
-    actor_network: PreTrainedModel | None,
+    actor_network: nn.Module | None,
     pad_token_id: int | None,
     options: Options,
 ) -> tuple[Shared, Hyperparameters]:
-    """Check the constructor arguments, then build the bank they describe.
+    """Check the constructor arguments, then build what they describe: the one place where kinds of members differ.
+
+    A transformers model makes language models. Without one, spaces that are not of tokens make small networks.
 
     Returns:
         What members share, and the first member's hyperparameters.
@@ -88,34 +143,106 @@ def open_shared(
         ValueError: If an argument is unknown, missing or out of range; nothing is built then.
     """
     refuse_unknown("argument", options, Options.__annotations__)
-    if not isinstance(actor_network, PreTrainedModel):
-        raise ValueError(
-            f"actor_network must be a transformers model, got {type(actor_network).__name__}: "
-            "load one with evogrpo.policies.models.load_base or AutoModelForCausalLM.from_pretrained"
-        )
+    given = observation_space, action_space
+    if isinstance(actor_network, PreTrainedModel):
+        return _open_language(size, given, actor_network, pad_token_id, options)
+    wordless = not any(space is None or isinstance(space, spaces.Sequence) for space in given)
+    if wordless and (actor_network is None or isinstance(actor_network, nn.Module)):
+        return _open_networks(size, given, actor_network, pad_token_id, options)
+    raise ValueError(
+        f"actor_network must be a transformers model, got {type(actor_network).__name__}: load one with "
+        "evogrpo.policies.models.load_base or AutoModelForCausalLM.from_pretrained; or, for small networks, give "
+        "observation_space and action_space, and no actor_network or a torch module"
+    )
+
+
+def _open_language(
+    size: int,
+    given: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
+    model: PreTrainedModel,
+    pad_token_id: int | None,
+    options: Options,
+) -> tuple[Shared, Hyperparameters]:
+    values: Mapping[str, Any] = options
+    _refuse_other_kind(NETWORKS_ONLY, values, "small networks")
     if pad_token_id is None:
         raise ValueError("pad_token_id must be given, for instance tokenizer.pad_token_id")
-    values: Mapping[str, Any] = options
-    hyperparameters = Hyperparameters(**{name: values[name] for name in HYPERPARAMETER_NAMES if name in values})
-    names = Settings.__dataclass_fields__
-    settings = Settings(
+    names = LanguageSettings.__dataclass_fields__
+    settings = LanguageSettings(
         pad_token_id=pad_token_id,
-        eos_token_ids=tuple(values.get("eos_token_ids") or _eos_of(actor_network)),
+        eos_token_ids=tuple(values.get("eos_token_ids") or _eos_of(model)),
         **{name: values[name] for name in names if name in values and name != "eos_token_ids"},
     )
-    shared = make_shared(
-        actor_network,
+    hyperparameters = _first_member(values, settings)
+    body = LanguageBody.placed(
+        model,
         size,
         settings,
-        lora_config=options.get("lora_config"),
-        hp_config=options.get("hp_config"),
-        source=options.get("source"),
-        accelerator=options.get("accelerator"),
-        device=options.get("device"),
-        observation_space=observation_space,
-        action_space=action_space,
+        lora_config=values.get("lora_config"),
+        source=values.get("source"),
+        accelerator=values.get("accelerator"),
+        device=values.get("device"),
+    )
+    shared = Shared(
+        body=body,
+        play=LanguagePlay(body, settings),
+        settings=settings,
+        hp_config=values.get("hp_config"),
+        observation_space=given[0],
+        action_space=given[1],
     )
     return shared, hyperparameters
+
+
+def _open_networks(
+    size: int,
+    given: tuple[Any, Any],
+    module: nn.Module | None,
+    pad_token_id: int | None,
+    options: Options,
+) -> tuple[Shared, Hyperparameters]:
+    chosen: Mapping[str, Any] = options
+    values = {**NETWORK_DEFAULTS, **{name: value for name, value in chosen.items() if value is not None}}
+    _refuse_other_kind(LANGUAGE_ONLY, values, "language models")
+    if pad_token_id is not None:
+        raise ValueError("pad_token_id is for language models: leave it out, or give a transformers model")
+    if module is not None and "network" in values:
+        raise ValueError("network describes evogrpo's own networks: leave it out beside an actor_network")
+    settings = NetworkSettings(
+        **{name: values[name] for name in NetworkSettings.__dataclass_fields__ if name in values}
+    )
+    hyperparameters = _first_member(values, settings)
+    space = values.get("hp_config") or HyperparameterConfig()
+    for loss_type in (hyperparameters.loss_type, *(space["loss_type"].names if "loss_type" in space else ())):
+        refuse_whole_completions(settings.objective.with_types(loss_type))
+    accelerator, device = values.get("accelerator"), values.get("device")
+    if accelerator is not None:
+        device = device_of(accelerator, device)
+    body = NetworkBody(*given, size, settings, module=module, device=device or "cpu")
+    shared = Shared(
+        body=body,
+        play=StepPlay(body),
+        settings=settings,
+        hp_config=values.get("hp_config"),
+        observation_space=given[0],
+        action_space=given[1],
+    )
+    return shared, hyperparameters
+
+
+def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: str) -> None:
+    for name in names:
+        if name in values:
+            raise ValueError(f"{name} is for {kind}: leave it out")
+
+
+def _first_member(values: Mapping[str, Any], settings: Settings) -> Hyperparameters:
+    """Return the hyperparameters of the first member, checked with the objective."""
+    space = values.get("hp_config") or HyperparameterConfig()
+    hyperparameters = Hyperparameters(**{name: values[name] for name in HYPERPARAMETER_NAMES if name in values})
+    hyperparameters = settings.objective.resolved(hyperparameters, space)
+    settings.objective.check(hyperparameters, space)
+    return hyperparameters
 
 
 def _eos_of(model: PreTrainedModel) -> tuple[int, ...]:

@@ -1,16 +1,20 @@
 """Population: agents that share one bank, learning, evaluated and selected together."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
+
+from torch import Tensor
 
 from evogrpo.agents.collecting import Collected, collect, evaluate
 from evogrpo.agents.learning import learn
 from evogrpo.agents.shared import Shared
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.lineage import Lineage
-from evogrpo.evolution.strategies import Plan
+from evogrpo.evolution.lineage import NETWORK, Lineage
+from evogrpo.evolution.strategies import Plan, Strategy
 from evogrpo.hyperparameters import HyperparameterConfig
+from evogrpo.randomness import generator
 from evogrpo.records import Batch, LearnReport
 
 if TYPE_CHECKING:
@@ -84,7 +88,7 @@ class Population(Sequence[Any]):
         return [agent for agent in self.agents if agent.failed is None]
 
     def collect(self, env: GroupEnvironment, *, step: int, samples_per_step: int, block: int) -> Collected:
-        """Let every healthy member answer its share of one learning step's questions; see `collecting.collect`."""
+        """Let every healthy member act from its share of one learning step's starts; see `collecting.collect`."""
         learners = [agent.learner(step) for agent in self.healthy]
         return collect(self.shared, learners, env, samples_per_step=samples_per_step, block=block)
 
@@ -119,8 +123,55 @@ class Population(Sequence[Any]):
             for agent, row in zip(healthy, scores, strict=True):
                 agent.fitness = Fitness.from_scores(row.tolist())
 
+    def baseline(self, env: GroupEnvironment, split: Split, *, questions: int | None = None) -> Fitness:
+        """Return the fitness of the untrained reference."""
+        scores = evaluate(self.shared, [0], env, split, questions=questions, reference=True)
+        return Fitness.from_scores(scores[0].tolist())
+
+    def compare(
+        self, state: Mapping[str, Tensor], env: GroupEnvironment, split: Split, *, questions: int | None = None
+    ) -> tuple[Fitness, Fitness]:
+        """Return the fitness of a learner state's reference, and of that state itself."""
+        alone = self.shared.alone()
+        alone.bank.load_state(0, state)
+        before, after = (
+            evaluate(alone, [0], env, split, questions=questions, reference=reference)[0].tolist()
+            for reference in (True, False)
+        )
+        return Fitness.from_scores(before), Fitness.from_scores(after)
+
+    def check(self, env: Any) -> None:
+        """Refuse an environment that the members cannot act in.
+
+        Raises:
+            ValueError: With what does not fit, and what to do.
+        """
+        self.shared.play.check(env)
+
+    def plan(self, strategy: Strategy, *, generation: int, samples_per_step: int) -> Plan:
+        """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones."""
+        seed = self.shared.settings.seed
+        plan = strategy.plan(
+            [agent.record() for agent in self.agents],
+            [agent.fitness for agent in self.agents],
+            self.space,
+            next_index=self.next_index,
+            generation=generation,
+            rng=generator(seed, "plan", generation),
+            samples_per_step=samples_per_step,
+        )
+        if not self.shared.body.evolves or not strategy.mutates:
+            return plan
+        children = []
+        for child in plan.children:
+            parent = plan.parents[child.slot]
+            rng = generator(seed, "change of network", child.index)
+            proposal = None if parent is None else self.shared.body.proposal(parent, rng)
+            children.append(child if proposal is None else replace(child, changes={**child.changes, NETWORK: proposal}))
+        return replace(plan, children=tuple(children))
+
     def apply(self, plan: Plan) -> None:
-        """Carry a plan out: copy learner states, then give every child its identity and hyperparameters.
+        """Carry a plan out: copy learner states, then give every child its identity, hyperparameters and network.
 
         Raises:
             ValueError: If the plan is for another number of members, or repeats an index.
@@ -135,6 +186,9 @@ class Population(Sequence[Any]):
             agent.index, agent.parent, agent.born = child.index, child.parent, plan.generation
             agent.hyperparameters = child.hyperparameters
             agent.fitness, agent.failed, agent.steps = None, None, 0
+            if NETWORK in child.changes:
+                rng = generator(self.shared.settings.seed, "weights of a new network", child.index)
+                self.shared.body.reshape(child.slot, str(child.changes[NETWORK][1]), rng)
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()

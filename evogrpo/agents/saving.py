@@ -1,6 +1,5 @@
 """Agents and populations as checkpoints: what is stored, and the checks before anything is loaded."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,22 +7,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
-from safetensors.torch import save as tensor_bytes
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
 
+from evogrpo.agents import language, networks
+from evogrpo.agents.language import LanguageSettings
+from evogrpo.agents.networks import NetworkSettings
 from evogrpo.agents.population import Population
-from evogrpo.agents.shared import Settings, Shared, make_shared
+from evogrpo.agents.prompting import LanguagePlay
+from evogrpo.agents.shared import Shared
+from evogrpo.agents.stepping import StepPlay
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import Lineage
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, unknown_name_error
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at
-from evogrpo.policies.adapters import AdapterBank
-from evogrpo.policies.lora import lora_from_json, lora_to_json
-from evogrpo.policies.models import fingerprint, load_base
+from evogrpo.policies.bank import PolicyBank
 
 if TYPE_CHECKING:
     from evogrpo.agents.base import EvolvableAlgorithm
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 Agent = TypeVar("Agent", bound="EvolvableAlgorithm")
 
 COUNTERS = ("slot", "index", "parent", "born", "failed", "training", "steps")
-BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
 
 
 def save_agent(
@@ -44,18 +42,8 @@ def save_agent(
 ) -> None:
     """Write one agent and, in its record, a note of plain JSON values; see `GRPO.save_checkpoint`."""
     shared = agent._shared
-    adapters, config = shared.bank.peft_files(agent.slot)
-    # Functions, so that only the file that is being written is in memory as bytes.
-    files: dict[str, bytes | Callable[[], bytes]] = {
-        "adapter_model.safetensors": lambda: _bytes(adapters),
-        "adapter_config.json": config,
-    }
-    if include_base:
-        model = shared.bank.base.model
-        # Tied weights are one parameter, so nothing is stored twice.
-        files[BASE_WEIGHTS] = lambda: _bytes({name: value.detach() for name, value in model.named_parameters()})
-        files[BASE_CONFIG] = model.config.to_json_string(use_diff=False).encode()
     record = {"shared": _shared_record(shared), "member": _member_record(agent), "note": dict(note or {})}
+    files = shared.body.files(agent.slot, include_base=include_base)
     write_checkpoint(path, shared.bank.state(agent.slot), record, files=files, kind="agent", replace=replace)
 
 
@@ -65,13 +53,13 @@ def load_agent(
     *,
     device: str | torch.device | None,
     accelerator: Accelerator | None,
-    actor_network: PreTrainedModel | None,
+    actor_network: nn.Module | None,
 ) -> Agent:
     """Bring one agent back in a bank of its own; see `GRPO.load`."""
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
-        model = actor_network or _saved_base(stored_at(Path(path))) or named_base(record["shared"])
-        shared = _open(record["shared"], model, 1, path, device=device, accelerator=accelerator)
+        folder = stored_at(Path(path))
+        shared = _open(record["shared"], 1, folder, actor_network, device=device, accelerator=accelerator)
         agent = kind._member(shared, 0, 0, Hyperparameters())
         _restore(agent, record["member"], tensors, path)
     return agent
@@ -81,13 +69,12 @@ def read_agent(agent: "EvolvableAlgorithm", path: str | Path) -> None:
     """Put a saved agent into an existing one; see `GRPO.load_checkpoint`."""
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
-        _check_base(record["shared"], agent._shared.fingerprint, path)
-        saved, own = record["shared"]["lora_config"], lora_to_json(agent._shared.bank.lora_config)
-        if saved != own:
+        if record["shared"]["kind"] != agent._shared.body.kind:
             raise CheckpointError(
-                f"{path} holds an adapter of lora_config {saved}, but this agent has {own}: make the agent with the "
-                "same lora_config, or bring the saved one back with GRPO.load"
+                f"{path} holds an agent of kind {record['shared']['kind']!r}, but this one is of kind "
+                f"{agent._shared.body.kind!r}: bring the saved one back with GRPO.load"
             )
+        agent._shared.body.check(record["shared"], path)
         _restore(agent, record["member"], tensors, path)
 
 
@@ -110,7 +97,7 @@ def restore_population(
     kind: "type[EvolvableAlgorithm]",
     tensors: Mapping[str, Tensor],
     record: Mapping[str, Any],
-    model: PreTrainedModel,
+    actor_network: nn.Module | None,
     path: str | Path,
     *,
     device: str | torch.device | None = None,
@@ -121,8 +108,8 @@ def restore_population(
         kind: The agents' class.
         tensors: As returned.
         record: As returned.
-        model: The base model.
-        path: Where the state was read, for messages.
+        actor_network: The base model, or the caller's own module; see `GRPO.load`.
+        path: Where the state was read.
         device: Where to put the model; it stays where it is by default.
 
     Raises:
@@ -130,7 +117,7 @@ def restore_population(
     """
     with _damage(path):
         members = record["members"]
-        shared = _open(record["shared"], model, len(members), path, device=device, accelerator=None)
+        shared = _open(record["shared"], len(members), Path(path), actor_network, device=device, accelerator=None)
         agents = []
         for slot, member in enumerate(members):
             agent = kind._member(shared, slot, member["index"], Hyperparameters())
@@ -144,79 +131,73 @@ def restore_population(
     return population
 
 
-def named_base(record: Mapping[str, Any]) -> PreTrainedModel:
-    """Load the base model that a record names, unless that name is a path: paths in checkpoints are never followed.
-
-    Raises:
-        ValueError: If it is a path or cannot be loaded; the message names the argument to give instead.
-    """
-    source = str(record["source"])
-    remedy = "give the base model as actor_network=, loaded with evogrpo.policies.models.load_base"
-    if source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf"):
-        raise ValueError(f"the checkpoint's base model came from the path {source!r}, which is not followed: {remedy}")
-    try:
-        return load_base(source).model
-    except ValueError as error:
-        raise ValueError(f"the checkpoint's base model {source!r} cannot be loaded: {remedy}. {error}") from error
-
-
-def _saved_base(folder: Path) -> PreTrainedModel | None:
-    """Load the base model saved inside a checked checkpoint, or return None."""
-    if not (folder / BASE_WEIGHTS).is_file():
-        return None
-    values = json.loads((folder / BASE_CONFIG).read_text())
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    weights = load_file(folder / BASE_WEIGHTS)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)
-    missing = set(dict(model.named_parameters())) ^ set(weights)
-    if missing:
-        raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {sorted(missing)[:3]} are unmatched")
-    model.load_state_dict(weights, strict=False)
-    model.tie_weights()
-    return model
-
-
 def _open(
     record: Mapping[str, Any],
-    model: PreTrainedModel,
     size: int,
-    path: str | Path,
+    folder: Path,
+    actor_network: Any,
     *,
     device: str | torch.device | None,
     accelerator: Accelerator | None,
 ) -> Shared:
-    _check_base(record, fingerprint(model), path)
+    """Build what the members of a checkpoint shared, with a fresh bank of `size` members."""
+    if record["kind"] not in _OPENERS:
+        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], _OPENERS)
     config = record["hp_config"]
-    shared = make_shared(
-        model,
-        size,
-        Settings.from_json(record["settings"]),
-        lora_config=lora_from_json(record["lora_config"]),
-        hp_config=None if config is None else HyperparameterConfig.from_json(config),
-        source=record["source"],
-        accelerator=accelerator,
-        device=device,
+    hp_config = None if config is None else HyperparameterConfig.from_json(config)
+    if accelerator is not None:
+        language.device_of(accelerator, device)
+    return _OPENERS[record["kind"]](record, size, folder, actor_network, hp_config, device, accelerator)
+
+
+def _open_language(
+    record: Mapping[str, Any],
+    size: int,
+    folder: Path,
+    model: Any,
+    hp_config: HyperparameterConfig | None,
+    device: str | torch.device | None,
+    accelerator: Accelerator | None,
+) -> Shared:
+    settings = LanguageSettings.from_json(record["settings"])
+    body = language.stored_body(
+        record, settings, size, folder, actor_network=model, device=device, accelerator=accelerator
     )
-    shared.bank.micro_batch_tokens = record["micro_batch_tokens"]
-    return shared
+    return Shared(body=body, play=LanguagePlay(body, settings), settings=settings, hp_config=hp_config)
 
 
-def _check_base(record: Mapping[str, Any], actual: str, path: str | Path) -> None:
-    if record["fingerprint"] != actual:
-        raise CheckpointError(
-            f"{path} was trained on the base model {record['source']!r} with fingerprint {record['fingerprint']}, but "
-            f"the model given has {actual}: adapters mean nothing on another base, so give the same model"
-        )
+def _open_networks(
+    record: Mapping[str, Any],
+    size: int,
+    folder: Path,
+    module: Any,
+    hp_config: HyperparameterConfig | None,
+    device: str | torch.device | None,
+    accelerator: Accelerator | None,
+) -> Shared:
+    settings = NetworkSettings.from_json(record["settings"])
+    device = device if accelerator is None else accelerator.device
+    body = networks.stored_body(record, settings, size, module=module, device=device)
+    return Shared(
+        body=body,
+        play=StepPlay(body),
+        settings=settings,
+        hp_config=hp_config,
+        observation_space=body.observation_space,
+        action_space=body.action_space,
+    )
+
+
+_OPENERS: Mapping[str, Callable[..., Shared]] = {"language": _open_language, "networks": _open_networks}
+"""What reads the record of each kind of body."""
 
 
 def _shared_record(shared: Shared) -> dict[str, Any]:
     return {
+        "kind": shared.body.kind,
         "settings": shared.settings.to_json(),
-        "lora_config": lora_to_json(shared.bank.lora_config),
         "hp_config": None if shared.hp_config is None else shared.hp_config.to_json(),
-        "source": shared.source,
-        "fingerprint": shared.fingerprint,
-        "micro_batch_tokens": shared.bank.micro_batch_tokens,
+        **shared.body.record(),
     }
 
 
@@ -244,15 +225,10 @@ def _restore(
         setattr(agent, name, value)
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> bytes:
-    plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
-    return tensor_bytes(plain, metadata={"format": "pt"})
-
-
 class _MemberTensors(Mapping[str, Tensor]):
     """The learner states of a bank's members: `{slot}.{name}` -> a copy made when it is asked for."""
 
-    def __init__(self, bank: AdapterBank) -> None:
+    def __init__(self, bank: PolicyBank) -> None:
         self._bank = bank
         parts = list(bank.state(0))
         self._places = {f"{slot}.{part}": (slot, part) for slot in range(bank.size) for part in parts}

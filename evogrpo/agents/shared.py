@@ -1,76 +1,115 @@
-"""What all members of one population share: the bank, the settings that do not evolve, and where the base came from."""
+"""What all members of one population share: what they are made of and how they act, both chosen once, and settings."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import numpy as np
 import torch
-from accelerate import Accelerator
 from gymnasium import spaces
-from peft import LoraConfig
-from transformers import PreTrainedModel
+from torch import nn
 
-from evogrpo.hyperparameters import HyperparameterConfig, refuse_unknown
-from evogrpo.objective import Objective, Optimizer
-from evogrpo.policies.adapters import AdapterBank
-from evogrpo.policies.models import fingerprint
+from evogrpo.hyperparameters import HyperparameterConfig
+from evogrpo.objective import Objective
+from evogrpo.policies.bank import PolicyBank
+
+if TYPE_CHECKING:
+    from evogrpo.agents.play import Play
+
+Files = dict[str, bytes | Callable[[], bytes]]
+"""Files of a checkpoint beside tensors and record: bytes, or a function that is called when they are written."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Settings of a language-model population that do not evolve and that a checkpoint stores.
+class Settings(Protocol):
+    """The settings that do not evolve and that a checkpoint stores, as far as everybody may read them."""
 
-    Attributes:
-        pad_token_id: Token used for padding.
-        eos_token_ids: Tokens that end a completion.
-        max_output_tokens: Most tokens of a completion.
-        min_output_tokens: Ends of sequence are ruled out for that many first tokens, while sampling and learning.
-        objective: The loss.
-        optimizer: AdamW settings.
-        seed: Root of every random stream.
-        calc_position_embeddings: Whether positions, counted without padding, are passed to the model.
-        reduce_memory_peak: Whether log-probabilities are computed over a few hundred tokens' logits at a time.
-        micro_batch_tokens: Most tokens in one forward pass with gradients.
-    """
+    @property
+    def objective(self) -> Objective:
+        """The loss."""
+        ...
 
-    pad_token_id: int
-    eos_token_ids: tuple[int, ...]
-    max_output_tokens: int = 128
-    min_output_tokens: int = 0
-    objective: Objective = field(default_factory=Objective)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    seed: int = 0
-    calc_position_embeddings: bool = True
-    reduce_memory_peak: bool = True
-    micro_batch_tokens: int = 1024
+    @property
+    def seed(self) -> int:
+        """Root of every random stream."""
+        ...
 
-    def __post_init__(self) -> None:
-        if self.max_output_tokens < 1:
-            raise ValueError(f"max_output_tokens must be at least 1, got {self.max_output_tokens}")
-        if not 0 <= self.min_output_tokens <= self.max_output_tokens:
-            raise ValueError(
-                f"min_output_tokens must lie in [0, max_output_tokens = {self.max_output_tokens}], "
-                f"got {self.min_output_tokens}"
-            )
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens must be at least 1, got {self.micro_batch_tokens}")
+    @property
+    def max_output_tokens(self) -> int:
+        """Most actions of one row that is learnt from."""
+        ...
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return asdict(self)
+        ...
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; raises ValueError for an unknown name or a refused value."""
-        refuse_unknown("setting", values, cls.__dataclass_fields__)
-        plain = dict(values)
-        plain["eos_token_ids"] = tuple(plain["eos_token_ids"])
-        plain["objective"] = Objective(**plain["objective"])
-        plain["optimizer"] = Optimizer(**plain["optimizer"])
-        return cls(**plain)
+
+class Body(Protocol):
+    """What members are made of: their bank, and what differs between banks of different kinds."""
+
+    @property
+    def kind(self) -> str:
+        """One word that says in checkpoints which kind this is."""
+        ...
+
+    @property
+    def bank(self) -> PolicyBank:
+        """The weights and optimisers of all members."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the bank computes."""
+        ...
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The parts of a learner state that make up the policy."""
+        ...
+
+    def alone(self, *, wrap: bool) -> Self:
+        """Return the same with a new bank of one member; `wrap` keeps the accelerator's precision."""
+        ...
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor arguments that are not among the settings."""
+        ...
+
+    def policy(self, slot: int) -> nn.Module:
+        """Return a member's policy as a module."""
+        ...
+
+    def recompile(self) -> None:
+        """Forget what torch.compile made of the model."""
+        ...
+
+    def unwrap(self) -> None:
+        """Stop computing under an accelerator's precision."""
+        ...
+
+    @property
+    def evolves(self) -> bool:
+        """Whether architectures change when members are mutated."""
+        ...
+
+    def proposal(self, slot: int, rng: np.random.Generator) -> tuple[str, str] | None:
+        """Draw a change of a member's architecture, in words: (old, new); None = no change."""
+        ...
+
+    def reshape(self, slot: int, words: str, rng: np.random.Generator) -> None:
+        """Give a member the architecture that `proposal` named."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint says of all this, as plain JSON values."""
+        ...
+
+    def check(self, record: Mapping[str, Any], where: object) -> None:
+        """Refuse with a CheckpointError a record of members that mean nothing here."""
+        ...
+
+    def files(self, slot: int, *, include_base: bool) -> Files:
+        """Return further files of one member's checkpoint."""
+        ...
 
 
 @dataclass(kw_only=True)
@@ -78,105 +117,31 @@ class Shared:
     """What the members of one population share.
 
     Attributes:
-        bank: Their weights and optimisers.
+        body: What they are made of.
+        play: How they act in environments.
         settings: What does not evolve.
         hp_config: What evolves and between which values; None = nothing.
-        source: Where the base model came from, as the user named it.
-        fingerprint: Recognises the base model.
         observation_space: What members read; None for language models unless given.
         action_space: What members do; None for language models unless given.
     """
 
-    bank: AdapterBank
+    body: Body
+    play: "Play"
     settings: Settings
     hp_config: HyperparameterConfig | None
-    source: str
-    fingerprint: str
     observation_space: spaces.Space[Any] | None = None
     action_space: spaces.Space[Any] | None = None
 
+    @property
+    def bank(self) -> PolicyBank:
+        """Their weights and optimisers."""
+        return self.body.bank
+
     def alone(self, *, wrap: bool = True) -> "Shared":
-        """Return the same with a new bank of one member over the same base.
+        """Return the same with a new bank of one member.
 
         Args:
             wrap: Whether the new bank runs under the same accelerator's precision.
         """
-        return Shared(
-            bank=make_bank(
-                self.bank.base.model,
-                1,
-                self.settings,
-                self.bank.lora_config,
-                self.bank.autocast if wrap else nullcontext,
-            ),
-            settings=self.settings,
-            hp_config=self.hp_config,
-            source=self.source,
-            fingerprint=self.fingerprint,
-            observation_space=self.observation_space,
-            action_space=self.action_space,
-        )
-
-
-def make_shared(
-    model: PreTrainedModel,
-    size: int,
-    settings: Settings,
-    *,
-    lora_config: LoraConfig | None = None,
-    hp_config: HyperparameterConfig | None = None,
-    source: str | None = None,
-    accelerator: Accelerator | None = None,
-    device: str | torch.device | None = None,
-    observation_space: spaces.Space[Any] | None = None,
-    action_space: spaces.Space[Any] | None = None,
-) -> Shared:
-    """Place the base model and build a bank of `size` members over it.
-
-    Raises:
-        ValueError: If both an accelerator and a device are given, or the accelerator runs several processes.
-    """
-    autocast: Callable[[], AbstractContextManager[None]] = nullcontext
-    if accelerator is not None:
-        if device is not None:
-            raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")
-        if accelerator.num_processes != 1:
-            raise ValueError(
-                f"one process trains a whole population, got an accelerator with {accelerator.num_processes}: "
-                "start the program without a multi-process launcher"
-            )
-        device, autocast = accelerator.device, accelerator.autocast
-    if device is not None:
-        model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
-    return Shared(
-        bank=make_bank(model, size, settings, lora_config, autocast),
-        settings=settings,
-        hp_config=hp_config,
-        source=source or str(getattr(model, "name_or_path", "") or type(model).__name__),
-        fingerprint=fingerprint(model),
-        observation_space=observation_space,
-        action_space=action_space,
-    )
-
-
-def make_bank(
-    model: PreTrainedModel,
-    size: int,
-    settings: Settings,
-    lora_config: LoraConfig | None,
-    autocast: Callable[[], AbstractContextManager[None]],
-) -> AdapterBank:
-    """Build the bank that the settings describe."""
-    return AdapterBank(
-        model,
-        size=size,
-        pad_token_id=settings.pad_token_id,
-        eos_token_ids=settings.eos_token_ids,
-        lora_config=lora_config,
-        optimizer=settings.optimizer,
-        seed=settings.seed,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        reduce_memory_peak=settings.reduce_memory_peak,
-        explicit_positions=settings.calc_position_embeddings,
-        autocast=autocast,
-    )
+        body = self.body.alone(wrap=wrap)
+        return replace(self, body=body, play=self.play.over(body))

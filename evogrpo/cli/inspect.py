@@ -60,6 +60,8 @@ def export(chosen: argparse.Namespace) -> int:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
     _, record = read_checkpoint(chosen.run_dir / "best", kind="agent")
+    if not (best / PEFT_FILES[0]).is_file():
+        raise ValueError(f"{best} holds a small network, not an adapter: load it with GRPO.load({str(best)!r})")
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())

@@ -7,13 +7,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.hyperparameters import RLParameter
+from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
+from evogrpo.objective import Objective
 from evogrpo.report.text import count_text, duration_text, number_text, printable
 from evogrpo.training.config import Config
 from evogrpo.training.launch import Prepared
 from evogrpo.training.planning import Arithmetic
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.tasks import DatasetTask
+from evogrpo.training.tasks import DatasetTask, Task
 
 
 def show_plan(console: Console, prepared: Prepared, run_dir: Path) -> None:
@@ -28,12 +29,14 @@ def show_plan(console: Console, prepared: Prepared, run_dir: Path) -> None:
         "population": f"{_count(size, 'member')}, each a LoRA adapter of rank {config.agent.lora.r}",
         "start": f"{start}{'' if _all_alike(config) else '; the other members spread over what evolves'}",
         "evolving": _evolving(config),
+        "objective": _objective(config.agent.objective),
         "schedule": _schedule(config.schedule),
         "run directory": str(run_dir),
     }
     if isinstance(config.task, DatasetTask):
         functions = config.task.reward if isinstance(config.task.reward, tuple) else (config.task.reward,)
         rows = {**rows, "your code": ", ".join(functions)}
+    rows |= _rewards(config.task)
     _show(console, rows)
 
 
@@ -53,7 +56,7 @@ def show_arithmetic(console: Console, prepared: Prepared, arithmetic: Arithmetic
         )
         tokens += f", {count_text(arithmetic.tokens)} in all"
     rows = {
-        "samples": f"{samples} completions per member and learning step, {size * samples} in all",
+        "samples": f"{samples} completions per member and learning step, {size * samples} in all{_refills(config)}",
         "groups": f"{groups} per member and learning step",
         "optimizer": f"{fewest if fewest == most else f'{fewest} to {most}'} steps per member and learning step",
         "steps": steps,
@@ -62,6 +65,7 @@ def show_arithmetic(console: Console, prepared: Prepared, arithmetic: Arithmetic
         "parameters": f"{_millions(arithmetic.parameters)} in the base, "
         f"{_millions(arithmetic.adapter_parameters)} in each member's adapter",
         "memory": _memory(arithmetic, size),
+        "completions": _completions(config),
     }
     console.print(Text("Arithmetic", "bold"))
     _show(console, rows)
@@ -78,9 +82,36 @@ def _show(console: Console, rows: Mapping[str, str]) -> None:
     console.print()
 
 
-def _start(config: Config) -> dict[str, float]:
+def _start(config: Config) -> dict[str, Value]:
+    """Return what evolves, or the first three; and whatever else is set to something of its own."""
     names = list(config.evolve) or ["lr", "clip_coef", "group_size"]
-    return {name: getattr(config.hyperparameters, name) for name in names}
+    given, defaults = config.hyperparameters.to_json(), Hyperparameters().to_json()
+    # A loss type or an advantage that starts as the objective's is written out: None would say nothing.
+    start = config.agent.objective.resolved(config.hyperparameters, config.evolve).to_json()
+    return {name: start[name] for name in given if name in names or given[name] != defaults[name]}
+
+
+def _objective(objective: Objective) -> str:
+    """Write the loss type, the advantage and every switch that is not at its default."""
+    defaults, given = vars(Objective()), vars(objective)
+    switches = [
+        f"{name} {str(value).lower() if isinstance(value, bool) else number_text(value)}"
+        for name, value in given.items()
+        if name not in ("loss_type", "advantage") and value != defaults[name]
+    ]
+    return ", ".join([f"loss {objective.loss_type}", f"{objective.advantage} advantages", *switches])
+
+
+def _rewards(task: Task) -> dict[str, str]:
+    """Write where rewards are computed and what stops them, where that has been set."""
+    parts = []
+    if task.reward_workers is not None:
+        parts.append(_count(task.reward_workers, "worker process", "es"))
+    if task.reward_timeout is not None:
+        parts.append(f"at most {number_text(task.reward_timeout)} s a call")
+    if task.on_reward_error == "exclude":
+        parts.append("completions whose reward fails are left out")
+    return {"rewards": ", ".join(parts)} if parts else {}
 
 
 def _all_alike(config: Config) -> bool:
@@ -116,8 +147,8 @@ def _schedule(schedule: Schedule) -> str:
     return f"until {' or '.join(ends)}, {_count(schedule.steps_per_generation, 'learning step')} a generation"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{count_text(number)} {what}{'' if number == 1 else 's'}"
+def _count(number: int, what: str, plural: str = "s") -> str:
+    return f"{count_text(number)} {what}{'' if number == 1 else plural}"
 
 
 def _memory(arithmetic: Arithmetic, size: int) -> str:
@@ -128,6 +159,17 @@ def _memory(arithmetic: Arithmetic, size: int) -> str:
         f"{_gigabytes(memory.learning)} (activations and logits of a micro-batch) and sampling "
         f"{_gigabytes(memory.sampling)} (keys and values); Python and its libraries come on top"
     )
+
+
+def _refills(config: Config) -> str:
+    most = config.agent.objective.dynamic_sampling
+    times = "once" if most == 1 else f"up to {most} times"
+    return f"; groups whose rewards are all equal are sampled anew {times}" if most else ""
+
+
+def _completions(config: Config) -> str:
+    most, form = config.logging.completions, config.logging.completions_format
+    return f"{most} of each learning step are written as {form}" if most else "none are written"
 
 
 def _gigabytes(size: int) -> str:

@@ -11,7 +11,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.cli.tables import example_lines, generation_table, plan_lines, rewards_text, step_text
+from evogrpo.cli.completions import completions_table
+from evogrpo.cli.tables import generation_table, plan_lines, rewards_text, step_text
 from evogrpo.report.text import count_text, duration_text, score_text
 from evogrpo.training.evolve import Evolution, Report
 from evogrpo.training.reports import GenerationReport, StepReport
@@ -150,8 +151,12 @@ class RunDisplay:
         console.print(Text.assemble((head, "bold"), (facts, "dim")))
         evolving = list(self._evolution.population.space) or SHOWN_IF_NOTHING_EVOLVES
         console.print(generation_table(report, evolving, width))
-        for line in (*plan_lines(report), *example_lines(report.examples, report.best.index, width)):
+        for line in plan_lines(report):
             console.print(line)
+        table = completions_table(report.examples, report.best.index, width)
+        if table is not None:
+            console.print()
+            console.print(table)
         console.print()
 
     def _questions(self, split: str) -> int:

@@ -1,4 +1,4 @@
-"""What a run shows after each step and each generation, as rich renderables; completions only ever as plain text."""
+"""What a run shows after each step and each generation, as rich renderables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,8 +6,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from evogrpo.hyperparameters import Value
 from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text
-from evogrpo.training.reports import Example, GenerationReport, MemberReport, StepReport
+from evogrpo.training.reports import GenerationReport, MemberReport, StepReport
 
 NARROW = 100  # columns below which a table leaves out what the report page shows as well
 _ARROWS = {True: "↑", False: "↓"}
@@ -80,9 +81,16 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool) 
         return Text(printable(member.failed), "red")
     notes = ["★" if short else "★ best"] if member.index == report.best.index else []
     if member.parent is not None and member.born == report.generation - 1:
-        moves = ", ".join(f"{name} {_ARROWS[new > old]}" for name, (old, new) in member.changes.items())
+        moves = ", ".join(f"{name} {_move(old, new)}" for name, (old, new) in member.changes.items())
         notes.append(f"{'new' if short else f'clone of #{member.parent}'}{f': {moves}' if moves else ''}")
     return Text((" " if short else " · ").join(notes))
+
+
+def _move(old: Value, new: Value) -> str:
+    """Write a change in a character or a name: numbers as an arrow, names and what was None as the new value."""
+    if isinstance(old, str) or isinstance(new, str) or old is None or new is None:
+        return f"→ {number_text(new)}"
+    return _ARROWS[new > old]
 
 
 def plan_lines(report: GenerationReport) -> list[Text]:
@@ -106,35 +114,6 @@ def plan_lines(report: GenerationReport) -> list[Text]:
 def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Write hyperparameter changes such as `lr 0.0001 → 0.0002, group_size 8 → 4`."""
     return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
-
-
-def example_lines(examples: Sequence[Example], best: int, width: int) -> list[Text]:
-    """Show two completions on a line each: the best member's, and another's with another reward if there is one."""
-    first = [example for example in examples if example.index == best] or list(examples[:1])
-    others = [example for example in examples if example not in first]
-    others.sort(key=lambda example: example.reward == (first[0].reward if first else None))
-    return [_example_line(example, width) for example in (*first, *others[:1])]
-
-
-def _example_line(example: Example, width: int) -> Text:
-    reward = number_text(example.reward)
-    head = f"#{example.index} reward {reward}"
-    room = max(width - len(head) - 8, 20)
-    prompt, completion = _lines(example.prompt), " ⏎ ".join(_lines(example.completion))
-    if len(prompt) > 1 and prompt[-1].rstrip(":").isalpha():
-        prompt.pop()  # the role that a chat template ends with says nothing
-    question = " ⏎ ".join(prompt)
-    # The end of a prompt says more than its beginning, where system messages stand; of an answer both ends count.
-    most = max(room - 36, 24)
-    shown = completion if len(completion) <= most else f"{completion[: most - 13]}…{completion[-12:]}"
-    left = room - len(shown)
-    asked = question if len(question) <= left else f"…{question[-left + 1 :]}"
-    return Text.assemble((head, "dim"), ("  ", ""), (asked, "dim"), " → ", (shown or "(nothing)", "italic"))
-
-
-def _lines(text: str) -> list[str]:
-    """Return the lines of an untrusted text that hold something, made safe to print."""
-    return [line for line in (piece.strip() for piece in printable(text.expandtabs(1)).split("\n")) if line]
 
 
 def _short_count(count: int) -> str:

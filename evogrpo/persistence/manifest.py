@@ -13,7 +13,7 @@ from evogrpo.persistence.durable import write_synced
 from evogrpo.persistence.strict_json import dump_json, load_json
 
 FORMAT = "evogrpo-checkpoint"
-VERSION = 1
+VERSION = 2
 MANIFEST_NAME = "manifest.json"
 
 _KIND = re.compile(r"[a-z][a-z0-9_]{0,49}")
@@ -27,8 +27,8 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message names the file, the rule it breaks and the remedy."""
 
 
-class NewerCheckpointError(CheckpointError):
-    """A checkpoint in a format that a later version of evogrpo wrote."""
+class OtherVersionError(CheckpointError):
+    """A checkpoint in a format that another version of evogrpo wrote and reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +181,13 @@ def _check_version(path: Path, version: Any) -> None:
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise damaged(path, f"must have a whole-number version of at least 1, not {version!r:.80}")
     if version > VERSION:
-        raise NewerCheckpointError(
+        raise OtherVersionError(
             f"{path} has format version {version}, but this evogrpo reads up to version {VERSION}: upgrade evogrpo"
+        )
+    if version < VERSION:
+        raise OtherVersionError(
+            f"{path} has format version {version}, which this evogrpo no longer reads: members have carried running "
+            f"statistics since version {VERSION}, so load it with the evogrpo that wrote it, or train anew"
         )
 
 

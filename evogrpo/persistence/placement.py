@@ -10,7 +10,7 @@ from evogrpo.persistence.durable import sync_folder
 from evogrpo.persistence.manifest import (
     MANIFEST_NAME,
     CheckpointError,
-    NewerCheckpointError,
+    OtherVersionError,
     check_files,
     read_manifest,
     record_name,
@@ -89,7 +89,7 @@ def refuse_overwriting(folder: Path, *, kind: str, replace: bool, written: Set[s
         own |= manifest.files.keys()
         check_files(folder, manifest)
         complete = True
-    except NewerCheckpointError as error:
+    except OtherVersionError as error:
         if not replace:
             raise CheckpointError(f"{error}, or pass replace=True to lose it") from error
     except CheckpointError:

@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import yaml
 
 import evogrpo
-from evogrpo.agents.shared import Settings
+from evogrpo.agents.language import LanguageSettings
 from evogrpo.evolution.strategies import Strategy, Tournament, strategy_from_json
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.persistence.durable import replace_file
+from evogrpo.training.completions import CompletionsFormat, check_completions
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.strict_yaml import parse_override, read_yaml_file, with_value
 from evogrpo.training.tasks import Task, parse_task
@@ -75,7 +76,7 @@ class AgentConfig:
     lora: LoraSettings = field(default_factory=LoraSettings)
 
     def __post_init__(self) -> None:
-        Settings(pad_token_id=0, eos_token_ids=self.eos_token_ids or (0,), **self.settings())
+        LanguageSettings(pad_token_id=0, eos_token_ids=self.eos_token_ids or (0,), **self.settings())
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `GRPO.population` among the fields, apart from lora and eos_token_ids."""
@@ -92,14 +93,20 @@ class LoggingConfig:
     Attributes:
         tensorboard: Whether scalars are logged for TensorBoard.
         keep_checkpoints: How many of the newest generations stay on disk.
+        completions: How many completions of each learning step are written to the run directory, with their rewards
+            and advantages; 0 = none.
+        completions_format: As "jsonl" or "parquet" (which needs the extra `datasets`).
     """
 
     tensorboard: bool = True
     keep_checkpoints: int = 2
+    completions: int = 16
+    completions_format: CompletionsFormat = "jsonl"
 
     def __post_init__(self) -> None:
         if self.keep_checkpoints < 1:
             raise ValueError(f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}")
+        check_completions(self.completions, self.completions_format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +150,10 @@ class Config:
             raise ValueError(
                 f"hyperparameters.group_size must divide schedule.samples_per_step = {samples}, got {size}"
             )
+        try:
+            self.agent.objective.check(self.hyperparameters, self.evolve)
+        except ValueError as error:
+            raise ValueError(f"agent.objective: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Return every field as plain values; `parse_config` reads them back."""

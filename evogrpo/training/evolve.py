@@ -6,16 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
-from evogrpo.agents.collecting import evaluate
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
-from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Plan, Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.randomness import generator
-from evogrpo.training.observing import examples_of, member_reports, metrics, score
+from evogrpo.training.completions import CompletionsFormat, examples_of, first_of_each
+from evogrpo.training.observing import costs, member_reports, metrics, score
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.reports import GenerationReport, StepReport, TestReport
 from evogrpo.training.rundir import RunDir, open_run
@@ -36,6 +34,8 @@ def evolve(
     strategy: Strategy | None = None,
     run_dir: str | Path | None = None,
     keep_checkpoints: int = 2,
+    completions: int = 16,
+    completions_format: CompletionsFormat = "jsonl",
     **schedule: Any,
 ) -> Iterator[GenerationReport]:
     """Train a population generation by generation; whatever the caller wants to do in between goes in the loop body.
@@ -50,6 +50,8 @@ def evolve(
         strategy: The rule of selection and mutation; `Tournament()` by default.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         keep_checkpoints: How many of the newest generations stay on disk, besides the best member.
+        completions: How many completions of each learning step are written to the run directory, to look at.
+        completions_format: As "jsonl" or "parquet".
         schedule: The fields of `Schedule`: generations, steps_per_generation, samples_per_step, ...
 
     Yields:
@@ -64,12 +66,16 @@ def evolve(
         env,
         schedule=Schedule(**schedule),
         strategy=strategy or Tournament(),
-        run_dir=None if run_dir is None else RunDir(run_dir, keep=keep_checkpoints),
+        run_dir=None
+        if run_dir is None
+        else RunDir(run_dir, keep=keep_checkpoints, completions=completions, completions_format=completions_format),
     )
     return run.generations()
 
 
-def resume(run_dir: str | Path, env: GroupEnvironment, *, actor_network: PreTrainedModel, **limits: Any) -> "Evolution":
+def resume(
+    run_dir: str | Path, env: GroupEnvironment, *, actor_network: nn.Module | None = None, **limits: Any
+) -> "Evolution":
     """Open a run that `evolve` began, where its newest complete checkpoint left it.
 
     `for generation in resume(...).generations()` then goes on as if the run had never stopped; the members are its
@@ -78,7 +84,7 @@ def resume(run_dir: str | Path, env: GroupEnvironment, *, actor_network: PreTrai
     Args:
         run_dir: The run's folder.
         env: Where members act; it must be built as it was for the run.
-        actor_network: The base model the run was trained on.
+        actor_network: The base model the run was trained on; for small networks only a module of your own.
         limits: Fields of `Schedule` to change: generations, max_tokens, max_seconds, target_fitness, test_questions.
 
     Raises:
@@ -118,6 +124,7 @@ class Evolution:
         progress: Progress | None = None,
         description: dict[str, Any] | None = None,
     ) -> None:
+        population.check(env)
         self.population, self.env = population, env
         self.schedule, self.strategy = schedule, strategy
         self.run_dir = run_dir
@@ -189,10 +196,10 @@ class Evolution:
             ],
         )
         questions = self.schedule.validation_questions
-        scores = evaluate(self.population.shared, [0], self.env, "validation", questions=questions, reference=True)
-        progress.baseline = Fitness.from_scores(scores[0].tolist())
+        progress.baseline = self.population.baseline(self.env, "validation", questions=questions)
         progress.seconds += time.monotonic() - began
-        self._record("baseline", split="validation", questions=scores.shape[1], **score(progress.baseline))
+        count = len(progress.baseline.scores)
+        self._record("baseline", split="validation", questions=count, **score(progress.baseline))
         self._save()
 
     def finished(self) -> bool:
@@ -237,7 +244,9 @@ class Evolution:
         seconds = time.monotonic() - began
         tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
         indices = {slot: self.population.agents[slot].index for slot in learned}
-        progress.examples = examples_of(self.env, collected, indices)
+        most = 0 if self.run_dir is None else self.run_dir.completions.most
+        table = examples_of(collected, indices, learned, step=progress.step, most=most)
+        progress.examples = first_of_each(table)
         report = StepReport(
             step=progress.step,
             generation=progress.generation + 1,
@@ -247,16 +256,19 @@ class Evolution:
             tokens=sum(tokens.values()),
             examples=progress.examples,
         )
-        progress.add_step(seconds, tokens, {slot: metrics(each) for slot, each in learned.items()})
+        measured = {slot: metrics(each) for slot, each in learned.items()}
+        progress.add_step(seconds, tokens, measured)
+        spent = costs(progress, seconds, tokens)
         self._record(
             "step",
             step=report.step,
             generation=report.generation,
             seconds=seconds,
-            members=[{"slot": s, "index": indices[s], **metrics(each)} for s, each in learned.items()],
+            members=[{"slot": s, "index": indices[s], **each, **spent[s]} for s, each in measured.items()],
         )
         if self.run_dir is not None:
-            self.run_dir.log_scalars(report.step, {slot: metrics(each) for slot, each in learned.items()})
+            self.run_dir.completions.write(report.step, table)
+            self.run_dir.log_scalars(report.step, {slot: {**each, **spent[slot]} for slot, each in measured.items()})
         return report
 
     def _close_generation(self) -> GenerationReport:
@@ -318,16 +330,8 @@ class Evolution:
             )
 
     def _plan(self, generation: int) -> Plan:
-        population = self.population
-        return self.strategy.plan(
-            [agent.record() for agent in population.agents],
-            [agent.fitness for agent in population.agents],
-            population.space,
-            next_index=population.next_index,
-            generation=generation,
-            rng=generator(population.shared.settings.seed, "plan", generation),
-            samples_per_step=self.schedule.samples_per_step,
-        )
+        samples = self.schedule.samples_per_step
+        return self.population.plan(self.strategy, generation=generation, samples_per_step=samples)
 
     def _keep_best(self) -> None:
         """Remember the best member ever, as it was when it earned its fitness."""
@@ -345,16 +349,9 @@ class Evolution:
         """Let the best member ever and the base answer the test split."""
         best = self.progress.best
         assert best is not None  # reports() asks for it
-        alone = self.population.shared.alone()
-        alone.bank.load_state(0, best.state)
-        questions = self.schedule.test_questions
-        scores = [
-            evaluate(alone, [0], self.env, "test", questions=questions, reference=reference)[0].tolist()
-            for reference in (True, False)
-        ]
-        before, after = map(Fitness.from_scores, scores)
+        before, after = self.population.compare(best.state, self.env, "test", questions=self.schedule.test_questions)
         report = TestReport(
-            questions=len(scores[0]),
+            questions=len(after.scores),
             index=best.index,
             generation=best.generation,
             before=(before.mean, before.standard_error),

@@ -220,7 +220,14 @@ def resume(prepared: Prepared, resumable: Resumable, run_dir: Path) -> Evolution
 
 
 def _run_dir(config: Config, run_dir: Path) -> RunDir:
-    return RunDir(run_dir, keep=config.logging.keep_checkpoints, tensorboard=config.logging.tensorboard)
+    logging = config.logging
+    return RunDir(
+        run_dir,
+        keep=logging.keep_checkpoints,
+        tensorboard=logging.tensorboard,
+        completions=logging.completions,
+        completions_format=logging.completions_format,
+    )
 
 
 def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

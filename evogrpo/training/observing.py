@@ -1,15 +1,13 @@
-"""From a population's state to plain numbers: member reports, metrics and example completions."""
+"""From a population's state to plain numbers: member reports and metrics."""
 
 import math
 from collections.abc import Mapping
 
-from evogrpo.agents.collecting import Collected
 from evogrpo.agents.population import Population
-from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.records import LearnReport
 from evogrpo.training.progress import Progress
-from evogrpo.training.reports import Example, MemberReport
+from evogrpo.training.reports import MemberReport
 
 
 def member_reports(population: Population, progress: Progress) -> tuple[MemberReport, ...]:
@@ -41,32 +39,15 @@ def score(fitness: Fitness) -> dict[str, float]:
 
 
 def metrics(report: LearnReport) -> dict[str, float | None]:
-    """Return a learning report's numbers; what was not measured is None, as JSON has no NaN."""
-    values = {name: getattr(report, name) for name in report.__dataclass_fields__ if name != "failed"}
+    """Return a learning report's numbers; those that are infinite are None, as JSON has neither infinity nor NaN."""
+    values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def examples_of(env: GroupEnvironment, collected: Collected, indices: Mapping[int, int]) -> tuple[Example, ...]:
-    """Pick each member's first completion of a step, in words.
-
-    Args:
-        env: Where it was collected; one with a tokenizer shows the prompt as well.
-        collected: The step's experience.
-        indices: Who lives in each slot.
-    """
-    decode = getattr(getattr(env, "tokenizer", None), "decode", None)
-    slots = collected.batch.member_ids.tolist()
-    examples = []
-    for slot, index in indices.items():
-        row = slots.index(slot)
-        prompt = collected.batch.inputs.prompts[int(collected.batch.inputs.prompt_ids[row])]
-        reward = float(collected.scores.rewards[row])
-        examples.append(
-            Example(
-                prompt=decode(list(prompt), skip_special_tokens=True) if decode else "",
-                completion=collected.scores.completions[row],
-                reward=reward if math.isfinite(reward) else None,
-                index=index,
-            )
-        )
-    return tuple(examples)
+def costs(progress: Progress, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
+    """Return what a learning step that has been counted cost each member, by slot: see `agents.metrics.NAMES`."""
+    total = max(1, sum(tokens.values()))
+    return {
+        slot: {"num_tokens": progress.slot_tokens[slot], "step_time": seconds * amount / total}
+        for slot, amount in tokens.items()
+    }

@@ -102,7 +102,7 @@ def _possible(prepared: Prepared, name: str) -> list[int]:
     space = config.evolve.for_samples_per_step(config.schedule.samples_per_step)
     values = {int(getattr(config.hyperparameters, name))}
     if name in space:
-        values.update(int(value) for value in space[name].choices or space[name].bounds)
+        values.update(int(value) for value in space[name].ladder or space[name].bounds)
     return sorted(values)
 
 
@@ -112,10 +112,11 @@ def _member_tokens(prepared: Prepared, groups: int, longest: int) -> int:
     completions = config.schedule.samples_per_step * config.agent.max_output_tokens
     epochs = max(_possible(prepared, "update_epochs"))
     splits = math.ceil(config.schedule.samples_per_step / min(_possible(prepared, "batch_size"))) - 1
-    sampling = groups * longest + completions
+    # Groups that teach nothing may be sampled anew, all of them at worst.
+    sampling = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
     # A group cut in two by the end of an optimizer step runs its prompt twice.
     updates = epochs * ((groups + splits) * longest + completions)
-    reference = sampling if config.hyperparameters.beta > 0 or "beta" in config.evolve else 0
+    reference = groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.evolve else 0
     return sampling + updates + reference
 
 

@@ -40,6 +40,7 @@ class Progress:
         unplanned: Whether the last generation has been evaluated but its plan has not been carried out.
         seconds: Wall-clock time spent, over all parts of the run.
         tokens: Tokens processed by all members.
+        slot_tokens: Tokens of each slot since the run began, whoever lived there.
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
@@ -56,6 +57,7 @@ class Progress:
     unplanned: bool = False
     seconds: float = 0.0
     tokens: int = 0
+    slot_tokens: list[int] = field(default_factory=list)
     member_tokens: list[int] = field(default_factory=list)
     member_seconds: list[float] = field(default_factory=list)
     metrics: list[dict[str, tuple[float, int]]] = field(default_factory=list)
@@ -65,6 +67,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         if not self.member_tokens:
+            self.slot_tokens = [0] * self.members
             self.start_generation()
 
     def start_generation(self) -> None:
@@ -84,6 +87,7 @@ class Progress:
         self.seconds += seconds
         self.tokens += sum(tokens.values())
         for slot, amount in tokens.items():
+            self.slot_tokens[slot] += amount
             self.member_tokens[slot] += amount
             self.member_seconds[slot] += seconds * amount / total
         for slot, values in metrics.items():

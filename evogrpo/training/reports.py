@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evogrpo.evolution.strategies import Plan
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.records import LearnReport
 
 
@@ -14,16 +14,24 @@ class Example:
     """One completion, to look at; untrusted text.
 
     Attributes:
-        prompt: What the model read.
+        prompt: The question, without what surrounds it in what the model read.
         completion: What it wrote.
-        reward: What that earned; None where no reward applies.
+        reward: What that earned in all; None where no reward applies.
         index: Who wrote it.
+        step: In which learning step.
+        rewards: What it earned from each reward function, before its weight; None where that does not apply.
+        advantage: What was made of it: the mean over its actions; None where that is unknown.
+        truncated: Whether it ran out of length.
     """
 
     prompt: str
     completion: str
     reward: float | None
     index: int
+    step: int = 0
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    advantage: float | None = None
+    truncated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +87,7 @@ class MemberReport:
     failed: str | None
     tokens: int
     seconds: float
-    changes: Mapping[str, tuple[float, float]]
+    changes: Mapping[str, tuple[Value, Value]]
     reason: str
     metrics: Mapping[str, float | None] = field(default_factory=dict)
 

@@ -1,12 +1,11 @@
-"""A run's folder: journal, generation checkpoints, the best member, TensorBoard logs; and opening it again."""
+"""A run's folder: journal, checkpoints, the best member, TensorBoard logs, completions; and opening it again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 import evogrpo
 from evogrpo.agents.grpo import GRPO
@@ -19,6 +18,7 @@ from evogrpo.persistence.generations import generation_folder, latest_complete, 
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at
+from evogrpo.training.completions import COMPLETIONS, CompletionsFormat, CompletionsLog
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.schedule import Schedule
 
@@ -32,15 +32,30 @@ class RunDir:
         path: The folder.
         keep: How many of the newest generation checkpoints stay, at least 1.
         tensorboard: Whether scalars are logged for TensorBoard.
+        completions: How many completions of each learning step are written; 0 = none.
+        completions_format: As "jsonl" or "parquet".
+
+    Attributes:
+        path: The folder.
+        completions: Writes them.
 
     Raises:
-        ValueError: If `keep` is below 1.
+        ValueError: If `keep` is below 1, or completions cannot be written like that.
     """
 
-    def __init__(self, path: str | Path, *, keep: int = 2, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        keep: int = 2,
+        tensorboard: bool = True,
+        completions: int = 16,
+        completions_format: CompletionsFormat = "jsonl",
+    ) -> None:
         if keep < 1:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}: otherwise nothing could be resumed")
         self.path = Path(path)
+        self.completions = CompletionsLog(self.path / COMPLETIONS, most=completions, form=completions_format)
         self._keep = keep
         self._tensorboard = tensorboard
         self._journal: Journal | None = None
@@ -92,8 +107,8 @@ class RunDir:
         note = {"generation": generation}
         save_agent(agent, self.path / "best", include_base=False, replace=True, note=note)
 
-    def log_scalars(self, step: int, values: Mapping[int, Mapping[str, float | None]]) -> None:
-        """Log members' numbers for TensorBoard, by slot and name."""
+    def log_scalars(self, step: int, values: Mapping[int, Mapping[str, float | str | None]]) -> None:
+        """Log members' numbers for TensorBoard, by slot and name; what is no number is left out."""
         if not self._tensorboard:
             return
         if self._writer is None:
@@ -102,7 +117,7 @@ class RunDir:
             self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
         for slot, scalars in values.items():
             for name, value in scalars.items():
-                if value is not None:
+                if value is not None and not isinstance(value, str):
                     self._writer.add_scalar(f"{name}/slot_{slot}", value, step)
         self._writer.flush()
 
@@ -141,8 +156,8 @@ class Saved:
         """The strategy the run had."""
         return strategy_from_json(self.record["strategy"])
 
-    def restore(self, model: PreTrainedModel, device: str | None = None) -> tuple[Population, Progress]:
-        """Build the population and the progress over the base model.
+    def restore(self, model: nn.Module | None = None, device: str | None = None) -> tuple[Population, Progress]:
+        """Build the population and the progress over the base model; small networks need none.
 
         Raises:
             CheckpointError: If it is another base model, or the record does not fit together.

@@ -6,6 +6,7 @@ from typing import Any
 
 from evogrpo.agents.population import Population
 from evogrpo.hyperparameters import feasible_group_sizes
+from evogrpo.objective.neutral import neutral
 
 LIMITS = ("generations", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
@@ -79,18 +80,12 @@ class Schedule:
         return samples // min(sizes)
 
     def warn_neutral(self, population: Population) -> None:
-        """Warn about evolving a hyperparameter that cannot matter under this schedule."""
-        space = population.space
-        several = "update_epochs" in space or any(
-            agent.hyperparameters.update_epochs > 1 or agent.hyperparameters.batch_size < self.samples_per_step
-            for agent in population.agents
-        )
-        if "batch_size" in space and space["batch_size"].bounds[0] < self.samples_per_step:
-            several = True
-        if "clip_coef" in space and not several:
-            warnings.warn(
-                "clip_coef evolves, but every member takes one optimizer step per rollout, where the ratio is exactly "
-                "1 and nothing is ever clipped: raise update_epochs or lower batch_size below samples_per_step "
-                f"({self.samples_per_step}), or leave clip_coef out",
-                stacklevel=3,
-            )
+        """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective."""
+        for reason in neutral(
+            population.shared.settings.objective,
+            [agent.hyperparameters for agent in population.agents],
+            population.space,
+            samples_per_step=self.samples_per_step,
+            rows_are_samples=not population.shared.bank.rows_are_transitions,
+        ):
+            warnings.warn(reason, stacklevel=3)

@@ -1,6 +1,7 @@
 """What a configuration names outside itself: prompt datasets in files, and the user's own reward functions."""
 
 import csv
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -86,14 +87,23 @@ def load_function(reference: str) -> Callable[..., Any]:
 def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"no file {path} to take a reward function from")
-    name = f"evogrpo_user_{path.stem}"
+    # One name for one state of one file: two functions of it live in the same module, where worker processes that are
+    # sent them look them up, and files of the same name do not replace each other.
+    state = f"{path.resolve()} {path.stat().st_mtime_ns}"
+    name = f"evogrpo_user_{path.stem}_{hashlib.sha256(state.encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the file ends in .py
     module = importlib.util.module_from_spec(spec)
     # As for a script: what lies beside the file can be imported, and the module can be looked up by its name.
     _search(path.parent)
     sys.modules[name] = module
-    _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]  # see the assertion
+    try:
+        _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]  # see the assertion
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from evogrpo.envs.groups import SPLITS, Split
 from evogrpo.envs.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts import Tokenizer
-from evogrpo.envs.rewards import OnRewardError
+from evogrpo.envs.rewards import OnRewardError, check_limits
 from evogrpo.envs.tasks import TASKS
 from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
 from evogrpo.training.sources import load_function, read_rows
@@ -25,11 +25,28 @@ class _Common:
         seed: Of the splits and the order of questions; null = the run's seed.
         max_prompt_length: Longest prompt used, in tokens; null = what the model's context leaves beside a completion.
         on_reward_error: "raise" stops the run; "exclude" leaves the completion out and warns.
+        reward_timeout: Seconds that one call of a reward function may take; null = no limit.
+        reward_workers: Processes in which rewards are computed; 0 = in the run's own; null = that, or, where a timeout
+            is given for functions that are not async, one per core up to 8.
     """
 
     seed: int | None = None
     max_prompt_length: int | None = None
     on_reward_error: OnRewardError = "raise"
+    reward_timeout: float | None = None
+    reward_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        check_limits(self.reward_timeout, self.reward_workers)
+
+    def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
+        """Return what every kind of task passes on to HuggingFaceGym."""
+        return {
+            "max_prompt_length": max_prompt_length,
+            "on_reward_error": self.on_reward_error,
+            "reward_timeout": self.reward_timeout,
+            "reward_workers": self.reward_workers,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +66,7 @@ class BuiltinTask(_Common):
     system_prompt: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         refuse_unknown("task", [self.name], TASKS)
 
     @property
@@ -64,8 +82,7 @@ class BuiltinTask(_Common):
             validation_size=self.validation_size,
             test_size=self.test_size,
             conversation_template=_asked(self.system_prompt, None),
-            max_prompt_length=max_prompt_length,
-            on_reward_error=self.on_reward_error,
+            **self.gym_options(max_prompt_length),
         )
 
 
@@ -88,6 +105,7 @@ class ReasoningTask(_Common):
     options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         refuse_unknown("split in sizes", self.sizes or (), SPLITS)
 
     @property
@@ -106,7 +124,7 @@ class ReasoningTask(_Common):
                 seed=seed,
                 system_prompt=self.system_prompt,
                 answer_tag=self.answer_tag,
-                gym_options={"max_prompt_length": max_prompt_length, "on_reward_error": self.on_reward_error},
+                gym_options=self.gym_options(max_prompt_length),
                 **(self.options or {}),
             )
         except ImportError as error:
@@ -148,6 +166,7 @@ class DatasetTask(_Common):
     test_size: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         asked = self.system_prompt is not None or self.conversation_template is not None
         if self.form == "trl" and asked:
             raise ValueError("system_prompt and conversation_template go with form: agilerl; put messages into prompt")
@@ -179,9 +198,8 @@ class DatasetTask(_Common):
             conversation_template=_asked(self.system_prompt, self.conversation_template),
             validation_size=self.validation_size,
             test_size=self.test_size,
-            max_prompt_length=max_prompt_length,
-            on_reward_error=self.on_reward_error,
             seed=seed,
+            **self.gym_options(max_prompt_length),
         )
 
 

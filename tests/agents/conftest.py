@@ -1,8 +1,9 @@
-"""The agent that most tests of methods use."""
+"""The agent that most tests of methods use, and pairs that differ in one hyperparameter."""
 
 import pytest
 
 from evogrpo import GRPO
+from tests.tiny_routes import PLAIN, ROUTES, default_of
 from tests.tiny_training import SPACE, practise, scatter, tiny_agent
 
 
@@ -13,3 +14,21 @@ def agent() -> GRPO:
     scatter(agent)
     practise(agent)
     return agent
+
+
+@pytest.fixture(params=ROUTES)
+def pair(request, tmp_path):
+    """Return a function that makes an agent with a new value and its twin with the old one: same weights and draws."""
+
+    def make(name, value, **options):
+        options = PLAIN | options
+        agent = ROUTES[request.param](name, value, tmp_path, options)
+        assert getattr(agent, name) == value
+        twin = agent.clone()
+        setattr(twin, name, default_of(name, options))
+        assert getattr(twin, name) != value
+        scatter(agent)
+        scatter(twin)
+        return agent, twin
+
+    return make

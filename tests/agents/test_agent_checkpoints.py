@@ -247,4 +247,4 @@ def test_the_source_is_what_the_user_named(tmp_path):
     agent = tiny_agent(source="someone/some-model")
     agent.save_checkpoint(tmp_path / "agent")
     assert read_checkpoint(tmp_path / "agent", kind="agent")[1]["shared"]["source"] == "someone/some-model"
-    assert GRPO.load(tmp_path / "agent", actor_network=shared_model())._shared.source == "someone/some-model"
+    assert GRPO.load(tmp_path / "agent", actor_network=shared_model())._shared.body.source == "someone/some-model"

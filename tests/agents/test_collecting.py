@@ -114,8 +114,10 @@ def test_rewards_are_the_environments_own_for_the_decoded_completion(population)
     for row in range(48):
         text = env.tokenizer.decode(batch.actions[row][batch.present[row]].tolist(), skip_special_tokens=True)
         assert collected.scores.completions[row] == text
+        assert float(batch.rewards[row]) == float(batch.reward_components[row, 0])
         assert float(batch.rewards[row]) == pytest.approx(variety(text, "", ""))
-        assert bool(collected.truncated[row]) == (EOS not in batch.actions[row][batch.present[row]])
+        ended = EOS in batch.actions[row][batch.present[row]]
+        assert bool(batch.truncated[row]) == bool(collected.truncated[row]) == (not ended)
 
 
 def test_tokens_count_each_prompt_once_per_group(population):

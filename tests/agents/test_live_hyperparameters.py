@@ -14,45 +14,8 @@ from evogrpo.agents.experiences import as_batch
 from evogrpo.agents.learning import minibatches
 from evogrpo.randomness import generator
 from tests.oracles.scalar_grpo import advantages
-from tests.tiny_training import (
-    ROUTES,
-    completions,
-    default_of,
-    flat_gradient,
-    graded,
-    peft_twin,
-    scatter,
-    state_of,
-    tiny_env,
-)
-
-PLAIN = {"update_epochs": 1, "max_grad_norm": 1e9, "beta": 0.0}  # nothing is clipped, unless that is what is tested
-DECAY = 0.9  # AdamW's first beta
-
-
-@pytest.fixture(params=ROUTES)
-def pair(request, tmp_path):
-    """Return a function that makes an agent with a new value and its twin with the old one: same weights and draws."""
-
-    def make(name, value, **options):
-        options = PLAIN | options
-        agent = ROUTES[request.param](name, value, tmp_path, options)
-        assert getattr(agent, name) == value
-        twin = agent.clone()
-        setattr(twin, name, default_of(name, options))
-        assert getattr(twin, name) != value
-        scatter(agent)
-        scatter(twin)
-        return agent, twin
-
-    return make
-
-
-def answered(agent, *, prompts=3):
-    """Return graded experiences of an agent's own."""
-    ids, masks = agent.get_action(tiny_env(data_batch_size=prompts).reset()[0], training=True)
-    agent.steps = 0
-    return ids, masks, graded(ids)
+from tests.tiny_routes import DECAY, answered, same
+from tests.tiny_training import completions, flat_gradient, peft_twin, scatter, state_of, tiny_env
 
 
 def by_hand(agent, experiences, coefficients):
@@ -76,10 +39,6 @@ def on_policy(experiences):
     """Return the coefficients of the GRPO gradient where the ratio is 1: A / (n * t)."""
     values = scalar_advantages(experiences[2])
     return lambda row, log_probs: torch.full_like(log_probs, values[row] / (len(values) * len(log_probs)))
-
-
-def same(got, expected, tolerance=1e-4):
-    return float((got - expected).norm()) <= tolerance * float(expected.norm()) and float(expected.norm()) > 0
 
 
 def test_lr_is_the_length_of_the_first_adam_step(pair):

@@ -25,7 +25,7 @@ def story(run_dir: Path) -> list:
 
 def _timeless(value):
     if isinstance(value, dict):
-        return {key: _timeless(item) for key, item in value.items() if key not in ("time", "seconds")}
+        return {key: _timeless(item) for key, item in value.items() if key not in ("time", "seconds", "step_time")}
     return [_timeless(item) for item in value] if isinstance(value, list) else value
 
 

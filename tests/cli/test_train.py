@@ -127,6 +127,27 @@ def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(project, here, caps
     assert list(here.iterdir()) == []
 
 
+def test_a_plan_names_the_objective_and_what_is_set(project, here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    overrides = [
+        "agent.objective={loss_type: dapo, dual_clip: 3.0, whiten_advantages: true}",
+        "evolve.loss_type={choices: [dapo, grpo]}",
+        "evolve.clip_high={min: 0.1, max: 0.4}",
+        "hyperparameters.entropy_coef=0.01",
+    ]
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", *overrides]) == 0
+    output = capsys.readouterr().out
+    assert "loss dapo, outcome advantages, whiten_advantages true, dual_clip 3" in output
+    assert "loss_type in {dapo, grpo}" in output
+    assert "clip_high –, entropy_coef 0.01, loss_type dapo;" in output
+
+
+def test_an_objective_that_nobody_can_use_is_refused_before_any_work(project, here, capsys):
+    arguments = ["train", str(project / "tiny.yaml"), "--dry-run", "agent.objective.kl_target=0.1"]
+    assert main(arguments) == 2
+    assert "agent.objective: kl_target has no effect while beta is 0" in capsys.readouterr().err
+
+
 def test_token_bounds_hold_and_are_not_idle(finished, project):
     bound = compute(launch.prepare(load_config(project / "tiny.yaml")))
     generations = [event for event in read_journal(finished[0] / "journal.jsonl") if event["event"] == "generation"]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
-from evogrpo.persistence.manifest import CheckpointError, FileEntry, Manifest, dump_manifest
+from evogrpo.persistence.manifest import VERSION, CheckpointError, FileEntry, Manifest, dump_manifest
 
 TENSORS = {
     "weights": torch.arange(12, dtype=torch.float32).reshape(3, 4) / 7,
@@ -328,9 +328,10 @@ def test_a_file_is_not_replaced_by_a_folder(tmp_path):
     assert (tmp_path / "c").read_text() == "notes"
 
 
-def test_a_newer_checkpoint_is_not_lost_by_accident(folder):
-    rewrite_manifest(folder, version=2)
-    with pytest.raises(CheckpointError, match="upgrade evogrpo, or pass replace=True"):
+@pytest.mark.parametrize(("version", "advice"), [(VERSION + 1, "upgrade evogrpo"), (VERSION - 1, "train anew")])
+def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version, advice):
+    rewrite_manifest(folder, version=version)
+    with pytest.raises(CheckpointError, match=f"{advice}, or pass replace=True"):
         write_checkpoint(folder, {}, {})
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint, verify_checkpoint, write_checkpoint
+from evogrpo.persistence.manifest import VERSION
 
 TENSORS = {
     "weights": torch.arange(12, dtype=torch.float32).reshape(3, 4) / 7,
@@ -124,10 +125,15 @@ def test_names_that_leave_the_folder_are_refused_before_any_file_is_opened(folde
     refused(folder, "manifest.json", "plain file names")
 
 
-@pytest.mark.parametrize("version", [2, 99])
+@pytest.mark.parametrize("version", [VERSION + 1, 99])
 def test_a_newer_version_says_upgrade(folder, version):
     rewrite_manifest(folder, version=version)
     refused(folder, f"version {version}", "upgrade evogrpo")
+
+
+def test_an_older_version_says_what_it_lacks(folder):
+    rewrite_manifest(folder, version=VERSION - 1)
+    refused(folder, f"version {VERSION - 1}", "no longer reads", "load it with the evogrpo that wrote it")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import importlib.resources
 import pytest
 import yaml
 
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.objective import Objective
 from evogrpo.training.config import CONFIG_FILE, Config, load_config, override, parse_config, write_config
 from evogrpo.training.strict_yaml import read_yaml, read_yaml_file
 from evogrpo.training.tasks import BuiltinTask, DatasetTask
@@ -25,6 +27,44 @@ def _merged(old, new):
     if not isinstance(old, dict) or not isinstance(new, dict):
         return new
     return {key: _merged(old.get(key), new[key]) if key in new else old[key] for key in {**old, **new}}
+
+
+FULL = {
+    "hyperparameters": {"beta": 0.01, "clip_low": 0.2, "clip_high": 0.28, "entropy_coef": 0.001, "gamma": 0.99}
+    | {"advantage_clip": 2.0, "loss_type": "dapo"},
+    "evolve": {
+        "loss_type": {"choices": ["dapo", "grpo", "bnpo"]},
+        "advantage": {"choices": ["rloo", "mean_only"]},
+        "clip_high": {"min": 0.1, "max": 0.4},
+        "advantage_clip": {"choices": [1, 2.0]},
+    },
+    "agent": {
+        "objective": {
+            "loss_type": "grpo",
+            "advantage": "mean_only",
+            "advantage_eps": 1e-6,
+            "mask_truncated": True,
+            "whiten_advantages": True,
+            "aggregation": "token-mean",
+            "kl_estimator": "k2",
+            "kl_placement": "reward",
+            "kl_target": 0.05,
+            "kl_horizon": 500,
+            "dual_clip": 3.0,
+            "top_entropy_quantile": 0.2,
+            "importance_correction": "token_mask",
+            "importance_cap": 3.0,
+            "reward_norm": "running",
+            "reward_scale": True,
+            "reward_clip": 5.0,
+            "overlong_buffer": 16,
+            "dynamic_sampling": 2,
+            "reference": "snapshot",
+            "reference_sync_steps": 4,
+            "reference_mixing": 0.5,
+        }
+    },
+}
 
 
 # ---- reading YAML
@@ -93,6 +133,23 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
     ("path", "value", "message"),
     [
         ("seed", "0", "seed must be an integer"),
+        ("hyperparameters.clip_low", 2, "hyperparameters: clip_low must lie in"),
+        ("hyperparameters.loss_type", "grppo", "hyperparameters: loss_type must be one of"),
+        ("hyperparameters.gamma", None, "hyperparameters: gamma must be a number"),
+        ("evolve.loss_type", {"choices": ["grpo", "ppo"]}, "evolve: loss_type must be one of .*got 'ppo'"),
+        ("evolve.loss_type", {"min": 0, "max": 1}, "evolve: loss_type must have choices"),
+        ("evolve.lr", {"choices": ["a", "b"]}, "evolve: lr must be a number"),
+        ("agent.objective.aggregation", "token-sum", "unknown value of agent.objective.aggregation"),
+        ("agent.objective.delta", "1.5x", "agent.objective.delta must be a number"),
+        ("agent.objective.dual_clip", 1, "agent.objective: dual_clip must be above 1"),
+        ("agent.objective.kl_estimator", "k1", "agent.objective: kl_estimator .k1. has no meaning in the loss"),
+        ("agent.objective.kl_target", 0.1, "agent.objective: kl_target has no effect while beta is 0"),
+        ("agent.objective.overlong_buffer", 129, "agent: overlong_buffer must be at most max_output_tokens = 128"),
+        (
+            "agent.objective",
+            {"loss_type": "sapo", "delta": 2.0},
+            "agent.objective: delta bounds the loss of a clipped ratio",
+        ),
         ("seed", True, "seed must be an integer"),
         ("seed", -1, "seed must be at least 0"),
         ("schedule.generations", 2.0, "schedule.generations must be an integer"),
@@ -111,7 +168,7 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ("strategy.mutation", 3, "strategy: mutation must be"),
         ("agent.max_output_tokens", 0, "agent: max_output_tokens must be at least 1"),
         ("agent.eos_token_ids", ["a"], r"agent.eos_token_ids\[0\] must be an integer"),
-        ("agent.objective.loss_type", "gpro", "did you mean 'grpo'"),
+        ("agent.objective.loss_type", "grppo", "did you mean 'grpo'"),
         ("agent.optimizer.betas", [0.9], "agent.optimizer.betas must be a list of 2"),
         ("agent.lora.target_modules", 3, "agent.lora.target_modules must be text"),
         ("logging.keep_checkpoints", 0, "logging: keep_checkpoints must be at least 1"),
@@ -232,3 +289,35 @@ def test_the_packaged_demo_is_valid_and_starts_at_the_poor_end():
     assert config.hyperparameters.lr == config.evolve["lr"].bounds[0]
     assert config.schedule.generations is not None
     assert config.schedule.generations >= 3
+
+
+def test_an_objective_survives_being_written_and_read(tmp_path):
+    config = parse_config(_merged(MINIMAL, FULL))
+    objective = config.agent.objective
+    assert {name: getattr(objective, name) for name in FULL["agent"]["objective"]} == FULL["agent"]["objective"]
+    assert config.hyperparameters.loss_type == "dapo"
+    assert config.evolve["loss_type"].names == ("dapo", "grpo", "bnpo")
+    write_config(config, tmp_path)
+    assert load_config(tmp_path / CONFIG_FILE) == config
+
+
+def test_a_value_can_be_none_in_a_file_and_in_an_override(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(_merged(MINIMAL, {"hyperparameters": {"advantage_clip": 2.0}})))
+    assert load_config(path).hyperparameters.advantage_clip == 2.0
+    overrides = ["hyperparameters.advantage_clip=null", "agent.objective.aggregation=null", "hyperparameters.gamma=0.9"]
+    config = load_config(path, overrides)
+    assert (config.hyperparameters.advantage_clip, config.agent.objective.aggregation) == (None, None)
+    assert config.hyperparameters.gamma == 0.9
+
+
+def test_an_imported_configuration_is_one_of_ours():
+    keys = {"adv_estimator": "grpo", "rollout_batch_size": 4, "num_return_sequences_in_group": 8, "gamma": 0.9}
+    keys |= {"response_length": 64, "prompt_length": 32, "seed": 3, "dual_clip_loss": True}
+    imported = Objective.from_roll(keys)
+    config = parse_config(_merged(imported.to_config(), MINIMAL))
+    assert config.agent.objective == imported.objective
+    assert config.agent.optimizer == imported.optimizer
+    assert config.hyperparameters == Hyperparameters(**imported.hyperparameters)
+    assert (config.agent.max_output_tokens, config.seed) == (64, 3)
+    assert (config.schedule.samples_per_step, config.task.max_prompt_length) == (32, 32)

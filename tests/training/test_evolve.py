@@ -16,6 +16,7 @@ from evogrpo.persistence.journal import read_journal
 from evogrpo.training.reports import GenerationReport, StepReport, TestReport
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
+    QUESTIONS,
     SPACE,
     finish,
     shared_model,
@@ -106,8 +107,8 @@ def test_the_journal_holds_every_event_whole(run):
     for number, event in enumerate(run.events("step")):
         assert (event["step"], event["generation"]) == (number, number // 2 + 1)
         for member in event["members"]:
-            assert set(member) >= {"slot", "index", "reward", "loss", "kl", "grad_norm", "clip_ratio"}
-            assert member["kl"] is None  # beta is 0: not measured
+            assert set(member) >= {"slot", "index", "reward", "loss", "grad_norm", "clip_ratio/region_mean"}
+            assert "kl" not in member  # beta is 0: not measured
     for event, report in zip(run.events("generation"), run.reports, strict=True):
         assert {key: event[key] for key in ("generation", "step", "seconds", "tokens")} == {
             key: getattr(report, key) for key in ("generation", "step", "seconds", "tokens")
@@ -158,7 +159,8 @@ def test_the_best_ever_is_kept_as_it_was_when_it_earned_its_fitness(run):
 def test_only_the_newest_checkpoints_stay(run):
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert names == ["generation-0003", "generation-0004"]
-    assert sorted(path.name for path in run.folder.iterdir()) == ["best", "checkpoints", "journal.jsonl", "tensorboard"]
+    names = ["best", "checkpoints", "completions", "journal.jsonl", "tensorboard"]
+    assert sorted(path.name for path in run.folder.iterdir()) == names
 
 
 def test_tensorboard_reads_the_logs(run):
@@ -171,7 +173,9 @@ def test_tensorboard_reads_the_logs(run):
     fitness = [(scalar.step, scalar.value) for scalar in logs.Scalars("fitness/slot_0")]
     expected = [(report.step, pytest.approx(report.members[0].fitness)) for report in run.reports]
     assert fitness == expected
-    assert len(logs.Scalars("lr/slot_3")) == 8 + 4  # what a step used, and what a generation had
+    assert len(logs.Scalars("learning_rate/slot_3")) == 8  # what a step used
+    assert len(logs.Scalars("lr/slot_3")) == 4  # what a generation had
+    assert "loss_type/slot_3" not in logs.Tags()["scalars"]  # None, and names, are no scalars
 
 
 def test_examples_show_one_completion_of_every_member(run):
@@ -179,7 +183,9 @@ def test_examples_show_one_completion_of_every_member(run):
         assert [example.index for example in report.examples] == [member.index for member in report.members]
         for example in report.examples:
             assert example.reward == pytest.approx(len(set(example.completion)) / 8)
-            assert "=" in example.prompt
+            assert example.prompt in {row["question"] for row in QUESTIONS}
+            assert example.rewards == {"variety": example.reward}
+            assert example.step == report.step - 1
 
 
 def test_costs_are_recorded_and_equal_where_group_sizes_are():

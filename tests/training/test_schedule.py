@@ -87,7 +87,15 @@ def test_evolving_a_clip_that_never_binds_is_warned_of(options, space, neutral):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Schedule(generations=1, samples_per_step=64).warn_neutral(population)
-    assert [("clip_coef" in str(warning.message)) for warning in caught] == [True] * neutral
+    assert sum(str(warning.message).startswith("clip_coef evolves") for warning in caught) == neutral
+
+
+def test_every_neutral_hyperparameter_is_warned_of_once():
+    space = HyperparameterConfig(batch_size=RLParameter(choices=[64, 128]), **CLIP)
+    population = tiny_population(2, hp_config=space)
+    with pytest.warns(UserWarning, match=" evolves, but ") as caught:
+        Schedule(generations=1, samples_per_step=64).warn_neutral(population)
+    assert [str(warning.message).split()[0] for warning in caught] == ["clip_coef", "batch_size"]
 
 
 def test_an_unknown_setting_of_evolve_is_refused_with_the_nearest_name():

@@ -1,0 +1,163 @@
+"""MultiAgentGRPO: several policies of one member, learning together in a joint environment."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, Unpack, cast
+
+import torch
+
+from evogrpo.agents.base import EvolvableAlgorithm
+from evogrpo.agents.collecting import Collected, collect
+from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.joint_body import Spaces
+from evogrpo.agents.joint_options import JointOptions, common_samples, open_with_options
+from evogrpo.agents.joint_population import MultiAgentPopulation, learn_members
+from evogrpo.agents.joint_saving import load_joint_agent
+from evogrpo.envs.pettingzoo import PettingZooGroups
+from evogrpo.evolution.mutation import spread_members
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.randomness import generator
+from evogrpo.records import LearnReport
+
+
+class MultiAgentGRPO(GRPO):
+    """A member that acts for every agent of a joint environment, trained by group relative policy optimisation.
+
+    A group is `group_size` joint episodes from one joint reset seed. Each agent's part of an episode is compared with
+    the same agent's parts of the group's other episodes: an advantage is relative within (seed, agent). A policy that
+    several agents share learns from all their rows.
+
+    Everything else is as in `GRPO`. The constructor makes one member in banks of its own; `MultiAgentGRPO.population`
+    makes several that share them.
+
+    Args:
+        observation_spaces: What each agent sees, by its name, as `PettingZooGroups.observation_spaces` has it.
+        action_spaces: Where each agent acts, by its name.
+        options: Everything else, with defaults: see `evogrpo.agents.joint_options.JointOptions`.
+
+    Raises:
+        ValueError: If an argument is unknown or out of range, or agents of one policy differ in their spaces.
+
+    Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to every agent apart.
+    """
+
+    def __init__(
+        self,
+        observation_spaces: Spaces,
+        action_spaces: Spaces,
+        **options: Unpack[JointOptions],
+    ) -> None:
+        shared, hyperparameters = open_with_options(1, observation_spaces, action_spaces, options)
+        EvolvableAlgorithm.__init__(self, shared, 0, options.get("index", 0), hyperparameters)
+
+    @classmethod
+    def population(  # type: ignore[override]  # spaces by agent
+        cls,
+        size: int,
+        observation_spaces: Spaces,
+        action_spaces: Spaces,
+        wrapper_cls: type[Any] | None = None,
+        wrapper_kwargs: Mapping[str, Any] | None = None,
+        *,
+        samples_per_step: int | None = None,
+        spread: bool = True,
+        **options: Unpack[JointOptions],
+    ) -> MultiAgentPopulation:
+        """Make members that play and learn together.
+
+        The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
+
+        Args:
+            size: Number of members.
+            observation_spaces: As for one member.
+            action_spaces: As for one member.
+            wrapper_cls: Wraps every agent that the population hands out: `wrapper_cls(agent, **wrapper_kwargs)`.
+            wrapper_kwargs: See `wrapper_cls`.
+            samples_per_step: Joint episodes per member and learning step, if group_size evolves over a range: only its
+                divisors are dealt. Unneeded when group_size has choices.
+            spread: False lets every member start with the given hyperparameters.
+            options: As for one member.
+
+        Raises:
+            ValueError: If an argument is unknown or out of range.
+        """
+        config = options.get("hp_config") or HyperparameterConfig()
+        samples = samples_per_step or common_samples(options.get("group_size", Hyperparameters().group_size), config)
+        shared, first = open_with_options(size, observation_spaces, action_spaces, options)
+        rng = generator(shared.settings.seed, "spread")
+        records = spread_members(first, config if spread else HyperparameterConfig(), size, rng, samples)
+        index = options.get("index", 0)
+        agents = [cls._member(shared, slot, index + slot, each) for slot, each in enumerate(records)]
+        return MultiAgentPopulation(agents, shared, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
+
+    # ---- acting and learning
+
+    def get_action(self, states: Any, training: bool | None = None, action_mask: Any = None) -> Any:
+        """Choose what every living agent does in one joint environment.
+
+        Args:
+            states: What each of them sees, by agent, as the environment's `reset` and `step` return it.
+            training: True samples; False takes the most likely actions. None = the member's training mode.
+            action_mask: Legal values by agent, where the observations themselves do not say; None = all.
+
+        Returns:
+            The environment's own actions, by agent.
+
+        Raises:
+            ValueError: If an agent has no policy, or an observation or a mask does not fit.
+        """
+        return super().get_action(states, training, action_mask)
+
+    def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> Collected:
+        """Play groups of joint episodes on the next training starts, to learn from.
+
+        Args:
+            env: Where to act.
+            samples_per_step: Joint episodes; one group by default.
+
+        Raises:
+            ValueError: If the group size does not divide it, or the environment is not one for this member.
+        """
+        samples = samples_per_step or self.group_size
+        block = max(1, samples // self.group_size)
+        # A joint environment opens joint episodes, which `JointPlay` knows how to play.
+        return collect(self._shared, [self.learner()], cast(Any, env), samples_per_step=samples, block=block)
+
+    def learn(self, experiences: Any) -> LearnReport:
+        """Learn from what `collect` returned as `batch`.
+
+        Returns:
+            A report that unpacks as `loss, kl`; other measurements are its attributes.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        report = learn_members(self._shared, [self.learner()], experiences)[self.slot]
+        self.steps += 1
+        self.failed = report.failed
+        return report
+
+    # ---- checkpoints
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: str | torch.device | None = None,
+        accelerator: Any = None,
+        actor_network: Any = None,
+    ) -> Self:
+        """Bring a saved member back, in banks of its own.
+
+        Args:
+            path: Folder written by `save_checkpoint`.
+            device: Where networks learn; the CPU by default.
+            accelerator: Not for several policies.
+            actor_network: Likewise.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged, or not of a multi-agent member.
+        """
+        if accelerator is not None or actor_network is not None:
+            raise ValueError("a multi-agent member has neither an accelerator nor an actor_network: leave them out")
+        return load_joint_agent(cls, path, device=device)

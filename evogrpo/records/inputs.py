@@ -1,0 +1,138 @@
+"""What actions are conditioned on: prompts of a language model, observations of small networks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+
+class Inputs(Protocol):
+    """What a bank conditions actions on; only the bank that made it reads it."""
+
+    def select(self, rows: Tensor) -> Self:
+        """Return the inputs of the given rows, in that order."""
+        ...
+
+    def joined(self, other: Self, width: int) -> Self:
+        """Return the inputs of these rows, then of the other's, for `width` actions each."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenInputs:
+    """Prompts of a language-model batch.
+
+    Attributes:
+        prompts: Token ids of each distinct prompt, without padding.
+        prompt_ids: `[n]` which prompt each row answers.
+        temperature: `[n]` at which the rows were (or are taken to be) sampled; the policy is softmax(logits / T).
+        min_new_tokens: Ends of sequence were ruled out for that many first tokens.
+    """
+
+    prompts: tuple[tuple[int, ...], ...]
+    prompt_ids: Tensor
+    temperature: Tensor
+    min_new_tokens: int = 0
+
+    def select(self, rows: Tensor) -> "TokenInputs":
+        """Return the inputs of the given rows, in that order; all prompts stay."""
+        return replace(self, prompt_ids=self.prompt_ids[rows], temperature=self.temperature[rows])
+
+    def joined(self, other: "TokenInputs", width: int) -> "TokenInputs":
+        """Return the inputs of both; the prompts of one must be the first of the other's."""
+        return replace(
+            self,
+            prompts=max(self.prompts, other.prompts, key=len),
+            prompt_ids=torch.cat([self.prompt_ids, other.prompt_ids]),
+            temperature=torch.cat([self.temperature, other.temperature]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObservationInputs:
+    """What small networks act on: one observation per action.
+
+    Attributes:
+        observations: A tensor `[n, t, ...]`, or dicts and tuples of such tensors for composite spaces.
+        temperature: `[n]` at which the rows were sampled.
+        action_masks: Legal actions, a tensor `[n, t, ...]` of booleans or dicts and tuples of them; None = all.
+    """
+
+    observations: Any
+    temperature: Tensor
+    action_masks: Any = None
+
+    def select(self, rows: Tensor) -> "ObservationInputs":
+        """Return the inputs of the given rows, in that order."""
+        return ObservationInputs(
+            observations=map_tensors(self.observations, lambda leaf: leaf[rows]),
+            temperature=self.temperature[rows],
+            action_masks=map_tensors(self.action_masks, lambda leaf: leaf[rows]),
+        )
+
+    def flattened(self, mask: Tensor) -> "ObservationInputs":
+        """Return one row `[1, ...]` for each True of the mask `[n, t]`, row by row."""
+        return ObservationInputs(
+            observations=map_tensors(self.observations, lambda leaf: leaf[mask][:, None]),
+            temperature=self.temperature[:, None].expand(mask.shape)[mask],
+            action_masks=map_tensors(self.action_masks, lambda leaf: leaf[mask][:, None]),
+        )
+
+    def joined(self, other: "ObservationInputs", width: int) -> "ObservationInputs":
+        """Return the inputs of these rows, then of the other's, padded to `width` actions."""
+        known = other.action_masks if self.action_masks is None else self.action_masks
+
+        def masks_of(inputs: ObservationInputs) -> Any:
+            # An environment may rule something out only now and then.
+            rows = len(inputs.temperature)
+            all_legal = map_tensors(known, lambda leaf: leaf.new_ones(rows, width, *leaf.shape[2:]))
+            return all_legal if inputs.action_masks is None else inputs.action_masks
+
+        return ObservationInputs(
+            observations=join_trees(self.observations, other.observations, width),
+            temperature=torch.cat([self.temperature, other.temperature]),
+            action_masks=None if known is None else join_trees(masks_of(self), masks_of(other), width),
+        )
+
+
+def padded(values: Tensor, width: int, fill: float = 0) -> Tensor:
+    """Return `[n, t, ...]` with as many places as `width` along t, the new ones filled."""
+    missing = width - values.shape[1]
+    if not missing:
+        return values
+    return torch.cat([values, values.new_full((len(values), missing, *values.shape[2:]), fill)], 1)
+
+
+def join_trees(one: Any, other: Any, width: int) -> Any:
+    """Return two trees of one form, of tensors `[n, t, ...]`, joined along n and padded with 0 along t."""
+    if isinstance(one, Mapping):
+        return {name: join_trees(value, other[name], width) for name, value in one.items()}
+    if isinstance(one, tuple | list):
+        return type(one)(join_trees(*pair, width) for pair in zip(one, other, strict=True))
+    return torch.cat([padded(one, width), padded(other, width)])
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return dicts, tuples and lists of tensors, however nested, with every tensor changed; None stays None."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {name: map_tensors(value, change) for name, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(map_tensors(value, change) for value in tree)
+    return tree
+
+
+@dataclass(frozen=True)
+class NoInputs:
+    """Stands where a batch's inputs have been left out."""
+
+    def select(self, rows: Tensor) -> "NoInputs":
+        """Return nothing, for any rows."""
+        return self
+
+    def joined(self, other: "NoInputs", width: int) -> "NoInputs":
+        """Return nothing."""
+        return self

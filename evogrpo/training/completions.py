@@ -1,0 +1,140 @@
+"""The completions table: what members wrote in a learning step, what it earned and what was made of it."""
+
+import importlib.util
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from evogrpo.agents.collecting import Collected
+from evogrpo.persistence.durable import make_folder, replace_file
+from evogrpo.records import LearnReport
+from evogrpo.training.reports import Example
+
+COMPLETIONS = "completions"
+CompletionsFormat = Literal["jsonl", "parquet"]
+
+
+def examples_of(
+    collected: Collected, indices: Mapping[int, int], learned: Mapping[int, LearnReport], *, step: int, most: int
+) -> tuple[Example, ...]:
+    """Pick completions of a learning step to look at: each member's first ones, as many of each.
+
+    Args:
+        collected: The step's experience.
+        indices: Who lives in each slot.
+        learned: What was made of it, by slot.
+        step: Number of the step.
+        most: How many in all; every member gets one at least.
+
+    Returns:
+        Members in slot order, the completions of each in the order in which they were sampled, so groups together.
+    """
+    if not collected.questions:
+        return ()  # nothing in words
+    share, rest = divmod(max(most, len(indices)), len(indices))
+    slots = collected.batch.member_ids.tolist()
+    prompt_ids = collected.batch.inputs.prompt_ids.tolist()
+    examples = []
+    for number, (slot, index) in enumerate(indices.items()):
+        own = [row for row, owner in enumerate(slots) if owner == slot]
+        for place, row in enumerate(own[: share + (number < rest)]):
+            examples.append(
+                Example(
+                    prompt=collected.questions[prompt_ids[row]],
+                    completion=collected.scores.completions[row],
+                    reward=_number(collected.scores.rewards[row]),
+                    index=index,
+                    step=step,
+                    rewards={name: _number(values[row]) for name, values in collected.scores.components.items()},
+                    advantage=_number(learned[slot].advantages[place]),
+                    truncated=bool(collected.truncated[row]),
+                )
+            )
+    return tuple(examples)
+
+
+def first_of_each(examples: Sequence[Example]) -> tuple[Example, ...]:
+    """Return the first completion of every member."""
+    first: dict[int, Example] = {}
+    for example in examples:
+        first.setdefault(example.index, example)
+    return tuple(first.values())
+
+
+def _number(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+class CompletionsLog:
+    """Writes the completions table of every learning step to a file of its own.
+
+    The columns: step, index (of the member), prompt (the question alone), completion, reward (in all), advantage
+    (mean over the completion's actions), truncated, and rewards/<function> before its weight. What is missing is null.
+
+    Args:
+        folder: Where the files go; made when the first is written.
+        most: Completions per step in all; 0 = write nothing.
+        form: "jsonl", with every character beyond ASCII escaped; "parquet" needs the package pyarrow.
+
+    Raises:
+        ValueError: If `most` is negative, or the form is unknown or needs a package that is not installed.
+    """
+
+    def __init__(self, folder: Path, *, most: int = 16, form: CompletionsFormat = "jsonl") -> None:
+        check_completions(most, form)
+        self.most = most
+        self._folder, self._form = folder, form
+
+    def write(self, step: int, examples: Sequence[Example]) -> None:
+        """Write one step's table, in one piece; a step that is done again overwrites its own."""
+        if not self.most or not examples:
+            return
+        make_folder(self._folder)
+        rows = [_row(example) for example in examples[: self.most]]
+        content = _parquet(rows) if self._form == "parquet" else _jsonl(rows)
+        replace_file(self._folder / f"step-{step:06d}.{self._form}", content)
+
+
+def check_completions(most: int, form: str) -> None:
+    """Refuse settings of a completions table that cannot be written; see `CompletionsLog`."""
+    if most < 0:
+        raise ValueError(f"completions must be at least 0, got {most}")
+    if form not in get_args(CompletionsFormat):
+        raise ValueError(f"completions_format must be one of {', '.join(get_args(CompletionsFormat))}, got {form!r}")
+    if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise ValueError("completions_format parquet needs the package pyarrow: pip install evogrpo[datasets]")
+
+
+def _row(example: Example) -> dict[str, Any]:
+    values = {name: value for name, value in vars(example).items() if name != "rewards"}
+    order = ("step", "index", "prompt", "completion", "reward", "advantage", "truncated")
+    return {
+        **{name: values[name] for name in order},
+        **{f"rewards/{name}": value for name, value in example.rewards.items()},
+    }
+
+
+def _jsonl(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    # ASCII only: control characters of a completion do nothing to the terminal in which somebody looks at the file.
+    return "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).replace("\x7f", "\\u007f").encode()
+
+
+def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    kinds = {"step": pa.int64(), "index": pa.int64(), "prompt": pa.string(), "completion": pa.string()}
+    kinds |= {"truncated": pa.bool_()}
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    columns = {
+        name: pa.array(
+            [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values],
+            type=kinds.get(name, pa.float64()),
+        )
+        for name, values in ((name, [row.get(name) for row in rows]) for name in names)
+    }
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return bytes(sink.getvalue().to_pybytes())

@@ -1,0 +1,48 @@
+"""Gradient accumulation: however an optimizer step is split into micro-batches, the update is the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from evogrpo import Objective
+from evogrpo.agents.learning import learn
+from evogrpo.functional.losses import AGGREGATIONS, LOSS_TYPES
+from tests.tiny_training import sampled, scatter, state_of, tiny_agent
+
+REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])
+EVERYTHING = {"beta": 0.2, "entropy_coef": 0.1}
+CASES: dict[str, tuple[dict, dict]] = {
+    **{loss_type: (EVERYTHING, {"loss_type": loss_type}) for loss_type in LOSS_TYPES},
+    **{f"luspo by {mode}": ({}, {"loss_type": "luspo", "aggregation": mode}) for mode in AGGREGATIONS},
+    **{f"dapo by {mode}": (EVERYTHING, {"loss_type": "dapo", "aggregation": mode}) for mode in AGGREGATIONS},
+    "whitened": ({}, {"whiten_advantages": True}),
+    "uncertain actions": (EVERYTHING, {"top_entropy_quantile": 0.3}),
+    "KL in rewards": ({"beta": 0.3}, {"kl_placement": "reward"}),
+    "correction": ({}, {"importance_correction": "sequence_truncate", "importance_cap": 1.2}),
+}
+
+
+@pytest.mark.parametrize("budget", [1, 45, 90])
+@pytest.mark.parametrize("case", CASES)
+def test_any_split_gives_the_same_update(case, budget):
+    choices, objective = CASES[case]
+    found = []
+    for tokens in (10**6, budget):
+        agent = tiny_agent(
+            **{"update_epochs": 2, "lr": 2e-3} | choices, objective=Objective(**objective), micro_batch_tokens=tokens
+        )
+        scatter(agent)
+        batch = sampled(agent, REWARDS)
+        noise = torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
+        if "importance_correction" in objective:
+            batch = replace(batch, sampler_log_probs=batch.sampler_log_probs + 0.2 * noise)
+        report = learn(agent._shared, [agent.learner()], batch)[0]
+        found.append((state_of(agent), report))
+    (whole, one), (split, other) = found
+    for name in ("exp_avg", "exp_avg_sq"):
+        scale = float(whole[name].abs().max())
+        torch.testing.assert_close(split[name], whole[name], rtol=1e-3, atol=1e-4 * scale)
+    assert float(whole["exp_avg"].norm()) > 1e-3
+    assert other.metrics == pytest.approx(one.metrics, rel=1e-3, abs=1e-5)
+    assert other.tokens == one.tokens

@@ -1,0 +1,271 @@
+"""The methods of an agent that is a small network, and what its constructor accepts and refuses."""
+
+import math
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
+from evogrpo.agents.networks import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.randomness import generator
+from tests.envs.probes import Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete
+from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent
+from tests.tiny_training import equal_states, shared_model, state_of, tiny_agent, tiny_env
+
+# ---- construction
+
+
+def test_the_spaces_alone_make_an_agent_with_defaults_for_small_networks():
+    env = GymnasiumGroups("CartPole-v1")
+    agent = GRPO(env.observation_space, env.action_space)
+    assert {name: getattr(agent, name) for name in NETWORK_DEFAULTS} == dict(NETWORK_DEFAULTS)
+    assert GRPO.inspect_attributes(agent)["objective"] == STEPWISE
+    assert GRPO(env.observation_space, env.action_space, lr=1e-4, gamma=1.0).lr == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"action_space": None}, "observation_space and action_space"),
+        ({"actor_network": "CartPole"}, "torch module"),
+        ({"actor_network": torch.nn.Linear(4, 3)}, r"must return \[batch, 2\]"),
+        ({"actor_network": OwnNetwork(), "network": NetworkConfig()}, "leave it out beside an actor_network"),
+        ({"actor_network": OwnNetwork(), "evolve_network": LIMITS}, "custom module cannot change"),
+        ({"pad_token_id": 0}, "pad_token_id is for language models"),
+        ({"max_output_tokens": 5}, "max_output_tokens is for language models"),
+        ({"objective": Objective(loss_type="gspo")}, "single transitions"),
+        ({"objective": Objective()}, "single transitions"),
+        ({"objective": Objective(loss_type="dapo", overlong_buffer=1)}, "overlong_buffer"),
+        ({"hp_config": HyperparameterConfig(loss_type=RLParameter(choices=["dapo", "dr_grpo"]))}, "single transitions"),
+        ({"evolve_network": ArchitectureLimits(min_layers=2, max_layers=2, min_units=6, max_units=6,
+          activations=("tanh",)), "network": NetworkConfig(hidden=(6, 6))}, "leave nothing to change"),
+        ({"observation_space": spaces.Discrete(3), "normalise_observations": True}, "floating-point boxes"),
+        ({"action_space": spaces.Box(0, 1, (2,), np.int64)}, "floating-point Box"),
+        ({"seed": -1}, "seed must be at least 0"),
+        ({"netwerk": 1}, "did you mean 'network'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_refused_by_name(options, rule):
+    with pytest.raises(ValueError, match=rule):
+        step_agent(**options)
+
+
+def test_language_models_refuse_what_is_for_networks():
+    with pytest.raises(ValueError, match="network is for small networks"):
+        tiny_agent(network=NetworkConfig())
+
+
+def test_agents_and_environments_of_different_kinds_are_refused_before_anything_runs():
+    with pytest.raises(ValueError, match="played step by step"):
+        tiny_agent().test(cart_pole())
+    with pytest.raises(ValueError, match="observation_space is"):
+        step_agent().test(tiny_env())
+    with pytest.raises(ValueError, match="observation_space is"):
+        step_agent().test(GymnasiumGroups("Acrobot-v1"))
+    with pytest.raises(ValueError, match=r"GymnasiumGroups\(\.\.\.\)"):
+        step_agent(observation_space=spaces.Box(-1, 1, (4,))).test(gymnasium.make("CartPole-v1"))
+    assert GRPO(None, None, shared_model(), pad_token_id=0).evolvable_attributes()["actor"].keys() == {"adapter"}
+
+
+# ---- acting
+
+
+def test_a_batch_of_observations_is_answered_row_by_row():
+    agent = step_agent(seed=1)
+    seen = generator(0, "test").standard_normal((64, 4)).astype(np.float32)
+    greedy = agent.get_action(seen, training=False)
+    assert greedy.shape == (64,)
+    assert [int(agent.get_action(row, training=False)) for row in seen] == greedy.tolist()
+    expected = agent.get_policy()(seen).argmax(1)
+    assert greedy.tolist() == expected.tolist()
+    assert agent.steps == 0  # no random stream was used up
+    drawn, again = agent.get_action(seen), agent.get_action(seen)
+    assert drawn.tolist() != again.tolist()
+    assert step_agent(seed=1).get_action(seen).tolist() == drawn.tolist()
+    agent.set_training_mode(False)
+    assert agent.get_action(torch.from_numpy(seen)).tolist() == greedy.tolist()
+
+
+def test_sampled_actions_follow_the_policy_at_its_temperature():
+    agent = step_agent(network=NetworkConfig(hidden=()), temperature=2.0)
+    state = state_of(agent)
+    agent._shared.bank.load_state(0, state | {"weights": torch.linspace(-2, 2, len(state["weights"]))})
+    seen = np.ones((20000, 4), np.float32)
+    chance = torch.softmax(agent.get_policy()(seen[:1])[0] / 2.0, 0)[1]
+    assert abs(agent.get_action(seen).mean() - chance) < 4 * math.sqrt(0.25 / 20000)
+
+
+@pytest.mark.parametrize("make", [lambda: MatchDiscrete(start=5), MatchMultiDiscrete])
+def test_actions_are_numbered_as_the_space_does(make):
+    env = GymnasiumGroups(make)
+    agent = step_agent(env)
+    seen = [env.observation_space.sample() for _ in range(40)]
+    for training in (True, False):
+        assert all(env.action_space.contains(action) for action in agent.get_action(np.stack(seen), training=training))
+    actions, state = agent.predict(np.stack(seen), state="mine")
+    assert state == "mine"
+    assert all(env.action_space.contains(action) for action in actions)
+    assert env.action_space.contains(agent.predict(seen[0])[0][()])
+
+
+def test_boxes_are_clipped_for_environments_alone():
+    agent = step_agent(GymnasiumGroups(MatchBox), network=NetworkConfig(hidden=(4,), log_std=1.0))
+    seen = np.zeros((200, 2), np.float32)
+    assert (np.abs(agent.get_action(seen)[:, 0]) > 1).any()
+    clipped = agent.predict(seen)[0]
+    assert (np.abs(clipped) <= [1, 2]).all()
+    assert (np.abs(clipped[:, 0]) == 1).any()
+    assert agent.predict(seen[0], deterministic=True)[0].shape == (2,)
+
+
+def test_illegal_actions_are_never_chosen():
+    agent = step_agent(GymnasiumGroups(Masked))
+    mask = np.array([0, 1, 0, 1], np.int8)
+    seen = np.zeros((50, 4), np.float32)
+    assert set(agent.get_action(seen, action_mask=np.tile(mask, (50, 1))).tolist()) == {1, 3}
+    assert agent.get_action(seen[0], action_mask=mask) in (1, 3)
+    with pytest.raises(ValueError, match="one row per observation"):
+        agent.get_action(seen, action_mask=mask[None])
+
+
+@pytest.mark.parametrize("seen", [np.zeros(3), np.zeros((2, 5)), np.zeros((2, 2, 4)), {"x": 1}, "text"])
+def test_observations_of_another_shape_are_refused(seen):
+    with pytest.raises(ValueError):  # noqa: PT011  # several rules
+        step_agent().get_action(seen)
+
+
+def test_composite_observations_are_one_or_many():
+    agent = step_agent(GymnasiumGroups(MatchDict))
+    one = {"which": 1, "number": np.array([0.5], np.float32)}
+    many = {"which": np.array([1, 0]), "number": np.array([[0.5], [-0.5]], np.float32)}
+    assert agent.get_action(many, training=False)[0] == agent.get_action(one, training=False)
+    with pytest.raises(ValueError, match="equally many"):
+        agent.get_action(many | {"which": np.array([1, 0, 1])})
+
+
+def test_predicting_leaves_training_alone():
+    one, other = step_agent(), step_agent()
+    seen = np.zeros((30, 4), np.float32)
+    first, second = one.predict(seen)[0], one.predict(seen)[0]
+    assert first.tolist() != second.tolist()
+    assert one.steps == 0
+    assert one.get_action(seen).tolist() == other.get_action(seen).tolist()
+    with pytest.raises(ValueError, match="predict is for small networks"):
+        tiny_agent().predict(seen)
+
+
+# ---- learning from a loop of one's own
+
+
+def test_a_loop_of_ones_own_teaches():
+    agent = step_agent(lr=1e-2)
+    rewards = []
+    for _ in range(15):
+        loss, kl = report = agent.learn(played(agent, steps=40))
+        assert report.failed is None
+        assert math.isfinite(loss)
+        assert math.isnan(kl)
+        rewards.append(report.reward)
+    assert np.mean(rewards[:3]) < 28
+    assert np.mean(rewards[-3:]) > 34
+
+
+def test_learning_by_hand_equals_learning_from_the_environments_own_rows():
+    from evogrpo.agents.learning import learn
+
+    agent = step_agent(normalise_observations=True, beta=0.1)
+    agent.learn(played(agent))  # so that there are statistics
+    twin = agent.clone()
+    experiences = played(agent, steps=12)
+    twin.steps = agent.steps
+    shown = agent._shared.body.shown(experiences[0].reshape(-1, 4), np.zeros(96, np.int64)).reshape(8, 12, 4)
+    batch = agent._shared.play.batch(agent.learner(), experiences)
+    assert np.allclose(batch.inputs.observations.numpy(), shown)
+    assert batch.rewards.tolist() == experiences[3].sum(2).ravel().tolist()
+    assert batch.group_ids.tolist() == [0] * 4 + [1] * 4
+    report = learn(agent._shared, [agent.learner()], batch)[0]
+    assert twin.learn(experiences).metrics == report.metrics
+    assert equal_states(state_of(twin), state_of(agent))
+
+
+def corrupted(number, change):
+    parts = list(played(step_agent(), starts=1, size=2, steps=3))
+    parts[number] = change(parts[number])
+    return tuple(parts)
+
+
+@pytest.mark.parametrize(
+    ("number", "change", "rule"),
+    [
+        (0, lambda seen: seen[:, :, :2], "observations must be"),
+        (1, lambda actions: actions[..., None], "actions must be"),
+        (2, lambda masks: ~masks, "first steps of every episode"),
+        (2, lambda masks: masks[:, :1], "both be"),
+        (3, lambda rewards: rewards[:, :, :2], "both be"),
+    ],
+)
+def test_experiences_that_do_not_fit_are_refused(number, change, rule):
+    agent = step_agent()
+    with pytest.raises(ValueError, match=rule):
+        agent.learn(corrupted(number, change))
+    with pytest.raises(ValueError, match="got 3 parts"):
+        agent.learn(played(agent, starts=1, steps=2)[:3])
+
+
+# ---- looking inside, cloning, mutating
+
+
+def test_an_agent_shows_its_parts():
+    agent = step_agent(
+        hp_config=STEP_SPACE, beta=0.1, objective=Objective(**vars(STEPWISE) | {"reference": "snapshot"})
+    )
+    parts = agent.evolvable_attributes()
+    assert parts.keys() == {"actor", "optimizer", "carried", "reference"}
+    assert parts["actor"].keys() == {"weights", "architecture"}
+    assert agent.evolvable_attributes(networks_only=True).keys() == {"actor"}
+    assert GRPO.inspect_attributes(agent, input_args_only=True)["network"] == NetworkConfig(hidden=(6, 5))
+    again = GRPO(**{k: v for k, v in GRPO.inspect_attributes(agent, input_args_only=True).items() if v is not None})
+    assert equal_states(state_of(again), state_of(agent))
+    assert agent.get_state_dim(agent.observation_space) == (4,)
+    assert agent.get_action_dim(agent.action_space) == 2
+    assert agent.preprocess_observation(np.zeros(4)).shape == (1, 4)
+    agent.recompile()
+    agent.unwrap_models()
+    assert str(agent.device) == "cpu"
+
+
+def test_a_clone_is_independent_and_equal():
+    agent = step_agent(evolve_network=LIMITS, hp_config=STEP_SPACE, normalise_observations=True)
+    agent.learn(played(agent))
+    agent.mutate(generator(3, "test"))
+    twin = agent.clone()
+    assert equal_states(state_of(twin), state_of(agent))
+    before = state_of(agent)
+    experiences = played(twin)
+    twin.learn(experiences)
+    assert equal_states(state_of(agent), before)
+    agent.steps = twin.steps - 1
+    agent.learn(experiences)
+    assert equal_states(state_of(agent), state_of(twin))
+
+
+def test_a_mutation_can_change_the_network():
+    agent = step_agent(evolve_network=ArchitectureLimits(min_units=2, max_units=12, unit_steps=(3,), probability=1.0))
+    called = []
+    agent.register_init_hook(lambda: called.append(1))
+    changes = agent.mutate(generator(0, "test"))
+    assert changes.keys() == {"network"}
+    assert changes["network"][0] == "6-5 tanh" != changes["network"][1]
+    assert called == [1]
+    units, activation = changes["network"][1].split(" ")
+    config = agent._shared.bank.architecture(0)
+    assert ("-".join(map(str, config.hidden)), config.activation) == (units, activation)
+    both = step_agent(evolve_network=LIMITS, hp_config=STEP_SPACE)
+    seen = [both.mutate(generator(number, "test")).keys() for number in range(12)]
+    assert any("network" in keys for keys in seen)
+    assert all(set(keys) - {"network"} for keys in seen)

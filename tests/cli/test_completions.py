@@ -1,0 +1,91 @@
+"""The completions table in the terminal: questions alone, both ends of long answers, nothing that a terminal obeys."""
+
+import io
+import re
+
+import pytest
+
+from evogrpo.cli.completions import completions_table, one_line, shortened
+from evogrpo.cli.console import make_console
+from evogrpo.training.reports import Example
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def example(index=0, prompt="3+4=", completion="7", reward=1.0, **fields):
+    return Example(prompt=prompt, completion=completion, reward=reward, index=index, **fields)
+
+
+def drawn(examples, best=0, width=120):
+    stream = io.StringIO()
+    console = make_console(stream)
+    table = completions_table(examples, best, width)
+    console.print(table, width=width)
+    return [line.rstrip() for line in stream.getvalue().splitlines()]
+
+
+def test_the_best_comes_first_then_those_with_other_rewards():
+    examples = [
+        example(0, completion="a", reward=0.0, advantage=0.0, step=5),
+        example(1, completion="b", reward=1.0, advantage=0.87, step=5),
+        example(2, completion="c", reward=1.0, advantage=0.5, step=5),
+        example(3, completion="d", reward=0.0, advantage=-1.25, step=5),
+    ]
+    head, *rows = drawn(examples, best=2)
+    assert head.split() == ["step", "6", "question", "completion", "reward", "advantage"]
+    assert [row.split() for row in rows] == [
+        ["#2", "3+4=", "c", "1", "+0.5"],
+        ["#0", "3+4=", "a", "0", "0"],
+        ["#3", "3+4=", "d", "0", "-1.25"],
+    ]
+
+
+def test_each_reward_function_has_a_column_where_there_are_several():
+    one = example(rewards={"exact": 1.0}, reward=1.0)
+    assert "exact" not in drawn([one])[0]
+    several = example(rewards={"exact": 1.0, "brief": None}, reward=2.0, advantage=None)
+    head, row = drawn([several])
+    assert head.split()[4:] == ["exact", "brief", "reward", "advantage"]
+    assert row.split()[3:] == ["1", "–", "2", "–"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_long_texts_are_cut_in_the_middle_and_rows_stay_lines(width):
+    question = "Say " + "please " * 60 + "now?"
+    answer = "First " + "blah " * 100 + "so 42"
+    lines = drawn([example(0, question, answer, advantage=1.0), example(1, question, "no")], width=width)
+    assert len(lines) == 3
+    assert all(len(line) <= width for line in lines)
+    assert re.search(r"Say .*….*now\?", lines[1])
+    assert re.search(r"First .*….*so 42", lines[1])
+    short = drawn([example(0, "3+4=", answer)], width=width)
+    assert "3+4=" in short[1]
+
+
+def test_untrusted_text_is_escaped_and_never_markup():
+    text = "[bold]x[/bold]\x1b[31m\u202e\n\n\ty\r"
+    assert one_line(text) == r"[bold]x[/bold]\x1b[31m\u202e ⏎ y\r"
+    lines = drawn([example(prompt=text, completion=text, rewards={"\x1b[2J": 1.0, "g": 0.0})], width=200)
+    assert len(lines) == 2
+    assert all(line.isprintable() for line in lines)
+    assert lines[1].count("[bold]x[/bold]") == 2
+
+
+def test_an_empty_completion_is_named_and_nothing_is_no_table():
+    assert "(nothing)" in drawn([example(completion="")])[1]
+    assert completions_table([], 0, 100) is None
+
+
+@pytest.mark.parametrize("most", [12, 13, 30])
+def test_what_is_cut_keeps_both_ends(most):
+    text = "".join(chr(97 + number % 26) for number in range(100))
+    cut = shortened(text, most)
+    assert len(cut) == most
+    head, tail = cut.split("…")
+    assert text.startswith(head)
+    assert text.endswith(tail)
+    assert len(tail) >= 4
+    assert shortened(text[:most], most) == text[:most]

@@ -1,0 +1,110 @@
+"""Tiny agents and populations of small networks, environments for them, and runs."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournament
+from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.evolution import Strategy
+from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.training.evolve import Evolution
+from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.schedule import Schedule
+
+STEP_SPACE = HyperparameterConfig(
+    lr=RLParameter(min=1e-3, max=3e-2, scale="log"),
+    clip_coef=RLParameter(min=0.1, max=0.4),
+    group_size=RLParameter(choices=[2, 4, 8]),
+)
+LIMITS = ArchitectureLimits(min_units=2, max_units=12, unit_steps=(2, 3), probability=0.8)
+QUICK: dict[str, Any] = {"generations": 3, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 4}
+
+
+def cart_pole(**options: Any) -> GymnasiumGroups:
+    """Return short episodes of CartPole, few of them held out."""
+    return GymnasiumGroups("CartPole-v1", **({"max_episode_steps": 40, "validation_size": 6} | options))
+
+
+def step_options(env: GymnasiumGroups, **options: Any) -> dict[str, Any]:
+    spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+    network = {} if "actor_network" in options else {"network": NetworkConfig(hidden=(6, 5))}
+    return spaces | network | {"group_size": 4, "batch_size": 64} | options
+
+
+def step_agent(env: GymnasiumGroups | None = None, **options: Any) -> GRPO:
+    return GRPO(**step_options(env or cart_pole(), **options))
+
+
+def step_population(size: int, env: GymnasiumGroups | None = None, **options: Any) -> Population:
+    return GRPO.population(size, **step_options(env or cart_pole(), **options))
+
+
+def step_run(
+    folder: Path | None,
+    *,
+    size: int = 3,
+    env: GymnasiumGroups | None = None,
+    strategy: Strategy | None = None,
+    options: Mapping[str, Any] | None = None,
+    **schedule: Any,
+) -> Evolution:
+    """Return a small run that has not begun: members that evolve, networks included."""
+    env = env or cart_pole()
+    chosen = {"hp_config": STEP_SPACE, "update_epochs": 2, "evolve_network": LIMITS} | dict(options or {})
+    return Evolution(
+        step_population(size, env, **chosen),
+        env,
+        schedule=Schedule(**(QUICK | schedule)),
+        strategy=strategy or Tournament(z=0.0),
+        run_dir=None if folder is None else RunDir(folder, tensorboard=False),
+    )
+
+
+def resumed_step_run(folder: Path, *, env: GymnasiumGroups | None = None, **schedule: Any) -> Evolution:
+    """Return a run as another process would bring it back: new bank, new environment."""
+    saved = open_run(folder)
+    population, progress = saved.restore()
+    return Evolution(
+        population,
+        env or cart_pole(),
+        schedule=Schedule(**(saved.record["schedule"] | schedule)),
+        strategy=saved.strategy,
+        run_dir=RunDir(folder, tensorboard=False),
+        progress=progress,
+    )
+
+
+def played(agent: GRPO, starts: int = 2, size: int = 4, steps: int = 20) -> tuple[Any, ...]:
+    """Return experiences of a loop of the caller's own, in plain gymnasium environments."""
+    import gymnasium
+    import numpy as np
+
+    shape = (starts, size, steps)
+    observations, actions = np.zeros((*shape, 4), np.float32), np.zeros(shape, np.int64)
+    masks, rewards = np.zeros(shape, bool), np.zeros(shape)
+    for start in range(starts):
+        for replica in range(size):
+            env = gymnasium.make("CartPole-v1", max_episode_steps=steps)
+            seen, _ = env.reset(seed=start)
+            for t in range(steps):
+                place = (start, replica, t)
+                observations[place], masks[place] = seen, True
+                actions[place] = agent.get_action(seen, training=True)
+                seen, rewards[place], terminated, truncated, _ = env.step(int(actions[place]))
+                if terminated or truncated:
+                    break
+    return observations, actions, masks, rewards
+
+
+class OwnNetwork(torch.nn.Module):
+    """A network of a user's for CartPole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)
+
+    def forward(self, observations: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(observations)))
