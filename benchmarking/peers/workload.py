@@ -45,6 +45,7 @@ class Arguments:
         agents: Agents in the process.
         threads: Threads that torch may use.
         out: JSON file to write.
+        defaults: Leave the settings that change no result at the system's defaults, rather than at the fastest.
     """
 
     model: Path
@@ -53,6 +54,7 @@ class Arguments:
     agents: int
     threads: int
     out: Path
+    defaults: bool
 
 
 def reward(completion: str) -> float:
@@ -68,6 +70,7 @@ def parse_arguments(description: str | None) -> Arguments:
     parser.add_argument("--micro-batch", type=int, default=SAMPLES_PER_STEP, help="samples per pass of a learning step")
     parser.add_argument("--agents", type=int, default=1, help="agents in the process")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that torch may use")
+    parser.add_argument("--defaults", action="store_true", help="the system's own defaults where others are faster")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = Arguments(**vars(parser.parse_args()))
     os.environ.update(OMP_NUM_THREADS=str(arguments.threads), MKL_NUM_THREADS=str(arguments.threads))

@@ -1,0 +1,41 @@
+"""The tasks and how long every contestant runs on each. Runners of every environment read it: it imports nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One Gymnasium environment and the two budgets at which contestants are compared.
+
+    Attributes:
+        name: The environment's id.
+        steps: Budget of environment steps; also what PPO's schedules are laid out for.
+        seconds: Budget of training time.
+        random: Mean return of a uniformly random policy, over some hundred episodes; 0 on the normalised scale.
+        solved: Return that counts as solved; 1 on the normalised scale. Gymnasium's own reward threshold, and -150
+            for Pendulum, which has none.
+    """
+
+    name: str
+    steps: int
+    seconds: float
+    random: float
+    solved: float
+
+    def normalised(self, score: float) -> float:
+        """Return a score on the scale where random play is 0 and solved is 1."""
+        return (score - self.random) / (self.solved - self.random)
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(name="CartPole-v1", steps=100_000, seconds=8.0, random=23.0, solved=475.0),
+        Task(name="Acrobot-v1", steps=200_000, seconds=30.0, random=-498.0, solved=-100.0),
+        Task(name="Pendulum-v1", steps=100_000, seconds=30.0, random=-1230.0, solved=-150.0),
+        Task(name="MountainCar-v0", steps=500_000, seconds=60.0, random=-200.0, solved=-110.0),
+        Task(name="LunarLander-v3", steps=500_000, seconds=90.0, random=-184.0, solved=200.0),
+    )
+}
