@@ -12,8 +12,10 @@ __all__ = [
     "HuggingFaceGym",
     "HyperparameterConfig",
     "Hyperparameters",
+    "MultiAgentGRPO",
     "NetworkConfig",
     "Objective",
+    "PettingZooGroups",
     "Population",
     "RLParameter",
     "StepRewards",
@@ -29,8 +31,10 @@ _HOMES = {
     "HuggingFaceGym": "evogrpo.envs.huggingface",
     "HyperparameterConfig": "evogrpo.hyperparameters.space",
     "Hyperparameters": "evogrpo.hyperparameters.values",
+    "MultiAgentGRPO": "evogrpo.agents.multi_agent",
     "NetworkConfig": "evogrpo.policies.architecture",
     "Objective": "evogrpo.objective.record",
+    "PettingZooGroups": "evogrpo.envs.pettingzoo",
     "Population": "evogrpo.agents.population",
     "RLParameter": "evogrpo.hyperparameters.space",
     "StepRewards": "evogrpo.envs.step_rewards",
@@ -41,9 +45,11 @@ _HOMES = {
 
 if TYPE_CHECKING:
     from evogrpo.agents.grpo import GRPO
+    from evogrpo.agents.multi_agent import MultiAgentGRPO
     from evogrpo.agents.population import Population
     from evogrpo.envs.gymnasium import GymnasiumGroups
     from evogrpo.envs.huggingface import HuggingFaceGym
+    from evogrpo.envs.pettingzoo import PettingZooGroups
     from evogrpo.envs.step_rewards import StepRewards
     from evogrpo.evolution.strategies import Tournament
     from evogrpo.hyperparameters.space import HyperparameterConfig, RLParameter

@@ -32,7 +32,7 @@ def draw(runs: Sequence[Run], labels: dict[str, str], path: Path, seconds_label:
 
     groups = grouped(runs)
     tasks = list(dict.fromkeys(task for task, _ in groups))
-    figure = Figure(figsize=(3.6 * len(tasks), 6.2), layout="constrained")
+    figure = Figure(figsize=(max(3.6 * len(tasks), 5.5), 6.2), layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(2, len(tasks), squeeze=False)
     handles = {}
@@ -49,13 +49,15 @@ def draw(runs: Sequence[Run], labels: dict[str, str], path: Path, seconds_label:
         handles.values(),
         [labels[name] for name in handles],
         loc="outside lower center",
-        ncols=len(handles),
+        ncols=min(len(handles), 2 * len(tasks)),
         frameon=False,
     )
     figure.savefig(path, dpi=120)
 
 
 def _panel(axes: Axes, groups: dict[str, list[Run]], budget: Budget) -> dict[str, object]:
+    from matplotlib.ticker import NullFormatter
+
     task = next(iter(groups.values()))[0].task
     spent = amount(task, budget)
     start = min(run.budgets(budget)[1] for group in groups.values() for run in group)
@@ -68,6 +70,7 @@ def _panel(axes: Axes, groups: dict[str, list[Run]], budget: Budget) -> dict[str
         axes.fill_between(ticks, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
     axes.axhline(task.solved, color="#888888", linewidth=0.8, linestyle=":")
     axes.set_xscale("log")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#eeeeee")
     axes.set_axisbelow(True)

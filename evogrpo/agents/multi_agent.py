@@ -1,10 +1,7 @@
 """MultiAgentGRPO: several policies of one member, learning together in a joint environment."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Self, Unpack, cast
-
-import torch
+from typing import Any, Unpack, cast
 
 from evogrpo.agents.base import EvolvableAlgorithm
 from evogrpo.agents.collecting import Collected, collect
@@ -12,7 +9,6 @@ from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.joint_body import Spaces
 from evogrpo.agents.joint_options import JointOptions, common_samples, open_with_options
 from evogrpo.agents.joint_population import MultiAgentPopulation, learn_members
-from evogrpo.agents.joint_saving import load_joint_agent
 from evogrpo.envs.pettingzoo import PettingZooGroups
 from evogrpo.evolution.mutation import spread_members
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
@@ -136,28 +132,3 @@ class MultiAgentGRPO(GRPO):
         self.steps += 1
         self.failed = report.failed
         return report
-
-    # ---- checkpoints
-
-    @classmethod
-    def load(
-        cls,
-        path: str | Path,
-        device: str | torch.device | None = None,
-        accelerator: Any = None,
-        actor_network: Any = None,
-    ) -> Self:
-        """Bring a saved member back, in banks of its own.
-
-        Args:
-            path: Folder written by `save_checkpoint`.
-            device: Where networks learn; the CPU by default.
-            accelerator: Not for several policies.
-            actor_network: Likewise.
-
-        Raises:
-            CheckpointError: If the checkpoint is damaged, or not of a multi-agent member.
-        """
-        if accelerator is not None or actor_network is not None:
-            raise ValueError("a multi-agent member has neither an accelerator nor an actor_network: leave them out")
-        return load_joint_agent(cls, path, device=device)

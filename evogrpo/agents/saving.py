@@ -101,6 +101,7 @@ def restore_population(
     path: str | Path,
     *,
     device: str | torch.device | None = None,
+    together: type[Population] = Population,
 ) -> Population:
     """Build a population from what `population_state` returned.
 
@@ -111,6 +112,7 @@ def restore_population(
         actor_network: The base model, or the caller's own module; see `GRPO.load`.
         path: Where the state was read.
         device: Where to put the model; it stays where it is by default.
+        together: The population's class.
 
     Raises:
         CheckpointError: If the state is of another base model or does not fit together.
@@ -126,7 +128,7 @@ def restore_population(
             }
             _restore(agent, member, own, path)
             agents.append(agent)
-        population = Population(agents, shared, lineage=Lineage.from_json(record["lineage"]))
+        population = together(agents, shared, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = record["next_index"]
     return population
 
@@ -188,7 +190,29 @@ def _open_networks(
     )
 
 
-_OPENERS: Mapping[str, Callable[..., Shared]] = {"language": _open_language, "networks": _open_networks}
+def _open_joint(
+    record: Mapping[str, Any],
+    size: int,
+    folder: Path,
+    actor_network: Any,
+    hp_config: HyperparameterConfig | None,
+    device: str | torch.device | None,
+    accelerator: Accelerator | None,
+) -> Shared:
+    from evogrpo.agents.joint_body import JointBody, JointSettings
+    from evogrpo.agents.joint_play import joint_shared
+
+    if accelerator is not None or actor_network is not None:
+        raise ValueError("multi-agent members take neither an accelerator nor an actor_network: leave them out")
+    settings = JointSettings.from_json(record["settings"])
+    return joint_shared(JointBody.stored(record, settings, size, device=device), hp_config)
+
+
+_OPENERS: Mapping[str, Callable[..., Shared]] = {
+    "joint": _open_joint,
+    "language": _open_language,
+    "networks": _open_networks,
+}
 """What reads the record of each kind of body."""
 
 

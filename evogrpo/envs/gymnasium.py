@@ -12,17 +12,16 @@ from numpy.typing import ArrayLike
 from evogrpo.envs.actions import check_action_space
 from evogrpo.envs.classic_control import ClassicControl, native_class
 from evogrpo.envs.episodes import Played
-from evogrpo.envs.groups import SPLITS, Split, deal_starts
+from evogrpo.envs.groups import Split, deal_starts
 from evogrpo.envs.lanes import Lanes, NativeLanes, ProcessLanes, SerialLanes
 from evogrpo.envs.making import EnvMaker
 from evogrpo.envs.normalisation import ObservationStatistics
 from evogrpo.envs.playing import Actor, Uniforms, Work, play_episodes, replicas_of
+from evogrpo.envs.starts import ResetSeeds
 from evogrpo.envs.trees import leaf_spaces
-from evogrpo.randomness import generator
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
-_SEEDS_PER_SPLIT = 1 << 29  # so that the seeds of all splits fit into 31 bits, which every environment takes
 _NATIVE_LANES = 4096
 _SERIAL_LANES = 64
 
@@ -149,8 +148,8 @@ class GymnasiumGroups:
         test_size: int = 256,
         seed: int = 0,
     ) -> None:
-        self._sizes: dict[Split, int] = dict(zip(SPLITS, (train_size, validation_size, test_size), strict=True))
-        _check_options(self._sizes, max_episode_steps, vectorization, lanes)
+        self._starts = ResetSeeds(seed, {"train": train_size, "validation": validation_size, "test": test_size})
+        _check_options(max_episode_steps, vectorization, lanes)
         self.seed = seed
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         kwargs = dict(env_kwargs or {})
@@ -193,7 +192,7 @@ class GymnasiumGroups:
 
     def size(self, split: Split) -> int:
         """Return the number of distinct starts of a split."""
-        return self._sizes[split]
+        return self._starts.size(split)
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
         """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
@@ -205,7 +204,7 @@ class GymnasiumGroups:
         Raises:
             ValueError: If the split or the start does not exist.
         """
-        return self.open(split, [start]).seeds[0]
+        return self._starts.of(split, [start])[0]
 
     def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
         """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
@@ -213,17 +212,7 @@ class GymnasiumGroups:
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
-        if not all(0 <= start < self.size(split) for start in starts):
-            raise ValueError(f"starts of {split} must lie in [0, {self.size(split) - 1}], got {list(starts)}")
-        # An odd multiplier permutes the range: no seed comes twice, and a larger split keeps the smaller one's seeds.
-        factor, shift = generator(self.seed, "reset seeds", SPLITS.index(split)).integers(_SEEDS_PER_SPLIT, size=2)
-        base = SPLITS.index(split) * _SEEDS_PER_SPLIT
-        odd = int(factor) | 1
-        return StepEpisodes(
-            env=self, seeds=tuple(base + (odd * int(start) + int(shift)) % _SEEDS_PER_SPLIT for start in starts)
-        )
+        return StepEpisodes(env=self, seeds=self._starts.of(split, starts))
 
     def play(
         self,
@@ -284,12 +273,7 @@ def _native(
     return lambda: native(max_episode_steps=limit, **{**spec.kwargs, **kwargs})
 
 
-def _check_options(
-    sizes: Mapping[Split, int], max_episode_steps: int | None, vectorization: str, lanes: int | None
-) -> None:
-    for split, size in sizes.items():
-        if not 1 <= size <= _SEEDS_PER_SPLIT:
-            raise ValueError(f"{split}_size must lie in [1, {_SEEDS_PER_SPLIT}], got {size}")
+def _check_options(max_episode_steps: int | None, vectorization: str, lanes: int | None) -> None:
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ValueError(f"max_episode_steps must be at least 1 or None, got {max_episode_steps}")
     if vectorization not in ("auto", "native", "serial", "processes"):

@@ -162,8 +162,9 @@ class Saved:
         Raises:
             CheckpointError: If it is another base model, or the record does not fit together.
         """
+        kind, together = _classes(self.base["kind"])
         population = restore_population(
-            GRPO, self.tensors, self.record["population"], model, self.folder, device=device
+            kind, self.tensors, self.record["population"], model, self.folder, device=device, together=together
         )
         progress = Progress.from_json(self.record["progress"])
         # A kill between saving the best and the checkpoint leaves a best of a generation that is now done again.
@@ -177,6 +178,16 @@ class Saved:
                 state=state,
             )
         return population, progress
+
+
+def _classes(kind: str) -> tuple[type[GRPO], type[Population]]:
+    """Return the classes of the agents and of the population whose members are of this kind."""
+    if kind != "joint":
+        return GRPO, Population
+    from evogrpo.agents.joint_population import MultiAgentPopulation
+    from evogrpo.agents.multi_agent import MultiAgentGRPO
+
+    return MultiAgentGRPO, MultiAgentPopulation
 
 
 def open_run(path: str | Path) -> Saved:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from evogrpo.agents.joint_play import JointBatch
-from evogrpo.agents.joint_saving import restore_joint_population
+from evogrpo.agents.joint_population import MultiAgentPopulation
 from evogrpo.agents.multi_agent import MultiAgentGRPO
-from evogrpo.agents.saving import population_state
+from evogrpo.agents.saving import population_state, restore_population
 from evogrpo.envs.gymnasium import GymnasiumGroups
 from evogrpo.envs.pettingzoo import PettingZooGroups
 from evogrpo.evolution.strategies import Child, Plan
@@ -431,15 +431,13 @@ def test_a_restored_population_goes_on_as_if_it_had_never_stopped(tmp_path):
     )
     train(population, env, 2)
     tensors, record = population_state(population)
-    restored = restore_joint_population(MultiAgentGRPO, dict(tensors), record, tmp_path)
+    restored = restore_population(MultiAgentGRPO, dict(tensors), record, None, tmp_path, together=MultiAgentPopulation)
     assert [agent.record() for agent in restored] == [agent.record() for agent in population]
     assert population[0].lr != population[1].lr  # founders are spread
     for each in (population, restored):
         train(each, env, 2, first=2)
     assert all(same(one, other) for one, other in zip(states(population), states(restored), strict=True))
     assert restored.space == population.space
-    with pytest.raises(CheckpointError, match="not multi-agent"):
-        restore_joint_population(MultiAgentGRPO, {}, {**record, "shared": {"kind": "networks"}}, tmp_path)
 
 
 # ---- what is refused
