@@ -123,8 +123,8 @@ def time_throughput(given: argparse.Namespace) -> None:
         given.task,
         learning_steps=given.learning_steps,
         rounds=given.rounds,
-        own=python_of("grpo", given.cache),
-        peer=python_of("sb3-ppo", given.cache),
+        cores=given.cores,
+        pythons={"evogrpo": python_of("grpo", given.cache), "sb3": python_of("sb3-ppo", given.cache)},
         variables=environment(),
     )
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -164,6 +164,7 @@ def parse_arguments() -> argparse.Namespace:
     timing.add_argument("--task", choices=TASKS, default="CartPole-v1")
     timing.add_argument("--learning-steps", type=int, default=40)
     timing.add_argument("--rounds", type=int, default=3, help="times that everything is measured, in turn")
+    timing.add_argument("--cores", type=int, default=2, help="runs side by side, and threads of a population")
     timing.set_defaults(run=time_throughput)
 
     aiming = commands.add_parser("target", parents=[common], help="seconds until a task is solved")

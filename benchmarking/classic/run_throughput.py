@@ -1,23 +1,28 @@
-"""Time rollout and learning of a fixed number of learning steps; nothing is evaluated or selected.
+"""Time rollout and learning of a fixed amount of work in processes that start together; nothing is evaluated.
 
-A run prints "ready" when everything is imported and warm, waits for a line on its standard input, and then works, so
-that several runs can be started together.
+The processes are forks of one that has imported everything: each warms up, waits for the others, then works. Printed
+is one line of JSON: environment steps and processor seconds of all, and the wall seconds until the last has ended.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
+import multiprocessing
 import time
 from collections.abc import Callable
+from multiprocessing.synchronize import Barrier
+from typing import Any
 
 import torch
 from tasks import TASKS
 
+Work = Callable[[int, int], int]
+"""(amount, seed) -> environment steps taken."""
 
-def evogrpo_work(task: str, members: int, learning_steps: int, seed: int) -> Callable[[], int]:
-    """Return what trains so many members for so many learning steps and returns the environment steps taken."""
+
+def evogrpo_work(task: str, members: int) -> Work:
+    """Return what trains so many members for a number of learning steps, without validation or selection."""
     from recipes import RECIPES
     from run_evogrpo import CountedGroups
 
@@ -26,7 +31,7 @@ def evogrpo_work(task: str, members: int, learning_steps: int, seed: int) -> Cal
     recipe = RECIPES[task]
     samples = recipe.samples_per_step
 
-    def run(steps: int) -> int:
+    def work(learning_steps: int, seed: int) -> int:
         env = CountedGroups(task, seed=seed)
         population = GRPO.population(
             members,
@@ -38,52 +43,63 @@ def evogrpo_work(task: str, members: int, learning_steps: int, seed: int) -> Cal
             **recipe.hyperparameters,
         )
         block = samples // population[0].group_size
-        for step in range(steps):
+        for step in range(learning_steps):
             collected = population.collect(env, step=step, samples_per_step=samples, block=block)
             population.learn(collected.batch, step=step)
         return env.steps
 
-    run(1)
-    return lambda: run(learning_steps)
+    return work
 
 
-def sb3_work(task: str, environment_steps: int, seed: int) -> Callable[[], int]:
-    """Return what trains Stable-Baselines3's PPO with the zoo's hyperparameters."""
+def sb3_work(task: str) -> Work:
+    """Return what trains Stable-Baselines3's PPO, with the zoo's hyperparameters, for a number of steps."""
     from run_sb3 import make_model
 
-    def run(steps: int) -> int:
+    def work(environment_steps: int, seed: int) -> int:
         model, _ = make_model(task, seed)
-        model.learn(steps)
+        model.learn(environment_steps)
         return int(model.num_timesteps)
 
-    run(1)
-    return lambda: run(environment_steps)
+    return work
+
+
+def process(work: Work, given: argparse.Namespace, number: int, barrier: Barrier, results: Any) -> None:
+    """Warm up, wait for the others, work, and hand in what was measured."""
+    torch.set_num_threads(given.threads)
+    work(1, number)
+    barrier.wait()
+    processor = time.process_time()
+    steps = sum(work(given.work, number * given.runs + run) for run in range(given.runs))
+    results.put((steps, time.process_time() - processor))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TASKS, required=True)
     parser.add_argument("--contestant", choices=("evogrpo", "sb3"), required=True)
-    parser.add_argument("--members", type=int, default=1, help="of evogrpo")
+    parser.add_argument("--members", type=int, default=1, help="of evogrpo's population")
     parser.add_argument("--work", type=int, required=True, help="learning steps of evogrpo, environment steps of sb3")
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--runs", type=int, default=1, help="runs that each process makes, one after the other")
+    parser.add_argument("--processes", type=int, default=1, help="processes at a time")
+    parser.add_argument("--threads", type=int, required=True, help="threads of each process")
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    if given.contestant == "evogrpo":
-        run = evogrpo_work(given.task, given.members, given.work, given.seed)
-    else:
-        run = sb3_work(given.task, given.work, given.seed)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    wall, processor = time.perf_counter(), time.process_time()
-    steps = run()
-    measured = {
-        "steps": steps,
-        "wall": time.perf_counter() - wall,
-        "processor": time.process_time() - processor,
-    }
-    print(json.dumps(measured), flush=True)
+    work = evogrpo_work(given.task, given.members) if given.contestant == "evogrpo" else sb3_work(given.task)
+    context = multiprocessing.get_context("fork")
+    barrier, results = context.Barrier(given.processes + 1), context.Queue()
+    started = [
+        context.Process(target=process, args=(work, given, number, barrier, results))
+        for number in range(given.processes)
+    ]
+    for each in started:
+        each.start()
+    barrier.wait()
+    began = time.perf_counter()
+    measured = [results.get() for _ in started]
+    wall = time.perf_counter() - began
+    for each in started:
+        each.join()
+    steps, processor = (sum(column) for column in zip(*measured, strict=True))
+    print(json.dumps({"steps": steps, "processor": processor, "wall": wall}), flush=True)
 
 
 if __name__ == "__main__":
