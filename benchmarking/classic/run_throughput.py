@@ -11,7 +11,9 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
-from multiprocessing.synchronize import Barrier
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from threading import BrokenBarrierError
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from tasks import TASKS
 
 Work = Callable[[int, int], int]
 """(amount, seed) -> environment steps taken."""
+_INHERITED: list[Any] = []
 
 
 def evogrpo_work(task: str, members: int) -> Work:
@@ -63,14 +66,19 @@ def sb3_work(task: str) -> Work:
     return work
 
 
-def process(work: Work, given: argparse.Namespace, number: int, barrier: Barrier, results: Any) -> None:
-    """Warm up, wait for the others, work, and hand in what was measured."""
+def process(number: int) -> tuple[int, float]:
+    """Warm up, wait for the others, work, and return environment steps and processor seconds."""
+    work, given, barrier = _INHERITED
     torch.set_num_threads(given.threads)
-    work(1, number)
+    try:
+        work(1, number)
+    except BaseException:
+        barrier.abort()  # nobody has to wait for this one
+        raise
     barrier.wait()
     processor = time.process_time()
     steps = sum(work(given.work, number * given.runs + run) for run in range(given.runs))
-    results.put((steps, time.process_time() - processor))
+    return steps, time.process_time() - processor
 
 
 def main() -> None:
@@ -85,19 +93,15 @@ def main() -> None:
     given = parser.parse_args()
     work = evogrpo_work(given.task, given.members) if given.contestant == "evogrpo" else sb3_work(given.task)
     context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(given.processes + 1), context.Queue()
-    started = [
-        context.Process(target=process, args=(work, given, number, barrier, results))
-        for number in range(given.processes)
-    ]
-    for each in started:
-        each.start()
-    barrier.wait()
-    began = time.perf_counter()
-    measured = [results.get() for _ in started]
-    wall = time.perf_counter() - began
-    for each in started:
-        each.join()
+    barrier = context.Barrier(given.processes + 1)
+    _INHERITED.extend((work, given, barrier))  # forks see it as it is
+    with ProcessPoolExecutor(given.processes, mp_context=context) as pool:
+        running = [pool.submit(process, number) for number in range(given.processes)]
+        with suppress(BrokenBarrierError):  # what broke it is raised by the result
+            barrier.wait()
+        began = time.perf_counter()
+        measured = [each.result() for each in running]
+        wall = time.perf_counter() - began
     steps, processor = (sum(column) for column in zip(*measured, strict=True))
     print(json.dumps({"steps": steps, "processor": processor, "wall": wall}), flush=True)
 

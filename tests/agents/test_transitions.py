@@ -94,6 +94,28 @@ def test_transitions_are_shuffled_one_by_one():
     assert sum(one != other for one, other in pairwise(groups)) > len(set(groups))
 
 
+def test_optimizer_steps_are_taken_on_shuffled_transitions():
+    shared, control = together(advantage="return_to_go_timestep"), together()
+    each = learner(batch_size=9)
+    batch = experience(shared)
+    flat = batch.flattened()
+    rewards = [batch.step_rewards[row][batch.action_mask[row]].tolist() for row in range(len(batch))]
+    advantages = of_actions("return_to_go_timestep", rewards, batch.group_ids.tolist(), 1.0, 1e-4)
+    values = torch.tensor([value for row in advantages for value in row])[:, None]
+    old = control.bank.log_probs(flat)
+    for chosen in minibatches(each, flat, 0, keep_groups=False):
+
+        def loss(rows, log_probs, entropies, chosen=chosen):
+            own = chosen[rows]
+            ratio, worth = (log_probs - old[own]).exp(), values[own]
+            return -torch.minimum(ratio * worth, ratio.clamp(0.8, 1.2) * worth).sum(1) / len(chosen)
+
+        control.bank.update(flat.select(chosen), loss, {0: each.hyperparameters})
+    learn(shared, [each], batch)
+    got, wanted = (one.bank.state(0)["weights"] for one in (shared, control))
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
 MIXED = [
     {"loss_type": "cispo", "beta": 0.2, "entropy_coef": 0.1, "batch_size": 9, "update_epochs": 2},
     {"advantage": "return_to_go_group", "gamma": 0.9, "clip_low": 0.1},
