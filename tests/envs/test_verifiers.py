@@ -339,7 +339,8 @@ def test_an_environment_that_is_dropped_takes_its_workers_along(tokenizer):
 # ---- whole programs
 
 PROGRAM = """
-import os, sys, time, warnings
+import os, signal, sys, time, warnings
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore Ctrl-C, which is inherited
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.rewards import Answers, make_rewards, make_runner
 from evogrpo.envs.scoring import evaluate
