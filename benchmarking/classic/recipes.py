@@ -41,13 +41,19 @@ class Recipe:
 
 RECIPES: dict[str, Recipe] = {
     "CartPole-v1": Recipe(
-        hyperparameters={"lr": 5e-3, "gamma": 1.0, "group_size": 8, "batch_size": 1024, "update_epochs": 1}
+        hyperparameters={"lr": 5e-3, "gamma": 1.0, "group_size": 8, "batch_size": 1024, "update_epochs": 1},
+        samples_per_step=16,
+        evolving=HyperparameterConfig(
+            lr=RLParameter(min=2e-3, max=1e-2, scale="log"),
+            gamma=RLParameter(min=0.98, max=1.0),
+            clip_coef=RLParameter(min=0.1, max=0.4),
+        ),
     ),
     "Acrobot-v1": Recipe(
         hyperparameters={"lr": 5e-3, "gamma": 0.99, "group_size": 8, "batch_size": 2048, "update_epochs": 2}
     ),
     "Pendulum-v1": Recipe(
-        hyperparameters={"lr": 5e-3, "gamma": 0.9, "group_size": 8, "batch_size": 1024, "update_epochs": 4}
+        hyperparameters={"lr": 5e-3, "gamma": 0.95, "group_size": 8, "batch_size": 1024, "update_epochs": 4}
     ),
     "MountainCar-v0": Recipe(
         hyperparameters={"lr": 5e-3, "gamma": 0.99, "group_size": 8, "batch_size": 2048, "update_epochs": 2},

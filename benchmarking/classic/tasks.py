@@ -16,6 +16,7 @@ class Task:
         random: Mean return of a uniformly random policy, over some hundred episodes; 0 on the normalised scale.
         solved: Return that counts as solved; 1 on the normalised scale. Gymnasium's own reward threshold, and -150
             for Pendulum, which has none.
+        needs: A module that evogrpo's own environment has to have beside gymnasium; None = nothing.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Task:
     seconds: float
     random: float
     solved: float
+    needs: str | None = None
 
     def normalised(self, score: float) -> float:
         """Return a score on the scale where random play is 0 and solved is 1."""
@@ -36,6 +38,6 @@ TASKS: dict[str, Task] = {
         Task(name="Acrobot-v1", steps=200_000, seconds=30.0, random=-498.0, solved=-100.0),
         Task(name="Pendulum-v1", steps=100_000, seconds=30.0, random=-1230.0, solved=-150.0),
         Task(name="MountainCar-v0", steps=500_000, seconds=60.0, random=-200.0, solved=-110.0),
-        Task(name="LunarLander-v3", steps=500_000, seconds=90.0, random=-184.0, solved=200.0),
+        Task(name="LunarLander-v3", steps=500_000, seconds=90.0, random=-184.0, solved=200.0, needs="Box2D"),
     )
 }
