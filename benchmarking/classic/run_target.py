@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,18 @@ def run(task: str, size: int, seed: int, limit: float, interval: int) -> dict[st
     return {"seed": seed, "size": size, **measured, "fitness": best.fitness.mean, "test": float(scores.mean())}
 
 
+def summary(task: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return one line on all runs."""
+    goal, seconds = TARGETS[task][1], [row["wall"] for row in rows]
+    reached = sum(row["test"] >= goal for row in rows)
+    processor = statistics.median(row["processor"] for row in rows)
+    return (
+        f"{task}, {rows[0]['size']} member(s): {reached} of {len(rows)} runs reach {goal:g} on {TEST_EPISODES} fresh "
+        f"episodes, worst {min(row['test'] for row in rows):.1f}; seconds: median {statistics.median(seconds):.2f}, "
+        f"longest {max(seconds):.2f}; median of processor seconds {processor:.2f}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--task", choices=TARGETS, default="CartPole-v1")
@@ -68,6 +82,7 @@ def main() -> None:
     for seed in given.seeds:
         rows.append(run(given.task, given.size, seed, given.limit, given.interval))
         print({name: round(value, 3) for name, value in rows[-1].items()}, flush=True)
+    print(summary(given.task, rows))
     content = {"task": given.task, "size": given.size, "threads": given.threads, "goal": TARGETS[given.task][1]}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps({**content, "runs": rows}, indent=1) + "\n", encoding="utf-8")
