@@ -21,6 +21,7 @@ __all__ = [
     "StepRewards",
     "Tournament",
     "evolve",
+    "record_video",
     "resume",
 ]
 
@@ -40,6 +41,7 @@ _HOMES = {
     "StepRewards": "evogrpo.envs.step_rewards",
     "Tournament": "evogrpo.evolution.strategies",
     "evolve": "evogrpo.training.evolve",
+    "record_video": "evogrpo.training.video",
     "resume": "evogrpo.training.evolve",
 }
 
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
     from evogrpo.objective.record import Objective
     from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.training.evolve import evolve, resume
+    from evogrpo.training.video import record_video
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 
     def __getattr__(name: str) -> object:

@@ -145,6 +145,7 @@ class _LearningStep:
             coefficients=coefficients,
             advantages=advantages,
             kl_in_loss=len(held) > 0 and objective.kl_placement == "loss",
+            transitions=self._bank.rows_are_transitions,
         )
         self._needed = self._losses.rows_with_gradient()
 

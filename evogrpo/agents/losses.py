@@ -13,8 +13,8 @@ from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import bias_corrected, clipped_actions, loss_weights, policy_loss
 from evogrpo.objective import Objective
 
-MEASURES = ("kl", "entropy", "low", "high", "actions")
-"""What is added up over a row's actions while the loss is computed."""
+MEASURES = ("kl", "entropy", "low", "high", "actions", "approx_kl", "outside")
+"""What is added up over a row's actions while the loss is computed; the last two of transitions only, NaN otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class ActionLosses:
         coefficients: Of the rows.
         advantages: `[n, t]`.
         kl_in_loss: Whether beta times KL is part of the loss.
+        transitions: Whether rows are single actions; only then is it measured how far the policy has moved.
     """
 
     scores: Scores
@@ -34,6 +35,7 @@ class ActionLosses:
     coefficients: Coefficients
     advantages: Tensor
     kl_in_loss: bool
+    transitions: bool
 
     def rows_with_gradient(self) -> Tensor:
         """Return `[n]`: which rows can have a gradient. The others need no forward pass; denominators count them."""
@@ -43,7 +45,7 @@ class ActionLosses:
         return (((self.advantages != 0) | always) & self.scores.batch.action_mask).any(1)
 
     def __call__(self, rows: Tensor, log_probs: Tensor, entropies: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses `[k, t]`, to minimise, and sums over each row's actions `[k, 5]` float64: `MEASURES`.
+        """Return the losses `[k, t]`, to minimise, and sums over each row's actions `[k, 7]` float64: `MEASURES`.
 
         Args:
             rows: `[k]` numbers of rows.
@@ -73,8 +75,23 @@ class ActionLosses:
             kl = torch.where(mask & (beta > 0), estimate, 0.0)
             losses = losses + beta * kl
         losses = losses - entropy_coef * entropies
-        sums = torch.stack([each.detach().double().sum(1) for each in (kl, entropies, low, high, mask)], 1)
-        return losses, sums
+        measured = (kl, entropies, low, high, mask, *self._moved(rows, log_probs))
+        return losses, torch.stack([each.detach().sum(1, dtype=torch.float64) for each in measured], 1)
+
+    def _moved(self, rows: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how far each action's ratio rho = exp(d) lies from 1, `[k, t]` each, as Stable-Baselines3 measures it.
+
+        The estimate (rho - 1) - d of KL(old || new), and whether |rho - 1| exceeds the clip, whatever the advantage.
+
+        Source: Schulman, http://joschu.net/blog/kl-approx.html (k3); `PPO.train` of Stable-Baselines3 2.9.
+        """
+        if not self.transitions:
+            unknown = torch.full_like(log_probs, torch.nan)
+            return unknown, unknown
+        difference = log_probs.detach() - self.scores.old[rows]
+        excess = torch.expm1(difference)  # near 1 a ratio in float32 has lost the digits that its KL is made of
+        outside = (excess < -self.coefficients.clip_low[rows]) | (excess > self.coefficients.clip_high[rows])
+        return excess - difference, outside
 
     def _bias_corrected(self, estimate: Tensor, rows: Tensor, log_probs: Tensor) -> Tensor:
         """Multiply the KL of each row by the ratio of its loss type."""

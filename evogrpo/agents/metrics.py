@@ -31,6 +31,10 @@ NAMES: Mapping[str, str] = {
     "clip_ratio/low_mean": "fraction of actions whose ratio the lower clip cuts off",
     "clip_ratio/high_mean": "fraction whose ratio the upper clip cuts off",
     "clip_ratio/region_mean": "fraction for which either does",
+    "approx_kl": "small networks only: mean of (ratio - 1) - log(ratio) of current to old policy, in nats, over the "
+    "optimizer steps' actions that needed a forward pass",
+    "clip_fraction": "small networks only: fraction of these actions whose ratio lies outside the clip range, whether "
+    "or not the clip binds",
     "kl": "mean estimate of KL(policy || reference) per action, in nats; missing where beta is 0",
     "kl_coef": "beta times its adaptive factor; missing unless it adapts",
     "entropy": "mean entropy of the distributions acted from, in nats, over the actions that needed a forward pass",
@@ -80,15 +84,17 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
 
     Args:
         steps: Reports of the steps.
-        sums: Over the actions that ran: kl, entropy, low, high, and the number of these actions.
+        sums: `MEASURES` of `evogrpo.agents.losses`, over the actions that ran; "actions" is the number of these.
         counted: Number of all actions in these steps, with those that needed no forward pass.
     """
-    ran, every = max(sums["actions"], 1.0), max(counted, 1.0)
+    ran, every = sums["actions"] or math.nan, max(counted, 1.0)
     return {
         "loss": sum(step.loss for step in steps) / len(steps),
         "learning_rate": steps[-1].lr,
         "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
-        "entropy": sums["entropy"] / ran if sums["actions"] else math.nan,
+        "entropy": sums["entropy"] / ran,
+        "approx_kl": sums["approx_kl"] / ran,
+        "clip_fraction": sums["outside"] / ran,
         "clip_ratio/low_mean": sums["low"] / every,
         "clip_ratio/high_mean": sums["high"] / every,
         "clip_ratio/region_mean": (sums["low"] + sums["high"]) / every,

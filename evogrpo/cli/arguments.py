@@ -84,14 +84,17 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         commands,
         "train",
         "evogrpo.cli.train:train",
-        "train from a YAML configuration",
+        "train from a YAML configuration, or on a Gymnasium environment",
         "Relative paths in CONFIG are relative to CONFIG, those in overrides and --run-dir to the working directory. "
         "Reward functions named in CONFIG are your code, and are run.",
     )
-    train.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file")
+    train.usage = "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--traceback] (CONFIG | --env ID) [KEY=VALUE ...]"
+    train.add_argument(
+        "--env", metavar="ID", help="instead of CONFIG: small networks learn this environment, e.g. CartPole-v1"
+    )
     train.add_argument("--run-dir", type=Path, help="where records go (default: a new folder under runs/)")
     train.add_argument("--dry-run", action="store_true", help="print the plan and its arithmetic, train nothing")
-    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    train.add_argument("overrides", nargs="*", metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}")
 
     resume = _command(
         commands,
@@ -113,6 +116,16 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Declare the commands that only look or copy."""
+    video = _command(
+        commands,
+        "video",
+        "evogrpo.cli.inspect:video",
+        "record episodes of a run's best member as MP4 files",
+        "For runs in a Gymnasium environment that can be drawn; needs the extra evogrpo[video].",
+    )
+    video.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    video.add_argument("--episodes", type=int, default=1, metavar="N", help="how many test starts to play (default 1)")
+    video.add_argument("--folder", type=Path, help="where the files go (default: RUN_DIR/videos)")
     report = _command(commands, "report", "evogrpo.cli.inspect:report", "draw report.png and report.html of a run")
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run; it may still be running")
     _command(commands, "tasks", "evogrpo.cli.inspect:tasks", "list the tasks that come with evogrpo and its extras")

@@ -14,6 +14,9 @@ from evogrpo.report.html import write_html
 from evogrpo.report.lineage import Ancestor, ancestors, winner
 from evogrpo.report.summary import MemberResult, RunSummary, summarise
 from evogrpo.report.text import number_text, printable, score_text
+from evogrpo.training.schedule import Schedule
+
+_OTHER_LIMITS = ("max_tokens", "max_seconds", "target_fitness")
 
 
 def command(*words: str | Path) -> str:
@@ -57,11 +60,18 @@ def _stage(ancestor: Ancestor, result: MemberResult, summary: RunSummary) -> Tex
     return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
 
 
-def show_files(console: Console, run_dir: Path, *, adapter: bool) -> None:
-    """Draw the report, and print where everything lies."""
+def show_files(console: Console, run_dir: Path, kind: object) -> None:
+    """Draw the report, and print where everything lies.
+
+    Args:
+        console: Where to.
+        run_dir: The run's folder.
+        kind: Of the members, as the journal names it.
+    """
     rows: list[tuple[str, Path | str]] = [("run directory", run_dir)]
-    if adapter:
-        rows.append(("best adapter", run_dir / "best"))
+    best = run_dir / "best"
+    if best.is_dir():
+        rows.append(("best member" if kind == "networks" else "best adapter", best))
     try:
         page = write_html(run_dir)
         rows += [("figure", run_dir / "report.png"), ("report page", page)]
@@ -69,7 +79,10 @@ def show_files(console: Console, run_dir: Path, *, adapter: bool) -> None:
         rows.append(("report", f"not drawn: {error}"))
     for name, value in rows:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
-    if adapter:
+    if best.is_dir() and kind == "networks":
+        show_command(console, "use it", f"evogrpo.GRPO.load({str(best)!r}).predict(observation)")
+        show_command(console, "watch it", command("video", run_dir))
+    elif best.is_dir():
         show_command(console, "export adapter", command("export", run_dir, "FOLDER"))
 
 
@@ -78,19 +91,24 @@ def show_command(console: Console, name: str, line: str) -> None:
     console.print(Text.assemble((f"{name:<14} ", "dim"), (printable(line), "cyan")), soft_wrap=True)
 
 
-def show_ending(console: Console, run_dir: Path, generations: int | None) -> None:
+def show_ending(console: Console, run_dir: Path, generations: int, schedule: Schedule) -> None:
     """Print lineage, files and the command to train further, after a run that came to its end.
 
     Args:
         console: Where to.
         run_dir: The run's folder.
         generations: Generations done so far, for the command that asks for more.
+        schedule: What ended the run.
     """
     summary = summarise(read_journal(run_dir / "journal.jsonl"))
     show_lineage(console, summary)
-    show_files(console, run_dir, adapter=(run_dir / "best").is_dir())
+    show_files(console, run_dir, summary.facts.get("kind"))
     if generations:
-        show_command(console, "train further", command("resume", run_dir, "--generations", str(2 * generations)))
+        # A limit that has ended the run would end it again.
+        others = [f"{name}=null" for name in _OTHER_LIMITS if getattr(schedule, name) is not None]
+        show_command(
+            console, "train further", command("resume", run_dir, "--generations", str(2 * generations), *others)
+        )
     if (run_dir / "tensorboard").is_dir():
         line = f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))}"
         show_command(console, "curves", line)

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import OK
 from evogrpo.cli.console import make_console
+from evogrpo.report.text import number_text, printable
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -26,6 +27,7 @@ def report(chosen: argparse.Namespace) -> int:
 
 def tasks(chosen: argparse.Namespace) -> int:
     """List the tasks."""
+    from evogrpo.envs.classic_control import native_ids
     from evogrpo.envs.tasks import TASKS
 
     console = make_console()
@@ -42,8 +44,44 @@ def tasks(chosen: argparse.Namespace) -> int:
         names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
     console.print()
+    console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
+    console.print(Text(f"  {', '.join(native_ids())} vectorised natively; any other environment as it is"))
+    console.print()
     own = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
     console.print(Text.assemble(("Your own", "bold"), own))
+    return OK
+
+
+def video(chosen: argparse.Namespace) -> int:
+    """Record the run's best member from the first starts of the test split."""
+    from evogrpo.agents.grpo import GRPO
+    from evogrpo.training.config import CONFIG_FILE, load_config
+    from evogrpo.training.environment_tasks import EnvironmentTask
+    from evogrpo.training.prepared import PreparedNetworks, prepare
+    from evogrpo.training.video import record_video
+
+    folder: Path = chosen.folder or chosen.run_dir / "videos"
+    if chosen.episodes < 1:
+        raise ValueError(f"--episodes must be at least 1, got {chosen.episodes}")
+    if not (chosen.run_dir / CONFIG_FILE).is_file():
+        raise ValueError(f"{chosen.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train --env`")
+    config = load_config(chosen.run_dir / CONFIG_FILE)
+    if not isinstance(config.task, EnvironmentTask):
+        raise ValueError(f"{chosen.run_dir} is a run of language models: there is nothing to see")
+    if not (chosen.run_dir / "best").is_dir():
+        raise ValueError(f"{chosen.run_dir} has no best member yet: it appears after a run's first generation")
+    prepared = prepare(config)
+    assert isinstance(prepared, PreparedNetworks)
+    seeds = [prepared.env.reset_seed("test", start) for start in range(min(chosen.episodes, prepared.env.size("test")))]
+    agent = GRPO.load(chosen.run_dir / "best")
+    try:
+        recorded = record_video(agent, prepared.env, folder / f"member-{agent.index}.mp4", seeds=seeds)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    console = make_console()
+    for each in recorded:
+        facts = f"  return {number_text(each.episode_return)}, {each.length} steps"
+        console.print(Text.assemble(printable(str(each.path)), (facts, "dim")), soft_wrap=True)
     return OK
 
 

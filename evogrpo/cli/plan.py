@@ -7,69 +7,135 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
+from evogrpo.envs.groups import SPLITS
+from evogrpo.hyperparameters import RLParameter, Value
 from evogrpo.objective import Objective
 from evogrpo.report.text import count_text, duration_text, number_text, printable
-from evogrpo.training.config import Config
-from evogrpo.training.launch import Prepared
-from evogrpo.training.planning import Arithmetic
+from evogrpo.training.agent_config import AgentConfig
+from evogrpo.training.config import Config, default_hyperparameters
+from evogrpo.training.environment_tasks import EnvironmentTask
+from evogrpo.training.planning import Arithmetic, LanguageArithmetic, Memory, NetworkArithmetic, Rounds
+from evogrpo.training.prepared import Prepared, PreparedLanguage, PreparedNetworks
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.tasks import DatasetTask, Task
+from evogrpo.training.tasks import DatasetTask, QuestionTask, Task
 
 
 def show_plan(console: Console, prepared: Prepared, run_dir: Path) -> None:
     """Print what will be trained, in a few lines."""
-    config, env = prepared.config, prepared.env
-    sizes = ", ".join(f"{split} {count_text(env.size(split))}" for split in ("train", "validation", "test"))
-    size = config.population.size
+    config = prepared.config
     start = ", ".join(f"{name} {number_text(value)}" for name, value in _start(config).items())
     rows = {
-        "model": f"{config.model} on {prepared.device}",
-        "task": f"{config.task.label}: {sizes} questions",
-        "population": f"{_count(size, 'member')}, each a LoRA adapter of rank {config.agent.lora.r}",
+        **(_models(prepared) if isinstance(prepared, PreparedLanguage) else _networks(prepared)),
         "start": f"{start}{'' if _all_alike(config) else '; the other members spread over what evolves'}",
-        "evolving": _evolving(config),
+        "evolving": _evolving(prepared),
         "objective": _objective(config.agent.objective),
         "schedule": _schedule(config.schedule),
         "run directory": str(run_dir),
+        **_your_code(config.task),
     }
-    if isinstance(config.task, DatasetTask):
-        functions = config.task.reward if isinstance(config.task.reward, tuple) else (config.task.reward,)
-        rows = {**rows, "your code": ", ".join(functions)}
-    rows |= _rewards(config.task)
     _show(console, rows)
+
+
+def _models(prepared: PreparedLanguage) -> dict[str, str]:
+    config = prepared.config
+    return {
+        "model": f"{prepared.model} on {prepared.device}",
+        "task": f"{config.task.label}: {_sizes(prepared)} questions",
+        "population": f"{_count(config.population.size, 'member')}, each a LoRA adapter of "
+        f"rank {prepared.agent.lora.r}",
+    }
+
+
+def _networks(prepared: PreparedNetworks) -> dict[str, str]:
+    config, network, env = prepared.config, prepared.agent.network, prepared.env
+    layers = f"{'-'.join(map(str, network.hidden))} {network.activation}" if network.hidden else "linear"
+    normalised = ", observations normalised" if prepared.agent.normalise_observations else ""
+    native = "vectorised natively" if env.native else "one environment per lane"
+    return {
+        "environment": f"{config.task.label}, {native}: {_sizes(prepared)} starts",
+        "population": f"{_count(config.population.size, 'member')}, each a network ({layers}, "
+        f"{count_text(prepared.parameters)} parameters) on {prepared.device}{normalised}",
+    }
+
+
+def _sizes(prepared: Prepared) -> str:
+    return ", ".join(f"{split} {count_text(prepared.env.size(split))}" for split in SPLITS)
+
+
+def _your_code(task: Task) -> dict[str, str]:
+    """Name the user's code that will be run, and say where rewards are computed and what stops them."""
+    if isinstance(task, EnvironmentTask):
+        module, colon, _ = task.env.partition(":")
+        return {"your code": f"module {module}, which registers the environment"} if colon else {}
+    if isinstance(task, DatasetTask):
+        functions = task.reward if isinstance(task.reward, tuple) else (task.reward,)
+        return {"your code": ", ".join(functions), **_rewards(task)}
+    return _rewards(task)
 
 
 def show_arithmetic(console: Console, prepared: Prepared, arithmetic: Arithmetic) -> None:
     """Print the arithmetic of a run that is not started."""
-    config = prepared.config
-    schedule, size = config.schedule, config.population.size
-    samples = schedule.samples_per_step
-    groups = ", ".join(f"{count} groups of {group}" for group, count in arithmetic.groups.items())
+    if isinstance(arithmetic, LanguageArithmetic):
+        rows = _language_rows(prepared.config, arithmetic)
+    else:
+        rows = _network_rows(prepared.config, arithmetic)
+    console.print(Text("Arithmetic", "bold"))
+    _show(console, rows)
+    console.print("nothing was trained: leave out --dry-run to start")
+
+
+def _language_rows(config: Config, arithmetic: LanguageArithmetic) -> dict[str, str]:
+    size, samples = config.population.size, config.schedule.samples_per_step
+    assert isinstance(config.agent, AgentConfig)
     fewest, most = arithmetic.optimizer_steps
-    steps = "until tokens or seconds run out"
     tokens = f"at most {count_text(arithmetic.tokens_per_step)} a learning step"
-    if arithmetic.learning_steps is not None and arithmetic.evaluated is not None:
-        steps = (
-            f"{arithmetic.learning_steps} = {schedule.generations} generations × {schedule.steps_per_generation}, and "
-            f"{count_text(arithmetic.evaluated)} completions of held-out questions"
-        )
+    if arithmetic.tokens is not None:
         tokens += f", {count_text(arithmetic.tokens)} in all"
-    rows = {
-        "samples": f"{samples} completions per member and learning step, {size * samples} in all{_refills(config)}",
-        "groups": f"{groups} per member and learning step",
+    return {
+        "samples": f"{samples} completions per member and learning step, {size * samples} in all"
+        f"{_refills(config.agent.objective)}",
+        "groups": _groups(arithmetic.rounds),
         "optimizer": f"{fewest if fewest == most else f'{fewest} to {most}'} steps per member and learning step",
-        "steps": steps,
+        "steps": _steps(config, arithmetic.rounds, "completions of held-out questions"),
         "tokens": f"{tokens} (prompts of at most {arithmetic.longest_prompt}, completions of at most "
         f"{config.agent.max_output_tokens}; updates included, evaluations left out)",
         "parameters": f"{_millions(arithmetic.parameters)} in the base, "
         f"{_millions(arithmetic.adapter_parameters)} in each member's adapter",
-        "memory": _memory(arithmetic, size),
+        "memory": _memory(arithmetic.memory, size),
         "completions": _completions(config),
     }
-    console.print(Text("Arithmetic", "bold"))
-    _show(console, rows)
-    console.print("nothing was trained: leave out --dry-run to start")
+
+
+def _network_rows(config: Config, arithmetic: NetworkArithmetic) -> dict[str, str]:
+    size, samples = config.population.size, config.schedule.samples_per_step
+    longest, steps, most = arithmetic.episode_steps, arithmetic.environment_steps, arithmetic.optimizer_steps
+    unlimited = "unknown, as episodes of this environment have no limit: set task.max_episode_steps to give them one"
+    return {
+        "samples": f"{samples} episodes per member and learning step, {size * samples} in all"
+        f"{_refills(config.agent.objective)}",
+        "groups": _groups(arithmetic.rounds),
+        "environment": f"at most {count_text(steps)} steps a learning step, all members, for episodes of {longest}"
+        if steps is not None
+        else unlimited,
+        "optimizer": f"at most {most} steps per member and learning step" if most is not None else unlimited,
+        "steps": _steps(config, arithmetic.rounds, "episodes from held-out starts"),
+        "parameters": f"{count_text(arithmetic.parameters)} in each member's network as it starts",
+    }
+
+
+def _groups(rounds: Rounds) -> str:
+    groups = ", ".join(f"{count} groups of {group}" for group, count in rounds.groups.items())
+    return f"{groups} per member and learning step"
+
+
+def _steps(config: Config, rounds: Rounds, held_out: str) -> str:
+    if rounds.learning_steps is None or rounds.evaluated is None:
+        return "until tokens or seconds run out"
+    schedule = config.schedule
+    return (
+        f"{rounds.learning_steps} = {schedule.generations} generations × {schedule.steps_per_generation}, and "
+        f"{count_text(rounds.evaluated)} {held_out}"
+    )
 
 
 def _show(console: Console, rows: Mapping[str, str]) -> None:
@@ -85,7 +151,7 @@ def _show(console: Console, rows: Mapping[str, str]) -> None:
 def _start(config: Config) -> dict[str, Value]:
     """Return what evolves, or the first three; and whatever else is set to something of its own."""
     names = list(config.evolve) or ["lr", "clip_coef", "group_size"]
-    given, defaults = config.hyperparameters.to_json(), Hyperparameters().to_json()
+    given, defaults = config.hyperparameters.to_json(), default_hyperparameters(config.task).to_json()
     # A loss type or an advantage that starts as the objective's is written out: None would say nothing.
     start = config.agent.objective.resolved(config.hyperparameters, config.evolve).to_json()
     return {name: start[name] for name in given if name in names or given[name] != defaults[name]}
@@ -102,7 +168,7 @@ def _objective(objective: Objective) -> str:
     return ", ".join([f"loss {objective.loss_type}", f"{objective.advantage} advantages", *switches])
 
 
-def _rewards(task: Task) -> dict[str, str]:
+def _rewards(task: QuestionTask) -> dict[str, str]:
     """Write where rewards are computed and what stops them, where that has been set."""
     parts = []
     if task.reward_workers is not None:
@@ -118,11 +184,14 @@ def _all_alike(config: Config) -> bool:
     return not config.evolve or not config.population.spread or config.population.size == 1
 
 
-def _evolving(config: Config) -> str:
+def _evolving(prepared: Prepared) -> str:
+    config = prepared.config
     strategy = config.strategy.to_json()
     if strategy["name"] == "no_evolution":
         return "nothing: the control, without selection and mutation"
     spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.evolve.items())
+    if isinstance(prepared, PreparedNetworks) and prepared.agent.evolve_network is not None:
+        spaces = f"{spaces}{', ' if spaces else ''}the networks themselves"
     details = ", ".join(f"{key} {value}" for key, value in strategy.items() if key in ("size", "z"))
     return f"{spaces or 'no hyperparameter, selection only'}; {strategy['name']} ({details})"
 
@@ -151,8 +220,7 @@ def _count(number: int, what: str, plural: str = "s") -> str:
     return f"{count_text(number)} {what}{'' if number == 1 else plural}"
 
 
-def _memory(arithmetic: Arithmetic, size: int) -> str:
-    memory = arithmetic.memory
+def _memory(memory: Memory, size: int) -> str:
     return (
         f"about {_gigabytes(memory.total)} at the peak (an estimate): base {_gigabytes(memory.base)} + members "
         f"{_gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
@@ -161,8 +229,8 @@ def _memory(arithmetic: Arithmetic, size: int) -> str:
     )
 
 
-def _refills(config: Config) -> str:
-    most = config.agent.objective.dynamic_sampling
+def _refills(objective: Objective) -> str:
+    most = objective.dynamic_sampling
     times = "once" if most == 1 else f"up to {most} times"
     return f"; groups whose rewards are all equal are sampled anew {times}" if most else ""
 

@@ -13,11 +13,13 @@ from rich.text import Text
 
 from evogrpo.cli.completions import completions_table
 from evogrpo.cli.tables import generation_table, plan_lines, rewards_text, step_text
-from evogrpo.report.text import count_text, duration_text, score_text
+from evogrpo.report.text import count_text, decimals, duration_text, score_text
+from evogrpo.report.words import Words, words_of
 from evogrpo.training.evolve import Evolution, Report
 from evogrpo.training.reports import GenerationReport, StepReport
 from evogrpo.training.reports import TestReport as TestOutcome
 
+SECONDS_BETWEEN_LINES = 1.0  # of a log: the steps of small networks take a fraction of that
 SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")
 
 
@@ -100,9 +102,11 @@ class RunDisplay:
     def __init__(self, console: Console, evolution: Evolution) -> None:
         self._console, self._evolution = console, evolution
         self._pace = Pace(evolution)
+        self.words = words_of(evolution.population.shared.body.kind)
         self._spinner = Spinner("dots")
         self._began = time.monotonic() - evolution.progress.seconds
         self._step: StepReport | None = None
+        self._logged = -SECONDS_BETWEEN_LINES
         self._baseline_shown = evolution.progress.baseline is not None
         self._live = Live(
             self, console=console, refresh_per_second=8, transient=True, redirect_stdout=False, redirect_stderr=False
@@ -128,29 +132,36 @@ class RunDisplay:
         if isinstance(report, StepReport):
             self._step = report
             if not self._console.is_terminal:
-                left = self._pace.left()
-                line = step_text(report, self._position(report.step + 1))
-                self._console.print(
-                    line.append("" if left is None else f"  {_about(left)} left", "dim"), soft_wrap=True
-                )
+                self._log_step(report)
         elif isinstance(report, GenerationReport):
             self._show_generation(report)
+
+    def _log_step(self, report: StepReport) -> None:
+        """Write a line into a log: for the last step of a generation, and else if none was written for a second."""
+        last = self._evolution.progress.step_in_generation == self._evolution.schedule.steps_per_generation
+        if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
+            left = self._pace.left()
+            line = step_text(report, self._position(report.step + 1))
+            self._console.print(line.append("" if left is None else f"  {_about(left)} left", "dim"), soft_wrap=True)
+            self._logged = time.monotonic()
 
     def _show_baseline(self) -> None:
         baseline, questions = self._evolution.progress.baseline, self._questions("validation")
         if not self._baseline_shown and baseline is not None:
             score = score_text(baseline.mean, baseline.standard_error)
-            self._console.print(f"untrained base: fitness {score} on {questions} validation questions\n")
+            words = self.words
+            self._console.print(f"{words.untrained}: fitness {score} on {questions} validation {words.questions}\n")
             self._baseline_shown = True
 
     def _show_generation(self, report: GenerationReport) -> None:
         console, width = self._console, self._console.width
         total = self._evolution.schedule.generations
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
-        facts = f" · step {report.step} · {duration_text(report.seconds)} · {count_text(report.tokens)} tokens"
+        spent = f"{duration_text(report.seconds)} · {count_text(report.tokens)} {self.words.tokens}"
+        facts = f" · step {report.step} · {spent}"
         console.print(Text.assemble((head, "bold"), (facts, "dim")))
         evolving = list(self._evolution.population.space) or SHOWN_IF_NOTHING_EVOLVES
-        console.print(generation_table(report, evolving, width))
+        console.print(generation_table(report, evolving, width, self.words))
         for line in plan_lines(report):
             console.print(line)
         table = completions_table(report.examples, report.best.index, width)
@@ -200,9 +211,9 @@ class RunDisplay:
         progress = evolution.progress
         total = "" if schedule.generations is None else f"/{schedule.generations}"
         if progress.baseline is None:
-            return Text("measuring the untrained base")
+            return Text(f"measuring the {self.words.untrained}")
         if evolution.finished():
-            return Text(f"testing on {self._questions('test')} questions")
+            return Text(f"testing on {self._questions('test')} {self.words.questions}")
         where = f"generation {progress.generation + 1}{total}"
         if progress.step_in_generation >= schedule.steps_per_generation:
             return Text(f"{where} · validating")
@@ -216,16 +227,16 @@ def _about(seconds: float) -> str:
     return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {duration_text(60 * round(seconds / 60))}"
 
 
-def outcome_lines(report: TestOutcome) -> list[Text]:
-    """Write the test: the base before, the best member after, and the difference."""
+def outcome_lines(report: TestOutcome, words: Words) -> list[Text]:
+    """Write the test: before training, the best member after, and the difference."""
     (before, before_error), (after, after_error) = report.before, report.after
     gain = after - before
     return [
-        Text(f"Test: {report.questions} questions that neither training nor selection saw", "bold"),
-        Text(f"  untrained base   {score_text(before, before_error)}"),
+        Text(f"Test: {report.questions} {words.questions} that neither training nor selection saw", "bold"),
+        Text(f"  {words.untrained:<17}  {score_text(before, before_error)}"),
         Text.assemble(
-            f"  {f'member #{report.index}':<15}  ",
+            f"  {f'member #{report.index}':<17}  ",
             (score_text(after, after_error), "bold"),
-            (f"   {gain:+.3f}", "bold green" if gain > 0 else "bold red"),
+            (f"   {gain:+.{decimals(gain)}f}", "bold green" if gain > 0 else "bold red"),
         ),
     ]

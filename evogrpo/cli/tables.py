@@ -8,6 +8,7 @@ from rich.text import Text
 
 from evogrpo.hyperparameters import Value
 from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text
+from evogrpo.report.words import Words
 from evogrpo.training.reports import GenerationReport, MemberReport, StepReport
 
 NARROW = 100  # columns below which a table leaves out what the report page shows as well
@@ -37,17 +38,18 @@ def _highest(report: StepReport) -> float:
     return max((learned.reward for learned in report.learned.values() if not learned.failed), default=0.0)
 
 
-def generation_table(report: GenerationReport, evolving: Sequence[str], width: int) -> Table:
+def generation_table(report: GenerationReport, evolving: Sequence[str], width: int, words: Words) -> Table:
     """Draw one generation: a row per member.
 
     Args:
         report: The generation.
         evolving: The hyperparameters to show.
         width: Columns of the terminal.
+        words: What things are called.
     """
     wide = width >= NARROW
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
-    heads |= {"fitness ± SE": "left", "tokens": "right"} | ({"time": "right"} if wide else {}) | {"": "left"}
+    heads |= {"fitness ± SE": "left", words.tokens: "right"} | ({"time": "right"} if wide else {}) | {"": "left"}
     table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", pad_edge=False)
     for head, justify in heads.items():
         # Long names take two lines, and the others stand on the second.

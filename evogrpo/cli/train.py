@@ -3,10 +3,11 @@
 import argparse
 import dataclasses
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 from types import FrameType
@@ -22,10 +23,12 @@ from evogrpo.cli.progress import RunDisplay, outcome_lines
 from evogrpo.envs.rewards import RewardError
 from evogrpo.evolution.strategies import NoEvolution
 from evogrpo.training.config import Config, load_config
+from evogrpo.training.environment_tasks import reward_threshold
 from evogrpo.training.evolve import AllFailedError, Evolution
-from evogrpo.training.launch import free_run_dir, prepare, read_resumable, start
+from evogrpo.training.launch import free_run_dir, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
 from evogrpo.training.planning import compute
+from evogrpo.training.prepared import prepare
 from evogrpo.training.reports import TestReport as TestOutcome
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.sources import user_line
@@ -47,8 +50,22 @@ def demo(chosen: argparse.Namespace) -> int:
 
 
 def train(chosen: argparse.Namespace) -> int:
-    """Train on the user's configuration."""
-    return _begin(load_config(chosen.config, chosen.overrides), chosen, chosen.config.stem)
+    """Train on the user's configuration, or on an environment with the packaged one."""
+    words = list(chosen.overrides)
+    if chosen.env is not None:
+        return _begin(_environment_config(chosen.env, words), chosen, re.sub(r"[^\w.-]+", "-", chosen.env))
+    if not words or ("=" in words[0] and not Path(words[0]).exists()):
+        raise ValueError("train needs a configuration, a YAML file, before any KEY=VALUE; or --env ID")
+    path = Path(words[0])
+    return _begin(load_config(path, words[1:]), chosen, path.stem)
+
+
+def _environment_config(env: str, overrides: list[str]) -> Config:
+    """Return the packaged configuration for an environment; it ends where the environment counts as solved."""
+    threshold = reward_threshold(env)
+    solved = [] if threshold is None else [f"schedule.target_fitness={threshold}"]
+    with as_file(files("evogrpo.training") / "environment.yaml") as path:
+        return load_config(path, [*solved, *overrides, f"task.env={env}"])
 
 
 def _begin(config: Config, chosen: argparse.Namespace, name: str) -> int:
@@ -59,15 +76,16 @@ def _begin(config: Config, chosen: argparse.Namespace, name: str) -> int:
     config = dataclasses.replace(config, run_dir=str(run_dir))
     if not chosen.dry_run:
         RunDir(run_dir).check_unused()
-    with _working(console, "reading the model's outline and the task"):
+    with _working(console, "checking the task and who is to learn it"):
         prepared = prepare(config)
     show_plan(console, prepared, run_dir)
-    if chosen.dry_run:
-        show_arithmetic(console, prepared, compute(prepared))
-        return OK
-    with _working(console, "loading the model"):
-        evolution = start(prepared, run_dir)
-    return _go(console, evolution, run_dir)
+    with closing(prepared.env):
+        if chosen.dry_run:
+            show_arithmetic(console, prepared, compute(prepared))
+            return OK
+        with _working(console, "making the population"):
+            evolution = start(prepared, run_dir)
+        return _go(console, evolution, run_dir)
 
 
 def resume(chosen: argparse.Namespace) -> int:
@@ -82,16 +100,17 @@ def resume(chosen: argparse.Namespace) -> int:
         say_warning(f"skipped a newer checkpoint that cannot be used: {error}")
     if resumable.complete:
         console.print(f"nothing is left to do: this run has ended after {resumable.generation} generations")
-        show_ending(console, run_dir, resumable.generation)
+        show_ending(console, run_dir, resumable.generation, resumable.schedule)
         return OK
-    with _working(console, "reading the model's outline and the task"):
+    with _working(console, "checking the task and who is to learn it"):
         prepared = prepare(resumable.config)
     console.print(
         f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
     )
-    with _working(console, "loading the model"):
-        evolution = resume_run(prepared, resumable, run_dir)
-    return _go(console, evolution, run_dir)
+    with closing(prepared.env):
+        with _working(console, "reading the members"):
+            evolution = resume_run(prepared, resumable, run_dir)
+        return _go(console, evolution, run_dir)
 
 
 def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
@@ -120,10 +139,10 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
         console.print(Text(f"stopped after learning step {evolution.progress.step}; everything is saved", "yellow"))
         show_command(console, "go on", resume_line)
         return TERMINATED if signals[0] == signal.SIGTERM else INTERRUPTED
-    for line in outcome_lines(outcome) if outcome else ():
+    for line in outcome_lines(outcome, display.words) if outcome else ():
         console.print(line)
     console.print()
-    show_ending(console, run_dir, evolution.progress.generation)
+    show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
     return OK
 
 

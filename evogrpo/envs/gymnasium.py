@@ -127,6 +127,7 @@ class GymnasiumGroups:
         seed: As given.
         name: The id, or the name of the callable.
         native: Whether a native environment runs.
+        max_episode_steps: Steps after which an episode is truncated; None if nothing says so.
         observation_space: Of one environment.
         action_space: Of one environment.
 
@@ -162,6 +163,8 @@ class GymnasiumGroups:
         example = self._make()
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
+        limit = None if example.spec is None else example.spec.max_episode_steps
+        self.max_episode_steps = max_episode_steps or limit
         native = _native(env, kwargs, max_episode_steps) if vectorization in ("auto", "native") else None
         example.close()
         leaf_spaces(self.observation_space)

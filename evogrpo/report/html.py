@@ -14,6 +14,7 @@ from evogrpo.report.figures import draw_report
 from evogrpo.report.lineage import ancestors, winner
 from evogrpo.report.summary import Example, GenerationResult, RunSummary, Score, summarise
 from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text, shorten
+from evogrpo.report.words import Words
 
 _LONGEST_TEXT = 4000  # characters of a prompt or a completion
 _STYLE = """
@@ -120,30 +121,31 @@ def _outcome(summary: RunSummary) -> str:
     if summary.generations:
         last = summary.generations[-1]
         lead = (
-            f"{len(summary.generations)} generations, {count_text(last.tokens)} tokens, {duration_text(last.seconds)}."
+            f"{len(summary.generations)} generations, {count_text(last.tokens)} {summary.words.tokens}, "
+            f"{duration_text(last.seconds)}."
         )
     if summary.resumes:
         lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."
     if summary.stopped is not None:
         lead += f" Stopped: {summary.stopped}."
-    cards = []
+    cards, words = [], summary.words
     if summary.baseline is not None:
-        cards.append(_card("untrained base, validation", summary.baseline))
+        cards.append(_card(f"{words.untrained}, validation", summary.baseline, words))
     best = winner(summary)
     chain = () if best is None else ancestors(summary, best)
     if chain and chain[-1].result.fitness is not None:
         questions = None if summary.baseline is None else summary.baseline.questions
         result = chain[-1].result
         score = Score(fitness=result.fitness or 0.0, standard_error=result.standard_error, questions=questions)
-        cards.append(_card(f"member #{best}, validation", score, best=True))
+        cards.append(_card(f"member #{best}, validation", score, words, best=True))
     if summary.test is not None:
-        cards.append(_card("untrained base, test", summary.test.before))
-        cards.append(_card(f"member #{summary.test.index}, test", summary.test.after, best=True))
+        cards.append(_card(f"{words.untrained}, test", summary.test.before, words))
+        cards.append(_card(f"member #{summary.test.index}, test", summary.test.after, words, best=True))
     return f'<p class="quiet">{_escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'
 
 
-def _card(title: str, score: Score, *, best: bool = False) -> str:
-    questions = "" if score.questions is None else f"{score.questions} questions"
+def _card(title: str, score: Score, words: Words, *, best: bool = False) -> str:
+    questions = "" if score.questions is None else f"{score.questions} {words.questions}"
     return (
         f'<div class="card{" best" if best else ""}">{_escape(title)}'
         f"<b>{_escape(score_text(score.fitness, score.standard_error))}</b>"
@@ -204,7 +206,7 @@ def _generation(summary: RunSummary, generation: GenerationResult) -> str:
                 ],
             )
         )
-    heads = ["slot", "member", "parent", *names, "fitness ± SE", "tokens", "time", "reason"]
+    heads = ["slot", "member", "parent", *names, "fitness ± SE", summary.words.tokens, "time", "reason"]
     best = next((member for member in generation.members if member.index == generation.best), None)
     words = f"Generation {generation.generation}"
     if best is not None:

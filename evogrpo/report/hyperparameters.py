@@ -53,7 +53,8 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
         _set_names(axes, names)
     else:
         numbers = [value for value in shown if not isinstance(value, str)]
-        _set_scale(axes, sorted([*numbers, *ladder]), ladder, log=parameter.get("scale") == "log")
+        whole = all(isinstance(value, int) for value in numbers)
+        _set_scale(axes, sorted([*numbers, *ladder]), ladder, log=parameter.get("scale") == "log", whole=whole)
     spread = min(1.8, 9 / max(1, len(run.slots) - 1))  # points between members with equal values
     for line in run.lines:
         slot, until = line.results[0].slot, run.lineage.get(line.index)
@@ -107,7 +108,7 @@ def _set_names(axes: "Axes", names: Sequence[str]) -> None:
     axes.yaxis.set_major_formatter(FixedFormatter([printable(shorten(name, 24)).replace("$", r"\$") for name in names]))
 
 
-def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *, log: bool) -> None:
+def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *, log: bool, whole: bool) -> None:
     """Choose the axis, limits and ticks for ascending values."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -127,6 +128,6 @@ def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *,
     elif log and high >= 5 * low:
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
     else:
-        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=whole))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(float(value))))

@@ -109,10 +109,10 @@ def draw_legend(figure: "Figure", run: Drawing, *, births: bool, y: float) -> No
         entries.append((mark, "birth, hyperparameters mutated"))
     if summary.baseline is not None:
         mark = Line2D([], [], color=BASE, linestyle=(0, (6, 4)), linewidth=1.4)
-        entries.append((mark, "untrained base, validation"))
+        entries.append((mark, f"{summary.words.untrained}, validation"))
     if summary.test is not None:
         for colour, face, words in (
-            (BASE, "white", "untrained base, test"),
+            (BASE, "white", f"{summary.words.untrained}, test"),
             (BEST, BEST, f"member #{summary.test.index}, test"),
         ):
             entries.append((Line2D([], [], color=colour, marker="D", ms=7, mfc=face, mew=1.8, linestyle="none"), words))

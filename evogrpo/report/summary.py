@@ -11,6 +11,7 @@ from typing import Any
 from evogrpo.evolution.lineage import NETWORK
 from evogrpo.hyperparameters import CATEGORIES
 from evogrpo.persistence.journal import latest_generations
+from evogrpo.report.words import Words, words_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +124,11 @@ class RunSummary:
     test: TestResult | None
     resumes: int
     stopped: str | None
+
+    @property
+    def words(self) -> Words:
+        """What things are called in it."""
+        return words_of(self.facts.get("kind"))
 
 
 def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:

@@ -44,10 +44,16 @@ def count_text(count: float | None) -> str:
 
 
 def score_text(mean: float | None, standard_error: float | None) -> str:
-    """Write a fitness with its standard error, both in reward units, such as `0.412 ± 0.031`."""
+    """Write a fitness with its standard error, both in reward units, such as `0.412 ± 0.031` or `486.6 ± 3.7`."""
     if mean is None:
         return _MISSING
-    return f"{mean:.3f}" if standard_error is None else f"{mean:.3f} ± {standard_error:.3f}"
+    digits = decimals(mean)
+    return f"{mean:.{digits}f}" if standard_error is None else f"{mean:.{digits}f} ± {standard_error:.{digits}f}"
+
+
+def decimals(value: float) -> int:
+    """Return how many decimals a reward of this size is written with: three below 10, one from 100 on."""
+    return 3 if abs(value) < 10 else 2 if abs(value) < 100 else 1
 
 
 def duration_text(seconds: float | None) -> str:

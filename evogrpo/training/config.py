@@ -8,12 +8,13 @@ from typing import Any, TypeVar
 import yaml
 
 import evogrpo
-from evogrpo.agents.language import LanguageSettings
+from evogrpo.agents.networks import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.evolution.strategies import Strategy, Tournament, strategy_from_json
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
-from evogrpo.objective import Objective, Optimizer
 from evogrpo.persistence.durable import replace_file
+from evogrpo.training.agent_config import AgentConfig, NetworkAgentConfig
 from evogrpo.training.completions import CompletionsFormat, check_completions
+from evogrpo.training.environment_tasks import EnvironmentTask
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.strict_yaml import parse_override, read_yaml_file, with_value
 from evogrpo.training.tasks import Task, parse_task
@@ -38,52 +39,6 @@ class PopulationConfig:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings:
-    """The adapters; peft's names.
-
-    Attributes:
-        r: Rank.
-        lora_alpha: Scale, times the rank.
-        target_modules: What is adapted: "all-linear", a regular expression, or module names.
-        exclude_modules: What is left out of that.
-        use_rslora: Divide by the root of the rank rather than by the rank.
-        init_lora_weights: true, or "gaussian".
-    """
-
-    r: int = 16
-    lora_alpha: int = 32
-    target_modules: str | tuple[str, ...] = "all-linear"
-    exclude_modules: str | tuple[str, ...] | None = None
-    use_rslora: bool = False
-    init_lora_weights: bool | str = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class AgentConfig:
-    """What members share and evolution leaves alone; see `evogrpo.agents.options.Options`."""
-
-    max_output_tokens: int = 128
-    min_output_tokens: int = 0
-    eos_token_ids: tuple[int, ...] | None = None
-    micro_batch_tokens: int = 1024
-    reduce_memory_peak: bool = True
-    calc_position_embeddings: bool = True
-    objective: Objective = field(default_factory=Objective)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lora: LoraSettings = field(default_factory=LoraSettings)
-
-    def __post_init__(self) -> None:
-        LanguageSettings(pad_token_id=0, eos_token_ids=self.eos_token_ids or (0,), **self.settings())
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments of `GRPO.population` among the fields, apart from lora and eos_token_ids."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_SETTINGS}
-
-
-_NOT_SETTINGS = ("lora", "eos_token_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +69,11 @@ class Config:
     """A run, resolved.
 
     Attributes:
-        model: "smollm2-135m", a local folder, a .gguf file or a hub id.
-        task: What is asked and how it is rewarded.
+        model: "smollm2-135m", a local folder, a .gguf file or a hub id; null for an environment, where members are
+            small networks.
+        task: What is asked and how it is rewarded, or the environment that is played.
         schedule: How long and at what cost.
-        device: Such as "cpu" or "cuda"; null = a GPU if there is one.
+        device: Such as "cpu" or "cuda"; null = for a model a GPU if there is one, for small networks the CPU.
         seed: Root of every random stream.
         run_dir: Where records go; null = a new folder under runs/.
         hyperparameters: The first member's; everyone's where nothing evolves.
@@ -128,7 +84,7 @@ class Config:
         logging: What is written.
     """
 
-    model: str
+    model: str | None = None
     task: Task
     schedule: Schedule
     device: str | None = None
@@ -138,12 +94,19 @@ class Config:
     evolve: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     population: PopulationConfig = field(default_factory=PopulationConfig)
     strategy: Strategy = field(default_factory=Tournament)
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    agent: AgentConfig | NetworkAgentConfig = field(default_factory=AgentConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
+        plays = isinstance(self.task, EnvironmentTask)
+        if plays and self.model is not None:
+            raise ValueError(f"model must be left out where task.env is given, got {self.model!r}")
+        if not plays and self.model is None:
+            raise ValueError("model must be given")
+        if plays != isinstance(self.agent, NetworkAgentConfig):
+            raise ValueError("agent must be a NetworkAgentConfig where task.env is given, and else an AgentConfig")
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
         self.evolve.for_samples_per_step(samples)
         if samples % size:
@@ -172,30 +135,48 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     Raises:
         ValueError: If a key is unknown or missing, or a value is refused; with the key's full path.
     """
-    names = [each.name for each in fields(Config)]
-    refuse_unknown_keys(values, names, "")
-    for name in ("model", "task"):
-        if values.get(name) is None:
-            raise ValueError(f"{name} must be given")
-    hyperparameters = mapping(values.get("hyperparameters") or {}, "hyperparameters")
-    refuse_unknown_keys(hyperparameters, Hyperparameters.__dataclass_fields__, "hyperparameters")
+    refuse_unknown_keys(values, Config.__dataclass_fields__, "")
+    if values.get("task") is None:
+        raise ValueError("task must be given")
+    task = parse_task(values["task"])
     parsed = {
-        "model": typed(str, values["model"], "model"),
+        "model": typed(str | None, values.get("model"), "model"),
         "device": typed(str | None, values.get("device"), "device"),
         "seed": typed(int, values.get("seed", 0), "seed"),
         "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),
-        "task": parse_task(values["task"]),
-        "hyperparameters": _refused("hyperparameters", lambda: Hyperparameters.from_json(hyperparameters)),
+        "task": task,
+        "hyperparameters": _hyperparameters(values.get("hyperparameters"), task),
         "evolve": parse_space(values.get("evolve")),
         "population": build(PopulationConfig, values.get("population"), "population"),
         "schedule": build(Schedule, values.get("schedule"), "schedule"),
-        "agent": build(AgentConfig, values.get("agent"), "agent"),
+        "agent": _agent(values.get("agent"), task),
         "logging": build(LoggingConfig, values.get("logging"), "logging"),
     }
     if values.get("strategy") is not None:
         strategy = mapping(values["strategy"], "strategy")
         parsed["strategy"] = _refused("strategy", lambda: strategy_from_json({"name": "tournament", **strategy}))
     return Config(**parsed)
+
+
+def default_hyperparameters(task: Task) -> Hyperparameters:
+    """Return what the first member starts with where a configuration says nothing."""
+    return Hyperparameters(**(NETWORK_DEFAULTS if isinstance(task, EnvironmentTask) else {}))
+
+
+def _hyperparameters(values: object, task: Task) -> Hyperparameters:
+    section = mapping(values or {}, "hyperparameters")
+    refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "hyperparameters")
+    start = default_hyperparameters(task).to_json()
+    return _refused("hyperparameters", lambda: Hyperparameters.from_json({**start, **section}))
+
+
+def _agent(values: object, task: Task) -> AgentConfig | NetworkAgentConfig:
+    if not isinstance(task, EnvironmentTask):
+        return build(AgentConfig, values, "agent")
+    section = dict(mapping(values or {}, "agent"))
+    if section.get("objective") is not None:
+        section["objective"] = {**plain(STEPWISE), **mapping(section["objective"], "agent.objective")}
+    return build(NetworkAgentConfig, section, "agent")
 
 
 def parse_space(values: object) -> HyperparameterConfig:

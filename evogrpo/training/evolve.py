@@ -17,6 +17,7 @@ from evogrpo.training.observing import costs, member_reports, metrics, score
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.reports import GenerationReport, StepReport, TestReport
 from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.sb3_names import of_members
 from evogrpo.training.schedule import LIMITS, Schedule
 
 Report = StepReport | GenerationReport | TestReport
@@ -183,6 +184,7 @@ class Evolution:
         self._record(
             "run",
             **self._description,
+            kind=self.population.shared.body.kind,
             seed=self.population.shared.settings.seed,
             population_size=len(self.population),
             samples_per_step=self.schedule.samples_per_step,
@@ -257,18 +259,20 @@ class Evolution:
             examples=progress.examples,
         )
         measured = {slot: metrics(each) for slot, each in learned.items()}
-        progress.add_step(seconds, tokens, measured)
-        spent = costs(progress, seconds, tokens)
+        epochs = {slot: self.population.agents[slot].hyperparameters.update_epochs for slot in learned}
+        progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs)
+        spent, habits = costs(progress, seconds, tokens), of_members(self.population, progress, measured)
+        logged = {slot: {**each, **spent[slot], **habits[slot]} for slot, each in measured.items()}
         self._record(
             "step",
             step=report.step,
             generation=report.generation,
             seconds=seconds,
-            members=[{"slot": s, "index": indices[s], **each, **spent[s]} for s, each in measured.items()],
+            members=[{"slot": slot, "index": indices[slot], **each} for slot, each in logged.items()],
         )
         if self.run_dir is not None:
             self.run_dir.completions.write(report.step, table)
-            self.run_dir.log_scalars(report.step, {slot: {**each, **spent[slot]} for slot, each in measured.items()})
+            self.run_dir.log_scalars(report.step, logged)
         return report
 
     def _close_generation(self) -> GenerationReport:

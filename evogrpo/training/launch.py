@@ -1,4 +1,4 @@
-"""From a configuration to a run: check everything cheap first, then load weights; and the same for resuming."""
+"""From a configuration to a run, and from a run's folder back to one: what a start and a resumption have in common."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -6,91 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from peft import LoraConfig
-
-from evogrpo.agents.grpo import GRPO
-from evogrpo.envs.huggingface import HuggingFaceGym
+from evogrpo.agents.population import Population
+from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.policies.lora import Target, check_supported, find_targets, lora_from_json
-from evogrpo.policies.models import BaseModel, load_base, load_outline
 from evogrpo.training.config import CONFIG_FILE, Config, override, parse_config, write_config
 from evogrpo.training.evolve import Evolution
+from evogrpo.training.prepared import Prepared
+from evogrpo.training.progress import Progress
 from evogrpo.training.rundir import JOURNAL, RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.training.strict_yaml import parse_override, read_yaml_file
-from evogrpo.training.typed import plain, typed
-
-"""What a resumed run may change of its schedule; the rest is part of what makes resuming exact."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """Everything about a run that can be had without loading weights.
-
-    Attributes:
-        config: The configuration.
-        outline: The base model's tokenizer and architecture.
-        env: Where members act.
-        device: Where they will live.
-        lora: The adapters.
-        targets: The modules they adapt.
-    """
-
-    config: Config
-    outline: BaseModel
-    env: HuggingFaceGym
-    device: str
-    lora: LoraConfig
-    targets: tuple[Target, ...]
-
-    @property
-    def pad_token_id(self) -> int:
-        """The tokenizer's padding token; for one that has none, its end of sequence, as padding is masked anyway."""
-        tokenizer = self.outline.tokenizer
-        chosen = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        return int(chosen or 0)
-
-
-def prepare(config: Config) -> Prepared:
-    """Check a configuration against the device, the model's architecture, its tokenizer and the task.
-
-    Raises:
-        ValueError: If one of them does not fit, with what to do.
-    """
-    device = choose_device(config.device)
-    lora = lora_from_json(plain(config.agent.lora))
-    check_supported(lora)
-    outline = load_outline(config.model)
-    targets = find_targets(outline.model, lora)
-    longest = config.task.max_prompt_length
-    context = getattr(outline.model.config.get_text_config(), "max_position_embeddings", None)
-    if longest is None and context is not None:
-        longest = int(context) - config.agent.max_output_tokens
-        if longest < 1:
-            raise ValueError(
-                f"agent.max_output_tokens must leave room for a prompt in the model's context of {context} tokens, "
-                f"got {config.agent.max_output_tokens}"
-            )
-    seed = config.seed if config.task.seed is None else config.task.seed
-    env = config.task.environment(outline.tokenizer, seed=seed, max_prompt_length=longest)
-    return Prepared(config=config, outline=outline, env=env, device=device, lora=lora, targets=targets)
-
-
-def choose_device(wanted: str | None) -> str:
-    """Return the device to use: the one asked for if it is there, else a GPU if there is one.
-
-    Raises:
-        ValueError: If the device does not exist here.
-    """
-    if wanted is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=wanted)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {wanted!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return wanted
+from evogrpo.training.typed import typed
 
 
 def free_run_dir(name: str, folder: Path | None = None) -> Path:
@@ -105,38 +32,13 @@ def free_run_dir(name: str, folder: Path | None = None) -> Path:
 
 
 def start(prepared: Prepared, run_dir: Path) -> Evolution:
-    """Load the base model, make the population and open the run's folder.
+    """Make the population, over its base model if it has one, and open the run's folder.
 
     Raises:
         ValueError: If the weights cannot be loaded, or the folder already holds a run.
     """
-    config, env = prepared.config, prepared.env
-    base = load_base(config.model, device=prepared.device)
-    options: dict[str, Any] = {**config.hyperparameters.to_json(), **config.agent.settings()}
-    if config.agent.eos_token_ids is not None:
-        options["eos_token_ids"] = config.agent.eos_token_ids
-    population = GRPO.population(
-        config.population.size,
-        env.observation_space,
-        env.action_space,
-        actor_network=base.model,
-        pad_token_id=prepared.pad_token_id,
-        samples_per_step=config.schedule.samples_per_step,
-        spread=config.population.spread,
-        hp_config=config.evolve,
-        lora_config=prepared.lora,
-        seed=config.seed,
-        source=config.model,
-        **options,
-    )
-    evolution = Evolution(
-        population,
-        env,
-        schedule=config.schedule,
-        strategy=config.strategy,
-        run_dir=_run_dir(config, run_dir),
-        description={"task": config.task.label, "model": config.model},
-    )
+    config = prepared.config
+    evolution = _evolution(prepared, prepared.population(), config.schedule, config.strategy, run_dir)
     write_config(config, run_dir)
     return evolution
 
@@ -200,33 +102,40 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
 
 
 def resume(prepared: Prepared, resumable: Resumable, run_dir: Path) -> Evolution:
-    """Load the base model and restore the newest complete checkpoint of a run.
+    """Restore the newest complete checkpoint of a run, over its base model if it has one.
 
     Raises:
         ValueError: If the weights cannot be loaded, or they are not the ones the run was trained on.
     """
-    base = load_base(prepared.config.model, device=prepared.device)
     saved = open_run(run_dir)
-    population, progress = saved.restore(base.model)
+    population, progress = prepared.restore(saved)
+    return _evolution(prepared, population, resumable.schedule, saved.strategy, run_dir, progress)
+
+
+def _evolution(
+    prepared: Prepared,
+    population: Population,
+    schedule: Schedule,
+    strategy: Strategy,
+    run_dir: Path,
+    progress: Progress | None = None,
+) -> Evolution:
+    config, logging = prepared.config, prepared.config.logging
+    facts = {"task": config.task.label, "model": config.model}
     return Evolution(
         population,
         prepared.env,
-        schedule=resumable.schedule,
-        strategy=saved.strategy,
-        run_dir=_run_dir(prepared.config, run_dir),
+        schedule=schedule,
+        strategy=strategy,
+        run_dir=RunDir(
+            run_dir,
+            keep=logging.keep_checkpoints,
+            tensorboard=logging.tensorboard,
+            completions=logging.completions,
+            completions_format=logging.completions_format,
+        ),
         progress=progress,
-        description={"task": prepared.config.task.label, "model": prepared.config.model},
-    )
-
-
-def _run_dir(config: Config, run_dir: Path) -> RunDir:
-    logging = config.logging
-    return RunDir(
-        run_dir,
-        keep=logging.keep_checkpoints,
-        tensorboard=logging.tensorboard,
-        completions=logging.completions,
-        completions_format=logging.completions_format,
+        description={name: fact for name, fact in facts.items() if fact is not None},
     )
 
 

@@ -41,6 +41,9 @@ class Progress:
         seconds: Wall-clock time spent, over all parts of the run.
         tokens: Tokens processed by all members.
         slot_tokens: Tokens of each slot since the run began, whoever lived there.
+        slot_timesteps: Those of them that were sampled to learn from; for small networks steps in the environment.
+        slot_epochs: Passes over learning steps' samples of each slot since the run began. These two are empty in a run
+            that an earlier version began, which did not count them.
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
@@ -58,6 +61,8 @@ class Progress:
     seconds: float = 0.0
     tokens: int = 0
     slot_tokens: list[int] = field(default_factory=list)
+    slot_timesteps: list[int] = field(default_factory=list)
+    slot_epochs: list[int] = field(default_factory=list)
     member_tokens: list[int] = field(default_factory=list)
     member_seconds: list[float] = field(default_factory=list)
     metrics: list[dict[str, tuple[float, int]]] = field(default_factory=list)
@@ -67,7 +72,7 @@ class Progress:
 
     def __post_init__(self) -> None:
         if not self.member_tokens:
-            self.slot_tokens = [0] * self.members
+            self.slot_tokens, self.slot_timesteps, self.slot_epochs = ([0] * self.members for _ in range(3))
             self.start_generation()
 
     def start_generation(self) -> None:
@@ -78,9 +83,23 @@ class Progress:
         self.metrics = [{} for _ in range(self.members)]
 
     def add_step(
-        self, seconds: float, tokens: Mapping[int, int], metrics: Mapping[int, Mapping[str, float | None]]
+        self,
+        seconds: float,
+        tokens: Mapping[int, int],
+        metrics: Mapping[int, Mapping[str, float | None]],
+        *,
+        timesteps: Mapping[int, int],
+        epochs: Mapping[int, int],
     ) -> None:
-        """Count one learning step; its time is shared out among members by their tokens."""
+        """Count one learning step; its time is shared out among members by their tokens.
+
+        Args:
+            seconds: Wall-clock time.
+            tokens: Processed, by slot.
+            metrics: By slot.
+            timesteps: Those of the tokens that were sampled, by slot.
+            epochs: Passes over the samples, by slot.
+        """
         total = max(1, sum(tokens.values()))
         self.step += 1
         self.step_in_generation += 1
@@ -90,6 +109,9 @@ class Progress:
             self.slot_tokens[slot] += amount
             self.member_tokens[slot] += amount
             self.member_seconds[slot] += seconds * amount / total
+            if self.slot_timesteps:
+                self.slot_timesteps[slot] += timesteps[slot]
+                self.slot_epochs[slot] += epochs[slot]
         for slot, values in metrics.items():
             sums = self.metrics[slot]
             for name, value in values.items():

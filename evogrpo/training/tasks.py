@@ -1,4 +1,4 @@
-"""The task section of a configuration: a built-in task, one of reasoning-gym, or the user's dataset and rewards."""
+"""The task section of a configuration: a built-in task, one of reasoning-gym, the user's own, or an environment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -11,6 +11,7 @@ from evogrpo.envs.prompts import Tokenizer
 from evogrpo.envs.rewards import OnRewardError, check_limits
 from evogrpo.envs.tasks import TASKS
 from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
+from evogrpo.training.environment_tasks import EnvironmentTask
 from evogrpo.training.sources import load_function, read_rows
 from evogrpo.training.typed import build, inside, mapping
 
@@ -203,8 +204,14 @@ class DatasetTask(_Common):
         )
 
 
-Task = BuiltinTask | ReasoningTask | DatasetTask
-KINDS: Mapping[str, type[Task]] = {"name": BuiltinTask, "reasoning_gym": ReasoningTask, "dataset": DatasetTask}
+QuestionTask = BuiltinTask | ReasoningTask | DatasetTask
+Task = QuestionTask | EnvironmentTask
+KINDS: Mapping[str, type[Task]] = {
+    "name": BuiltinTask,
+    "reasoning_gym": ReasoningTask,
+    "dataset": DatasetTask,
+    "env": EnvironmentTask,
+}
 
 
 def parse_task(values: object, where: str = "task") -> Task:
@@ -222,8 +229,8 @@ def parse_task(values: object, where: str = "task") -> Task:
                 raise unknown_name_error(f"key in {where}", key, sorted(known))
         raise ValueError(
             f"{where} must name a built-in task ({inside(where, 'name')}), a task of reasoning-gym "
-            f"({inside(where, 'reasoning_gym')}) or dataset files ({inside(where, 'dataset')}): "
-            f"exactly one of the three, got {' and '.join(chosen) or 'none'}"
+            f"({inside(where, 'reasoning_gym')}), dataset files ({inside(where, 'dataset')}) or a Gymnasium "
+            f"environment ({inside(where, 'env')}): exactly one of the four, got {' and '.join(chosen) or 'none'}"
         )
     return build(KINDS[chosen[0]], section, where)
 

@@ -29,7 +29,7 @@ def test_reports_are_drawn_without_torch(tmp_path):
     assert "torch" not in loaded
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train"], ["train", "c.yaml", "--dryrun"], ["tasks", "more"]])
+@pytest.mark.parametrize("arguments", [[], ["trian"], ["train", "c.yaml", "--dryrun"], ["tasks", "more"]])
 def test_a_malformed_command_line_is_a_usage_error(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training import launch
+from evogrpo.training import launch, prepared
 from evogrpo.training.config import load_config
 from evogrpo.training.planning import compute
+from evogrpo.training.prepared import prepare
 from tests.cli.project import CONFIG, command
 
 
@@ -149,7 +150,7 @@ def test_an_objective_that_nobody_can_use_is_refused_before_any_work(project, he
 
 
 def test_token_bounds_hold_and_are_not_idle(finished, project):
-    bound = compute(launch.prepare(load_config(project / "tiny.yaml")))
+    bound = compute(prepare(load_config(project / "tiny.yaml")))
     generations = [event for event in read_journal(finished[0] / "journal.jsonl") if event["event"] == "generation"]
     spent = generations[-1]["tokens"]
     assert bound.tokens is not None
@@ -181,7 +182,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded(project, here, o
     def never(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(launch, "load_base", never)
+    monkeypatch.setattr(prepared, "load_base", never)
     assert main(["train", str(project / "tiny.yaml"), override]) == 2
     assert message in capsys.readouterr().err
     assert list(here.iterdir()) == []
@@ -203,10 +204,8 @@ def test_datasets_of_every_kind_read_alike(project, here, capsys):
 
     Dataset.from_list(rows).to_parquet("rows.parquet")
     config = project / "tiny.yaml"
-    alike = [
-        launch.prepare(load_config(config, [f"task.dataset.train=rows.{kind}"])) for kind in ("json", "csv", "parquet")
-    ]
-    alike.append(launch.prepare(load_config(config)))
+    alike = [prepare(load_config(config, [f"task.dataset.train=rows.{kind}"])) for kind in ("json", "csv", "parquet")]
+    alike.append(prepare(load_config(config)))
     questions = [prepared.env.open("test", range(32)).prompts for prepared in alike]
     assert all(each == questions[0] for each in questions)
 
@@ -224,7 +223,7 @@ def test_the_form_of_trl_takes_several_weighted_rewards(project, here):
             "task.reward_weights=[2, 10]",
         ],
     )
-    env = launch.prepare(config).env
+    env = prepare(config).env
     scores = env.open("test", [0]).score([0], [[20, 21, 22]])
     want = int(bytes(env.tokenizer.decode(env.open("test", [0]).prompts[0]), "utf-8").split(b"+")[0])
     assert scores.rewards[0] == 2 * 3 + 10 * want

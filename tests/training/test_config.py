@@ -176,11 +176,11 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ("model", None, "model must be given"),
         ("task", None, "task must be given"),
         ("task.name", "two_digit_sum", "task: unknown task 'two_digit_sum': did you mean 'two_digit_sums'"),
-        ("task", {}, "exactly one of the three, got none"),
+        ("task", {}, "exactly one of the four, got none"),
         (
             "task",
             {"name": "two_digit_sums", "dataset": {"train": "x"}},
-            "exactly one of the three, got name and dataset",
+            "exactly one of the four, got name and dataset",
         ),
         ("task", {"nmae": "two_digit_sums"}, "unknown key in task 'nmae': did you mean 'name'"),
         ("task", {**OWN, "dataset": {"trian": "x"}}, "unknown key in task.dataset 'trian': did you mean 'train'"),

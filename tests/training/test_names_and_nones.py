@@ -11,6 +11,7 @@ from evogrpo.evolution.mutation import Mutation
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.html import write_html
 from evogrpo.report.summary import summarise
+from evogrpo.report.words import LANGUAGE
 from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_population
 
 SPACE = HyperparameterConfig(
@@ -70,7 +71,7 @@ def test_the_page_and_the_tables_show_names(run):
     page = write_html(folder).read_text()
     assert ">cispo</td>" in page
     assert len(summarise(read_journal(folder / "journal.jsonl")).generations) == 3
-    table = generation_table(reports[0], list(SPACE), 200)
+    table = generation_table(reports[0], list(SPACE), 200, LANGUAGE)
     column = next(each for each in table.columns if "loss" in str(each.header))
     assert str(next(iter(column.cells))) == "cispo"
     child = next(child for report in reports[:-1] for child in report.plan.children)

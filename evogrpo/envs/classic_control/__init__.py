@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import gymnasium
 from gymnasium.envs.registration import EnvSpec
 
 from evogrpo.envs.classic_control.acrobot import Acrobot
@@ -19,6 +20,7 @@ __all__ = [
     "MountainCarContinuous",
     "Pendulum",
     "native_class",
+    "native_ids",
 ]
 
 _NATIVE: Mapping[object, type[ClassicControl]] = {
@@ -28,6 +30,15 @@ _NATIVE: Mapping[object, type[ClassicControl]] = {
     "gymnasium.envs.classic_control.continuous_mountain_car:Continuous_MountainCarEnv": MountainCarContinuous,
     "gymnasium.envs.classic_control.pendulum:PendulumEnv": Pendulum,
 }
+
+
+def native_ids() -> list[str]:
+    """Return the newest registered id of every environment that has a native one."""
+    newest: dict[object, EnvSpec] = {}
+    for spec in gymnasium.registry.values():
+        if spec.entry_point in _NATIVE and not spec.additional_wrappers:
+            newest[spec.entry_point] = max(newest.get(spec.entry_point, spec), spec, key=lambda each: each.version or 0)
+    return sorted(spec.id for spec in newest.values())
 
 
 def native_class(spec: EnvSpec, env_kwargs: Mapping[str, Any]) -> type[ClassicControl] | None:

@@ -1,0 +1,184 @@
+"""A configuration checked against the machine, the task and the members' kind, before anything expensive."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.networks import NetworkBody, NetworkSettings
+from evogrpo.agents.population import Population
+from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.envs.huggingface import HuggingFaceGym
+from evogrpo.policies.lora import Target, check_supported, find_targets, lora_from_json
+from evogrpo.policies.models import BaseModel, load_base, load_outline
+from evogrpo.training.agent_config import AgentConfig, NetworkAgentConfig
+from evogrpo.training.config import Config
+from evogrpo.training.environment_tasks import EnvironmentTask
+from evogrpo.training.progress import Progress
+from evogrpo.training.rundir import Saved
+from evogrpo.training.tasks import QuestionTask
+from evogrpo.training.typed import plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedLanguage:
+    """Everything about a run of language models that can be had without loading weights.
+
+    Attributes:
+        config: The configuration.
+        agent: Its part about members.
+        model: Its base model.
+        outline: The base model's tokenizer and architecture.
+        env: Where members act.
+        device: Where they will live.
+        lora: The adapters.
+        targets: The modules they adapt.
+    """
+
+    config: Config
+    agent: AgentConfig
+    model: str
+    outline: BaseModel
+    env: HuggingFaceGym
+    device: str
+    lora: LoraConfig
+    targets: tuple[Target, ...]
+
+    @property
+    def pad_token_id(self) -> int:
+        """The tokenizer's padding token; for one that has none, its end of sequence, as padding is masked anyway."""
+        tokenizer = self.outline.tokenizer
+        chosen = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return int(chosen or 0)
+
+    def population(self) -> Population:
+        """Load the base model and make the founders; raises ValueError if the weights cannot be loaded."""
+        options = self.agent.settings()
+        if self.agent.eos_token_ids is not None:
+            options["eos_token_ids"] = self.agent.eos_token_ids
+        return _founders(
+            self.config,
+            self.env,
+            options,
+            actor_network=load_base(self.model, device=self.device).model,
+            pad_token_id=self.pad_token_id,
+            lora_config=self.lora,
+            source=self.model,
+        )
+
+    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+        """Load the base model and the members of a stored run; raises ValueError if they do not belong together."""
+        return saved.restore(load_base(self.model, device=self.device).model)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedNetworks:
+    """Everything about a run of small networks but the networks themselves.
+
+    Attributes:
+        config: The configuration.
+        agent: Its part about members.
+        env: Where members act.
+        device: Where they will live.
+        parameters: Of one member's network, as it starts.
+    """
+
+    config: Config
+    agent: NetworkAgentConfig
+    env: GymnasiumGroups
+    device: str
+    parameters: int
+
+    def population(self) -> Population:
+        """Make the founders."""
+        return _founders(self.config, self.env, self.agent.settings(), device=self.device)
+
+    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+        """Make the members of a stored run."""
+        return saved.restore(device=self.device)
+
+
+Prepared = PreparedLanguage | PreparedNetworks
+
+
+def prepare(config: Config) -> Prepared:
+    """Check a configuration against the device, the model's architecture and tokenizer, and the task.
+
+    Raises:
+        ValueError: If one of them does not fit, with what to do.
+    """
+    seed = config.seed if config.task.seed is None else config.task.seed
+    if isinstance(config.task, EnvironmentTask):
+        assert isinstance(config.agent, NetworkAgentConfig)  # parse_config chose it by the task
+        return _prepare_networks(config, config.agent, config.task.environment(seed=seed))
+    assert isinstance(config.agent, AgentConfig)
+    assert config.model is not None  # Config refuses that
+    return _prepare_language(config, config.agent, config.model, config.task, seed)
+
+
+def _prepare_language(
+    config: Config, agent: AgentConfig, model: str, task: QuestionTask, seed: int
+) -> PreparedLanguage:
+    device = choose_device(config.device)
+    lora = lora_from_json(plain(agent.lora))
+    check_supported(lora)
+    outline = load_outline(model)
+    targets = find_targets(outline.model, lora)
+    longest = task.max_prompt_length
+    context = getattr(outline.model.config.get_text_config(), "max_position_embeddings", None)
+    if longest is None and context is not None:
+        longest = int(context) - agent.max_output_tokens
+        if longest < 1:
+            raise ValueError(
+                f"agent.max_output_tokens must leave room for a prompt in the model's context of {context} tokens, "
+                f"got {agent.max_output_tokens}"
+            )
+    env = task.environment(outline.tokenizer, seed=seed, max_prompt_length=longest)
+    return PreparedLanguage(
+        config=config, agent=agent, model=model, outline=outline, env=env, device=device, lora=lora, targets=targets
+    )
+
+
+def _prepare_networks(config: Config, agent: NetworkAgentConfig, env: GymnasiumGroups) -> PreparedNetworks:
+    body = NetworkBody(env.observation_space, env.action_space, 1, NetworkSettings(**agent.settings()))
+    return PreparedNetworks(
+        config=config,
+        agent=agent,
+        env=env,
+        device="cpu" if config.device is None else choose_device(config.device),
+        parameters=body.bank.state(0)["weights"].numel(),
+    )
+
+
+def _founders(
+    config: Config, env: HuggingFaceGym | GymnasiumGroups, settings: dict[str, Any], **members: Any
+) -> Population:
+    """Make the founders that a configuration describes."""
+    options: dict[str, Any] = {**members, **settings, **config.hyperparameters.to_json()}
+    return GRPO.population(
+        config.population.size,
+        env.observation_space,
+        env.action_space,
+        samples_per_step=config.schedule.samples_per_step,
+        spread=config.population.spread,
+        hp_config=config.evolve,
+        seed=config.seed,
+        **options,
+    )
+
+
+def choose_device(wanted: str | None) -> str:
+    """Return the device to use: the one asked for if it is there, else a GPU if there is one.
+
+    Raises:
+        ValueError: If the device does not exist here.
+    """
+    if wanted is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {wanted!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return wanted

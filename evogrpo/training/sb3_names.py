@@ -1,0 +1,89 @@
+"""What a learning step measured, under the names of Stable-Baselines3, for members that play environments.
+
+Counters are a slot's since the run began, whoever lived there, and go on when a run is resumed. Where a name cannot
+mean exactly what it means in Stable-Baselines3's PPO:
+
+- `rollout/*` average the episodes learnt from in this step, not the last 100; returns are undiscounted. Of several
+  agents each counts for itself: averaged over a policy's agents, then over policies.
+- `train/loss` is the mean over the step's optimizer steps, not the last one's.
+- `train/approx_kl` is the mean over all of its optimizer steps, not over those of the last epoch; like
+  `train/clip_fraction` and `train/entropy_loss` over the actions that needed a forward pass.
+- `train/n_updates` counts epochs, as PPO does; `optimizer_steps` are counted under that name.
+- `time/total_timesteps` counts every agent's steps, as a vector environment made of agents does; neither the
+  transitions that updates pass over again nor steps of evaluations.
+- `time/fps` is one member's; a population's is the sum over its members, as all share `time/time_elapsed`, which counts
+  evaluations but no pause between the parts of a resumed run.
+"""
+
+import sys
+from collections.abc import Mapping
+
+from evogrpo.agents.population import Population
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.training.progress import Progress
+
+_SAME = {
+    "rollout/ep_rew_mean": "reward",
+    "rollout/ep_len_mean": "completions/mean_length",
+    "train/approx_kl": "approx_kl",
+    "train/clip_fraction": "clip_fraction",
+    "train/learning_rate": "learning_rate",
+    "train/loss": "loss",
+}
+
+
+def sb3_names(
+    measured: Mapping[str, float | None],
+    hyperparameters: Hyperparameters,
+    *,
+    iterations: int,
+    seconds: float,
+    timesteps: int | None,
+    epochs: int | None,
+) -> dict[str, float]:
+    """Return one member's learning step under the names of Stable-Baselines3; what was not measured is missing.
+
+    Args:
+        measured: Under the names of `evogrpo.agents.metrics.NAMES`; None = not finite.
+        hyperparameters: That the member learnt with.
+        iterations: Learning steps since the run began.
+        seconds: Wall-clock time since then.
+        timesteps: Steps in the environment to learn from since then; None = not counted.
+        epochs: Passes over learning steps' samples since then; None = not counted.
+    """
+    low, high = hyperparameters.clip_bounds
+    entropy = measured.get("entropy")
+    values = {
+        **{name: measured.get(own) for name, own in _SAME.items()},
+        "train/entropy_loss": None if entropy is None else -entropy,
+        "train/clip_range": high if low == high else None,  # one number there
+        # With another term in it, the loss is not the policy's alone.
+        "train/policy_gradient_loss": None
+        if hyperparameters.beta or hyperparameters.entropy_coef
+        else measured.get("loss"),
+        "train/n_updates": epochs,
+        "time/iterations": iterations,
+        "time/time_elapsed": int(seconds),
+        "time/total_timesteps": timesteps,
+        "time/fps": None if timesteps is None else int(timesteps / max(seconds, sys.float_info.epsilon)),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def of_members(
+    population: Population, progress: Progress, measured: Mapping[int, Mapping[str, float | None]]
+) -> dict[int, dict[str, float]]:
+    """Return `sb3_names` of the members of a learning step that has been counted, by slot; none of language models."""
+    if population.shared.body.kind == "language":
+        return {slot: {} for slot in measured}
+    return {
+        slot: sb3_names(
+            each,
+            population.agents[slot].hyperparameters,
+            iterations=progress.step,
+            seconds=progress.seconds,
+            timesteps=progress.slot_timesteps[slot] if progress.slot_timesteps else None,
+            epochs=progress.slot_epochs[slot] if progress.slot_epochs else None,
+        )
+        for slot, each in measured.items()
+    }

@@ -1,0 +1,218 @@
+"""Videos of what a member does: whole episodes of a Gymnasium environment, drawn by it and filmed by RecordVideo."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.wrappers import RecordVideo
+
+from evogrpo.agents.grpo import GRPO
+from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.envs.making import EnvMaker
+
+MODE = "rgb_array"
+INSTALL = 'pip install "evogrpo[video]"'
+
+_LONGEST = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """One recorded episode.
+
+    Attributes:
+        path: The video, with one frame more than the episode has steps: the first shows its start.
+        seed: That the environment was reset with.
+        episode_return: Sum of its rewards, undiscounted.
+        length: Its steps.
+        truncated: Whether it was cut off rather than come to its end.
+    """
+
+    path: Path
+    seed: int
+    episode_return: float
+    length: int
+    truncated: bool
+
+
+def record_video(
+    agent: GRPO,
+    env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups",
+    path: str | Path,
+    *,
+    env_kwargs: Mapping[str, Any] | None = None,
+    max_episode_steps: int | None = None,
+    episodes: int = 1,
+    seeds: Sequence[int] | None = None,
+    deterministic: bool = True,
+    fps: int | None = None,
+) -> tuple[Recorded, ...]:
+    """Let a copy of an agent play and write a video of each episode; the agent and its training stay as they are.
+
+    Args:
+        agent: A member of small networks, e.g. `population.best` or `GRPO.load(run_dir / "best")`.
+        env: The id of a registered environment, a callable that makes one and takes `render_mode`, or what the agent
+            was trained in.
+        path: Where the video goes, an .mp4 file; of several episodes "name-0.mp4", "name-1.mp4", ...
+        env_kwargs: Keyword arguments of the environment or the callable; with GymnasiumGroups added to its own.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
+        episodes: How many, at least 1.
+        seeds: Reset seed of each episode, instead of a number of episodes. None takes the first validation starts of
+            GymnasiumGroups, and 0, 1, ... elsewhere.
+        deterministic: Take the most likely actions, as fitness is measured; False draws them.
+        fps: Frames per second; None = the environment's own, or 30.
+
+    Returns:
+        One record per episode, in order.
+
+    Raises:
+        ImportError: If a package that draws or writes videos is missing.
+        FileExistsError: If a video is already there: none is ever overwritten.
+        ValueError: If an argument does not fit, the environment cannot be drawn, or an episode does not end.
+    """
+    if agent._shared.body.kind != "networks":
+        raise ValueError(
+            "record_video plays Gymnasium environments with agents of small networks, but this agent is of kind "
+            f"{agent._shared.body.kind!r}"
+        )
+    seeds = _seeds(env, episodes, seeds)
+    targets = _targets(Path(path), len(seeds))
+    if find_spec("moviepy") is None:
+        raise ImportError(f"videos are written with moviepy, which is not installed: {INSTALL}")
+    made = _drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
+    with closing(made):
+        agent._shared.play.check(made)
+        player = agent.clone()
+        targets[0].parent.mkdir(parents=True, exist_ok=True)
+        # Next to the videos, so that each is moved into place whole.
+        with TemporaryDirectory(prefix=".video-", dir=targets[0].parent) as folder:
+            with closing(_film(made, Path(folder) / "new", fps)) as film:
+                played = [_play(player, film, seed, deterministic) for seed in seeds]
+            for number, target in enumerate(targets):
+                _refuse_existing(target)
+                (Path(folder) / "new" / f"video-episode-{number}.mp4").rename(target)
+    return tuple(Recorded(path=target, **record) for target, record in zip(targets, played, strict=True))
+
+
+def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]:
+    if seeds is not None:
+        if not len(seeds) or episodes not in (1, len(seeds)):
+            raise ValueError(f"seeds must name a reset seed for each episode, got {len(seeds)} for {episodes} episodes")
+        return [int(seed) for seed in seeds]
+    if episodes < 1:
+        raise ValueError(f"episodes must be at least 1, got {episodes}")
+    if isinstance(env, GymnasiumGroups):
+        return [env.reset_seed("validation", start) for start in range(episodes)]
+    return list(range(episodes))
+
+
+def _targets(path: Path, count: int) -> list[Path]:
+    """Return where each video goes; refuse before anything is played what could not be written at the end."""
+    if path.suffix != ".mp4":
+        raise ValueError(f"a video is an .mp4 file, got {str(path)!r}")
+    targets = [path] if count == 1 else [path.with_name(f"{path.stem}-{number}.mp4") for number in range(count)]
+    for target in targets:
+        _refuse_existing(target)
+    return targets
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise FileExistsError(f"{target} is already there and is never overwritten: remove it, or choose another path")
+
+
+def _drawn(
+    env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups",
+    env_kwargs: Mapping[str, Any],
+    max_episode_steps: int | None,
+    seed: int,
+) -> "gymnasium.Env[Any, Any]":
+    """Make an environment that draws itself, and see that it does."""
+    if isinstance(env, GymnasiumGroups):
+        base, name = env._make, env.name
+    else:
+        base = EnvMaker(env=env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
+        name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+    maker = replace(
+        base,
+        env_kwargs={**base.env_kwargs, **env_kwargs, "render_mode": MODE},
+        max_episode_steps=max_episode_steps or base.max_episode_steps,
+    )
+    try:
+        made = maker()
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ImportError(f"{name} needs a package that is not installed: {error}") from error
+    except TypeError as error:
+        if "render_mode" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} takes no render_mode, so it cannot be recorded: let it take the keyword argument and return an "
+            f'image from render() where it is "{MODE}"'
+        ) from error
+    try:
+        _check_drawing(made, name, seed)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _check_drawing(made: "gymnasium.Env[Any, Any]", name: str, seed: int) -> None:
+    if made.render_mode != MODE:
+        modes = list(made.metadata.get("render_modes", ()))
+        raise ValueError(
+            f'{name} cannot be recorded: it must be made with render_mode="{MODE}", but its render_mode is '
+            f"{made.render_mode!r} (it knows {modes})"
+        )
+    made.reset(seed=seed)
+    try:
+        image = made.render()
+    except gymnasium.error.DependencyNotInstalled as error:
+        raise ImportError(f"{name} is drawn with a package that is not installed ({error}): {INSTALL}") from error
+    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
+        what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
+        raise ValueError(f"{name} cannot be recorded: render() must return uint8 [height, width, 3], got {what}")
+
+
+def _film(made: "gymnasium.Env[Any, Any]", folder: Path, fps: int | None) -> "RecordVideo[Any, Any]":
+    return RecordVideo(made, str(folder), episode_trigger=lambda _: True, name_prefix="video", fps=fps, gc_trigger=None)
+
+
+def _play(agent: GRPO, film: "RecordVideo[Any, Any]", seed: int, deterministic: bool) -> dict[str, Any]:
+    """Play one episode to its end."""
+    seen, info = film.reset(seed=seed)
+    total, length, over = 0.0, 0, False
+    while not over:
+        if length >= _LONGEST:
+            raise ValueError(f"an episode has not ended after {_LONGEST} steps: give max_episode_steps")
+        seen, reward, terminated, truncated, info = film.step(_action(agent, seen, info, deterministic))
+        total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
+    # Before it writes them; declared as an int, but a float is what it is used as.
+    film.frames_per_sec = keeping_all(film.frames_per_sec, len(film.recorded_frames))  # type: ignore[assignment]
+    return {"seed": seed, "episode_return": total, "length": length, "truncated": not terminated}
+
+
+def keeping_all(fps: float, frames: int) -> float:
+    """Return the next frame rate at which moviepy writes all frames.
+
+    It writes int(fps * the sum of their durations) of them, so where the sum is rounded down the last one is lost.
+    """
+    while int(sum([1.0 / fps] * frames) * fps) < frames:
+        fps = math.nextafter(fps, math.inf)
+    return fps
+
+
+def _action(agent: GRPO, seen: Any, info: Mapping[str, Any], deterministic: bool) -> Any:
+    mask = info.get("action_mask")
+    if mask is None:
+        return agent.predict(seen, deterministic=deterministic)[0]
+    if not deterministic:
+        raise ValueError("this environment rules actions out, which is heeded by deterministic=True only")
+    return agent.get_action(seen, training=False, action_mask=mask)

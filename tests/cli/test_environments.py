@@ -1,0 +1,239 @@
+"""Training small networks on a Gymnasium environment from the command line: the same command, records and ending."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from evogrpo import GRPO, GymnasiumGroups, evolve
+from evogrpo.cli import main
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.config import load_config, parse_config
+from evogrpo.training.evolve import Evolution
+from evogrpo.training.planning import compute
+from evogrpo.training.prepared import prepare
+from evogrpo.training.rundir import open_run
+from tests.cli.project import command
+from tests.tiny_training import equal_states
+
+SHORT = [
+    "schedule.generations=2",
+    "schedule.steps_per_generation=2",
+    "schedule.samples_per_step=8",
+    "task.validation_size=4",
+    "task.test_size=6",
+    "population.size=3",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Train once; returns the run's folder and what was printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    process = command("train", "--env", "CartPole-v1", *SHORT, cwd=folder)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    return folder / "runs" / "CartPole-v1", output
+
+
+def test_a_run_tells_its_story_in_the_words_of_environments(finished):
+    run_dir, output = finished
+    output = " ".join(output.split())  # however wide the terminal was
+    for text in (
+        "CartPole-v1, vectorised natively: train 100,000, validation 4, test 6 starts",
+        "3 members, each a network (64 tanh, 450 parameters) on cpu",  # 4·64 + 64 + 64·2 + 2
+        "until 2 generations or fitness 475",
+        "untrained network: fitness",
+        "on 4 validation starts",
+        "Generation 2 of 2",
+        "transitions",
+        "Test: 6 starts that neither training nor selection saw",
+        "evogrpo.GRPO.load('runs/CartPole-v1/best')",
+        " video runs/CartPole-v1",
+        " resume runs/CartPole-v1 --generations 4 target_fitness=null",
+    ):
+        assert text in output, text
+    page = (run_dir / "report.html").read_text()
+    for text in ("adapter", "untrained base", " tokens", " questions"):
+        assert text not in output, text
+        assert text not in page, text
+    assert "untrained network, test" in page
+
+
+def test_the_best_member_is_an_agent_that_acts(finished):
+    agent = GRPO.load(finished[0] / "best")
+    env = GymnasiumGroups("CartPole-v1")
+    action, _ = agent.predict(env.observation_space.sample(), deterministic=True)
+    assert env.action_space.contains(int(action))
+
+
+def test_the_command_trains_what_the_same_settings_train_in_python(finished, tmp_path):
+    config = load_config(finished[0] / "config.yaml")
+    env = GymnasiumGroups("CartPole-v1", validation_size=4, test_size=6, seed=0)
+    population = GRPO.population(
+        3,
+        env.observation_space,
+        env.action_space,
+        hp_config=config.evolve,
+        samples_per_step=8,
+        network=config.agent.network,
+        **config.hyperparameters.to_json(),
+    )
+    for _ in evolve(
+        population,
+        env,
+        strategy=config.strategy,
+        run_dir=tmp_path / "run",
+        generations=2,
+        steps_per_generation=2,
+        samples_per_step=8,
+        target_fitness=475.0,
+    ):
+        pass
+    ours, theirs = open_run(finished[0]), open_run(tmp_path / "run")
+    assert equal_states(ours.tensors, theirs.tensors)
+
+
+def test_a_run_goes_on(finished, tmp_path, monkeypatch, capsys):
+    assert main(["resume", str(finished[0])]) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert main(["resume", str(finished[0]), "--generations", "3", "target_fitness=null"]) == 0
+    kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
+    assert kinds.count("generation") == 3
+    assert kinds[-2:] == ["test", "stopped"]
+
+
+def test_a_configuration_file_does_the_same(here):
+    values = {
+        "task": {"env": "Pendulum-v1", "max_episode_steps": 20, "validation_size": 4, "test_size": 4},
+        "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8},
+        "population": {"size": 2},
+        "agent": {"normalise_observations": True, "evolve_network": {"max_units": 32}},
+    }
+    Path("pendulum.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", "pendulum.yaml"]) == 0
+    assert main(["report", "runs/pendulum"]) == 0
+    stored = yaml.safe_load(Path("runs/pendulum/config.yaml").read_text())
+    assert stored["model"] is None
+    assert stored["hyperparameters"]["lr"] == 5e-3  # the networks' own defaults, written out
+    assert stored["agent"]["objective"]["advantage"] == "return_to_go_timestep"
+    assert parse_config(stored) == load_config(Path("runs/pendulum/config.yaml"))
+
+
+def test_a_target_ends_the_run(here, capsys):
+    reached = ["train", "--env", "CartPole-v1", *SHORT, "schedule.target_fitness=1"]
+    assert main(reached) == 0
+    assert "--generations 2 target_fitness=null" in capsys.readouterr().out
+    assert [e["event"] for e in read_journal(Path("runs/CartPole-v1/journal.jsonl"))].count("generation") == 1
+
+
+def test_an_objective_given_in_part_keeps_the_rest_of_the_networks_own():
+    config = parse_config(
+        {
+            "task": {"env": "CartPole-v1"},
+            "schedule": {"generations": 1},
+            "agent": {"objective": {"dynamic_sampling": 1}},
+        }
+    )
+    assert config.agent.objective.loss_type == "dapo"
+    assert config.agent.objective.advantage == "return_to_go_timestep"
+    assert config.agent.objective.dynamic_sampling == 1
+
+
+# ---- plans
+
+
+def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["train", "--env", "CartPole-v1", "--dry-run", *SHORT]) == 0
+    output = capsys.readouterr().out
+    assert "8 episodes per member and learning step, 24 in all" in output
+    assert "1 groups of 8" in output
+    assert "at most 12,000 steps a learning step, all members, for episodes of 500" in output  # 3 × 8 × 500
+    assert "at most 16 steps per member and learning step" in output  # 4 epochs × ceil(8 × 500 / 1024)
+    assert "4 = 2 generations × 2, and 40 episodes from held-out starts" in output  # 4 (1 + 3 × 2) + 2 × 6
+    assert list(here.iterdir()) == []
+
+
+def test_the_estimate_is_an_upper_bound_of_what_is_spent():
+    values = {
+        "task": {"env": "CartPole-v1", "max_episode_steps": 10, "validation_size": 2, "test_size": 2},
+        "schedule": {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0},
+        "hyperparameters": {"batch_size": 16, "update_epochs": 3},
+        "population": {"size": 2},
+    }
+    prepared = prepare(parse_config(values))
+    bound = compute(prepared)
+    schedule, strategy = prepared.config.schedule, prepared.config.strategy
+    run = Evolution(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
+    for report in run.reports():
+        for learned in getattr(report, "learned", {}).values():
+            assert 0 < learned.optimizer_steps <= bound.optimizer_steps == 15  # 3 epochs × ceil(80 / 16)
+
+
+def test_an_environment_without_a_limit_is_planned_without_numbers(here, capsys):
+    import gymnasium
+    from gymnasium.envs.classic_control.cartpole import CartPoleEnv
+
+    gymnasium.register("Endless-v0", entry_point=CartPoleEnv)
+    try:
+        assert main(["train", "--env", "Endless-v0", "--dry-run"]) == 0
+        assert "set task.max_episode_steps" in " ".join(capsys.readouterr().out.split())
+    finally:
+        del gymnasium.registry["Endless-v0"]
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "train needs a configuration, a YAML file, before any KEY=VALUE; or --env ID"),
+        (["schedule.generations=1"], "train needs a configuration"),
+        (["--env", "CartPol-v1"], "Did you mean: `CartPole`?"),
+        (["--env", "CartPole-v1", "model=smollm2-135m"], "model must be left out where task.env is given"),
+        (["--env", "CartPole-v1", "agent.netwrk=1"], "did you mean 'network'?"),
+        (["--env", "CartPole-v1", "agent.lora.r=3"], "unknown key in agent 'lora'"),
+        (["--env", "CartPole-v1", "task.vectorization=proceses"], "did you mean 'processes'?"),
+        (["--env", "CartPole-v1", "task.env_kwargs={sutton: true}"], "unexpected keyword argument 'sutton'"),
+        (["--env", "CartPole-v1", "task.name=two_digit_sums"], "exactly one of the four, got name and env"),
+        (["--env", "CartPole-v1", "agent.objective.loss_type=gspo"], "gspo"),
+        (["--env", "Blackjack-v1", "task.vectorization=native"], "no native environment equals Blackjack-v1"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, words, said):
+    assert main(["train", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert list(here.iterdir()) == []
+
+
+def test_a_configuration_of_questions_still_needs_a_model():
+    with pytest.raises(ValueError, match="model must be given"):
+        parse_config({"task": {"name": "two_digit_sums"}, "schedule": {"generations": 1}})
+
+
+def test_tasks_names_the_environments_that_are_fast(capsys):
+    assert main(["tasks"]) == 0
+    assert "Acrobot-v1, CartPole-v1, MountainCar-v0, MountainCarContinuous-v0, Pendulum-v1" in capsys.readouterr().out
+
+
+# ---- videos
+
+
+def test_the_best_member_is_filmed_and_no_film_is_overwritten(finished, capsys, monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+    assert main(["video", str(finished[0]), "--episodes", "2"]) == 0
+    films = sorted((finished[0] / "videos").iterdir())
+    assert [film.suffix for film in films] == [".mp4", ".mp4"]
+    assert capsys.readouterr().out.count(" steps") == 2
+    assert main(["video", str(finished[0]), "--episodes", "2"]) == 1
+    assert "never overwritten" in capsys.readouterr().err
+
+
+def test_what_cannot_be_filmed_is_refused(here, capsys):
+    assert main(["video", "nowhere"]) == 2
+    assert "holds no config.yaml" in capsys.readouterr().err
+    assert main(["video", "nowhere", "--episodes", "0"]) == 2
+    assert "--episodes must be at least 1" in capsys.readouterr().err

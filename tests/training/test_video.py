@@ -1,0 +1,173 @@
+"""Videos of members: what is on them, what they must not touch, and refusals before anything is played."""
+
+import sys
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from evogrpo import GymnasiumGroups, record_video
+from evogrpo.agents.collecting import collect, evaluate
+from evogrpo.training.video import keeping_all
+from tests.envs.probes import Masked
+from tests.tiny_steps import cart_pole, step_agent
+from tests.tiny_training import equal_states, state_of, tiny_agent
+
+pytest.importorskip("moviepy")
+pytest.importorskip("pygame")
+imageio = pytest.importorskip("imageio.v3")
+
+
+class Drawn(gymnasium.Env):
+    """Five steps, each drawn in another shade of grey; rewards their number."""
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}  # noqa: RUF012
+
+    def __init__(self, render_mode=None, *, image=None):
+        self.render_mode = render_mode
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(3)
+        self.t, self.image = 0, image
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        self.t += 1
+        return np.zeros(2, np.float32), float(self.t), self.t == 5, False, {}
+
+    def render(self):
+        return np.full((32, 48, 3), 40 * self.t, np.uint8) if self.image is None else self.image
+
+
+class Undrawn(Drawn):
+    def __init__(self):
+        super().__init__()
+
+
+class Silent(Drawn):
+    """Takes a mode, but not this one."""
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+
+
+class DrawnMasked(Masked):
+    """One action is legal at a time, and every other one is refused."""
+
+    def __init__(self, render_mode=None):
+        super().__init__()
+        self.render_mode = render_mode
+
+    def render(self):
+        return np.zeros((32, 32, 3), np.uint8)
+
+
+def drawn_agent(make=Drawn):
+    return step_agent(GymnasiumGroups(make, validation_size=2))
+
+
+def frames_of(path):
+    """Read a video back, frame by frame: moviepy would count them from a rounded duration."""
+    return imageio.imread(path, plugin="FFMPEG")
+
+
+def test_a_video_shows_every_state_of_the_episode(tmp_path):
+    (record,) = record_video(drawn_agent(), Drawn, tmp_path / "new" / "best.mp4")
+    assert (record.path, record.seed) == (tmp_path / "new" / "best.mp4", 0)
+    assert (record.episode_return, record.length, record.truncated) == (15.0, 5, False)
+    frames = frames_of(record.path)
+    assert frames.shape == (6, 32, 48, 3)
+    np.testing.assert_allclose(frames.mean((1, 2, 3)), [0, 40, 80, 120, 160, 200], atol=8)
+    assert list((tmp_path / "new").iterdir()) == [record.path]  # nothing else is left behind
+
+
+def test_cart_pole_is_played_as_it_is_evaluated(tmp_path):
+    env = cart_pole(max_episode_steps=12)
+    agent = step_agent(env, normalise_observations=True)
+    collect(agent._shared, [agent.learner()], env, samples_per_step=8, block=2)  # statistics to normalise with
+    before, next_draw = state_of(agent), agent.clone().predict(np.zeros(4, np.float32))
+    (record,) = record_video(agent, env, tmp_path / "best.mp4")
+    assert record.seed == env.reset_seed("validation", 0)
+    assert record.length == record.episode_return == evaluate(agent._shared, [0], env, "validation", questions=1)
+    assert len(frames_of(record.path)) == record.length + 1
+    assert equal_states(before, state_of(agent))
+    assert agent._predictions == 0
+    assert agent.predict(np.zeros(4, np.float32)) == next_draw
+
+
+@pytest.mark.parametrize("fps", [7, 29.97, 50])
+def test_no_length_loses_its_last_frame(fps):
+    """What moviepy computes of an image sequence, for every length."""
+    for frames in range(1, 600):
+        rate = keeping_all(fps, frames)
+        assert int(sum([1.0 / rate] * frames) * rate) == frames
+        assert rate == pytest.approx(fps, rel=1e-12)
+
+
+def test_several_episodes_have_a_file_each(tmp_path):
+    agent = step_agent()
+    records = record_video(
+        agent, "CartPole-v1", tmp_path / "best.mp4", seeds=[7, 8], max_episode_steps=3, deterministic=False
+    )
+    assert [record.path.name for record in records] == ["best-0.mp4", "best-1.mp4"]
+    assert [(record.seed, record.length, record.truncated) for record in records] == [(7, 3, True), (8, 3, True)]
+    assert all(len(frames_of(record.path)) == 4 for record in records)
+
+
+def test_masks_of_the_environment_are_heeded(tmp_path):
+    agent = drawn_agent(DrawnMasked)
+    (record,) = record_video(agent, DrawnMasked, tmp_path / "best.mp4")
+    assert record.length > 0
+    with pytest.raises(ValueError, match="deterministic=True only"):
+        record_video(agent, DrawnMasked, tmp_path / "drawn.mp4", deterministic=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["best.mp4"]
+
+
+def test_a_video_is_never_overwritten(tmp_path):
+    (tmp_path / "best-1.mp4").write_bytes(b"precious")
+    with pytest.raises(FileExistsError, match=r"best-1\.mp4 is already there and is never overwritten"):
+        record_video(drawn_agent(), Drawn, tmp_path / "best.mp4", episodes=2)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"precious"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"env": Undrawn}, "Undrawn takes no render_mode"),
+        ({"env": GymnasiumGroups(Undrawn)}, "Undrawn takes no render_mode"),
+        ({"env": Silent}, 'must be made with render_mode="rgb_array", but its render_mode is None'),
+        ({"env_kwargs": {"image": "a picture"}}, r"render\(\) must return uint8 \[height, width, 3\], got str"),
+        ({"env_kwargs": {"image": np.zeros((4, 4), np.uint8)}}, r"got uint8 \(4, 4\)"),
+        ({"path": "best.gif"}, r"is an \.mp4 file, got"),
+        ({"episodes": 0}, "episodes must be at least 1, got 0"),
+        ({"episodes": 3, "seeds": [1, 2]}, "got 2 for 3 episodes"),
+        ({"seeds": []}, "got 0 for 1 episodes"),
+        ({"env": "CartPole-v1"}, "observation_space is"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused_before_it_is_played(tmp_path, options, message):
+    options = {"env": Drawn, "path": "best.mp4"} | options
+    with pytest.raises(ValueError, match=message):
+        record_video(drawn_agent(), options.pop("env"), tmp_path / options.pop("path"), **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_language_model_plays_no_such_environment(tmp_path):
+    with pytest.raises(ValueError, match="kind 'language'"):
+        record_video(tiny_agent(), Drawn, tmp_path / "best.mp4")
+
+
+def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
+    agent = drawn_agent()
+    monkeypatch.setitem(sys.modules, "moviepy", None)
+    with pytest.raises(ImportError, match=r'moviepy, which is not installed: pip install "evogrpo\[video\]"'):
+        record_video(agent, Drawn, tmp_path / "best.mp4")
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "pygame", None)
+    with pytest.raises(ImportError, match=r'pip install "evogrpo\[video\]"'):
+        record_video(step_agent(), "CartPole-v1", tmp_path / "best.mp4")
