@@ -72,7 +72,7 @@ def resumed_step_run(folder: Path, *, env: GymnasiumGroups | None = None, **sche
         env or cart_pole(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
         strategy=saved.strategy,
-        run_dir=RunDir(folder, tensorboard=False),
+        run_dir=saved.run_dir(folder),
         progress=progress,
     )
 

@@ -176,7 +176,7 @@ def resumed_run(folder: Path, *, env: HuggingFaceGym | None = None, **schedule: 
         env or tiny_env(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
         strategy=saved.strategy,
-        run_dir=RunDir(folder, tensorboard=False),
+        run_dir=saved.run_dir(folder),
         progress=progress,
     )
 

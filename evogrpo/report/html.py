@@ -234,7 +234,8 @@ def _example(example: Example) -> str:
     # A newline right after <pre> is dropped by browsers, so one is given to be dropped.
     return (
         f'<p class="quiet">prompt</p><pre>\n{prompt}</pre>'
-        f'<p class="quiet">completion, reward {_escape(number_text(example.reward))}</p><pre>\n{completion}</pre><hr>'
+        f'<p class="quiet">completion, reward {_escape(number_text(example.reward))}, '
+        f"advantage {_escape(number_text(example.advantage))}</p><pre>\n{completion}</pre><hr>"
     )
 
 

@@ -69,6 +69,7 @@ class Example:
     prompt: str
     completion: str
     reward: float | None
+    advantage: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +172,7 @@ def _generation(event: Mapping[str, Any]) -> GenerationResult:
             prompt=_text(example, "prompt"),
             completion=_text(example, "completion"),
             reward=_number(example, "reward", f"an example of {where}"),
+            advantage=_number(example, "advantage", f"an example of {where}"),
         )
         for example in _mappings(event, "examples", where)
     ]

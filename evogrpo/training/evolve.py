@@ -97,7 +97,7 @@ def resume(
     schedule = replace(saved.schedule, **limits)
     population, progress = saved.restore(actor_network)
     return Evolution(
-        population, env, schedule=schedule, strategy=saved.strategy, run_dir=RunDir(run_dir), progress=progress
+        population, env, schedule=schedule, strategy=saved.strategy, run_dir=saved.run_dir(run_dir), progress=progress
     )
 
 

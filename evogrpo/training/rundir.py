@@ -37,6 +37,7 @@ class RunDir:
 
     Attributes:
         path: The folder.
+        settings: The other arguments, by name; saved, so that a resumed run leaves the same records.
         completions: Writes them.
 
     Raises:
@@ -55,6 +56,12 @@ class RunDir:
         if keep < 1:
             raise ValueError(f"keep_checkpoints must be at least 1, got {keep}: otherwise nothing could be resumed")
         self.path = Path(path)
+        self.settings: dict[str, Any] = {
+            "keep": keep,
+            "tensorboard": tensorboard,
+            "completions": completions,
+            "completions_format": completions_format,
+        }
         self.completions = CompletionsLog(self.path / COMPLETIONS, most=completions, form=completions_format)
         self._keep = keep
         self._tensorboard = tensorboard
@@ -97,6 +104,7 @@ class RunDir:
             "progress": progress.to_json(),
             "strategy": dict(strategy.to_json()),
             "schedule": schedule.to_json(),
+            "records": self.settings,
         }
         number = progress.generation + (1 if progress.step_in_generation else 0)
         write_checkpoint(generation_folder(self.path, number), tensors, record, replace=True)
@@ -155,6 +163,10 @@ class Saved:
     def strategy(self) -> Strategy:
         """The strategy the run had."""
         return strategy_from_json(self.record["strategy"])
+
+    def run_dir(self, path: str | Path) -> RunDir:
+        """Return the run's folder with the settings it was begun with; checkpoints of earlier versions name none."""
+        return RunDir(path, **self.record.get("records", {}))
 
     def restore(self, model: nn.Module | None = None, device: str | None = None) -> tuple[Population, Progress]:
         """Build the population and the progress over the base model; small networks need none.

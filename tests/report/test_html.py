@@ -46,7 +46,10 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def hostile_run(tmp_path, fake_run):
-    examples = [{"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5}, {"prompt": "p", "completion": "\n\nc\n"}]
+    examples = [
+        {"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5, "advantage": -1.25},
+        {"prompt": "p", "completion": "\n\nc\n"},
+    ]
     fake_run(tmp_path, size=4, generations=4, examples=examples, task=HOSTILE, reason=HOSTILE, failures=[(2, 1)])
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.append("stopped", reason=HOSTILE)
@@ -117,6 +120,7 @@ def test_names_that_a_changed_journal_makes_up_stay_text(tmp_path):
 
 def test_a_completion_is_shown_exactly(hostile_run):
     page = Page(write_html(hostile_run).read_text(encoding="utf-8"))
+    assert "completion, reward 0.5, advantage -1.25" in page.text
     assert "\n\n\nc\n" in page.blocks  # the first newline is the one that browsers drop
 
 

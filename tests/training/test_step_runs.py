@@ -53,6 +53,19 @@ def test_evolve_and_resume_need_no_model(whole, tmp_path):
     assert [report.generation for report in run.generations()] == [2]
 
 
+def test_a_resumed_run_leaves_the_same_records(tmp_path):
+    env, chosen = cart_pole(), {"keep_checkpoints": 1, "completions": 3, "completions_format": "parquet"}
+    population = step_population(2, env, hp_config=STEP_SPACE)
+    for _ in evolve(population, env, run_dir=tmp_path / "run", **chosen, **(QUICK | {"generations": 1})):
+        pass
+    assert resume(tmp_path / "run", env, generations=2).run_dir.settings == {
+        "keep": 1,
+        "tensorboard": True,
+        "completions": 3,
+        "completions_format": "parquet",
+    }
+
+
 def test_networks_change_in_the_plan_the_lineage_and_the_bank(whole):
     """What the plan says of a child is what its birth record says, and what its network is in the checkpoint."""
     events = read_journal(whole / "journal.jsonl")
