@@ -1,7 +1,7 @@
 """Work for small networks: banks whose members differ, in many spaces, and batches in which each member acts alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from evogrpo.objective import Objective
 from evogrpo.policies.architecture import NetworkConfig
 from evogrpo.policies.stacked import StackedBank
 from evogrpo.randomness import generator
@@ -180,3 +181,26 @@ def acted_batch(
         member_ids=member_ids,
         sampler_log_probs=torch.where(present, log_probs, 0.0),
     )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What does not evolve."""
+
+    objective: Objective
+    seed: int = 0
+    max_output_tokens: int = 1
+
+
+@dataclass(frozen=True)
+class Together:
+    """See `evogrpo.agents.learning.LearningShared`."""
+
+    bank: StackedBank
+    settings: Settings
+
+
+def together(size: int = 1, **objective: Any) -> Together:
+    """Return what members of a bank with two actions share, for `learn`."""
+    bank = replace(CASES["discrete"], own_reference="reference" in objective).bank(size)
+    return Together(bank, Settings(Objective(**{"loss_type": "dapo"} | objective)))

@@ -1,35 +1,17 @@
 """How far a step moves a small network's policy: the formulas of Stable-Baselines3, and over which actions."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from evogrpo import Objective
 from evogrpo.agents.learning import Learner, learn
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.policies.stacked import StackedBank
-from tests.tiny_networks import CASES, acted_batch
+from tests.tiny_networks import CASES, acted_batch, together
 
 CASE = CASES["discrete"]
+TIMESTEP = {"advantage": "return_to_go_timestep"}
 CHOICES = {"lr": 3e-2, "max_grad_norm": 1e9, "batch_size": 10**6, "update_epochs": 2}
-
-
-@dataclass(frozen=True)
-class Settings:
-    objective: Objective
-    seed: int = 0
-    max_output_tokens: int = 1
-
-
-@dataclass(frozen=True)
-class Together:
-    bank: StackedBank
-    settings: Settings
-
-
-def together(size=1):
-    return Together(CASE.bank(size), Settings(Objective(loss_type="dapo", advantage="return_to_go_timestep")))
 
 
 def learner(slot=0, **choices):
@@ -58,7 +40,7 @@ def of_sb3(log_prob, old_log_prob, clip_range):
 @pytest.mark.parametrize("clip", [0.02, 0.2])
 def test_they_are_the_formulas_of_stable_baselines3_over_the_actions_that_ran(clip, idle):
     """Nothing has moved in the first of two optimizer steps, so a step's means are half those of the second."""
-    shared, control = together(), together()
+    shared, control = together(**TIMESTEP), together(**TIMESTEP)
     batch = experience(shared, idle=idle)
     learn(control, [learner(clip_coef=clip, update_epochs=1)], experience(control, idle=idle))
     ran = batch.action_mask & ~torch.isin(batch.group_ids, torch.tensor(idle))[:, None]
@@ -70,7 +52,7 @@ def test_they_are_the_formulas_of_stable_baselines3_over_the_actions_that_ran(cl
 
 
 def test_each_side_has_its_own_bound_whatever_the_advantage():
-    shared, control = together(), together()
+    shared, control = together(**TIMESTEP), together(**TIMESTEP)
     batch = experience(shared)
     bounds = {"lr": 0.1, "clip_low": 0.03, "clip_high": 0.15}
     learn(control, [learner(**bounds, update_epochs=1)], experience(control))
@@ -83,13 +65,13 @@ def test_each_side_has_its_own_bound_whatever_the_advantage():
 
 
 def test_a_first_step_has_moved_nothing():
-    metrics = learn(shared := together(), [learner(update_epochs=1)], experience(shared))[0].metrics
+    metrics = learn(shared := together(**TIMESTEP), [learner(update_epochs=1)], experience(shared))[0].metrics
     assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-10)
     assert metrics["clip_fraction"] == 0.0
 
 
 def test_members_are_measured_apart_and_those_without_a_pass_not_at_all():
-    shared, alone = together(2), together()
+    shared, alone = together(2, **TIMESTEP), together(**TIMESTEP)
     batch = experience(shared)
     idle = batch.member_ids == 1
     batch = replace(

@@ -1,41 +1,21 @@
 """Small networks learn from single transitions: advantages on whole episodes, optimizer steps on their actions."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from evogrpo import Objective
 from evogrpo.agents.learning import Learner, learn, minibatches
 from evogrpo.functional.losses import AGGREGATION_OF, LOSS_TYPES
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import SEQUENCE_LOSSES
-from evogrpo.policies.stacked import StackedBank
 from tests.oracles.slow_advantages import of_actions
-from tests.tiny_networks import CASES, acted_batch
+from tests.tiny_networks import CASES, acted_batch, together
 
 CASE = CASES["discrete"]
 PLAIN = {"max_grad_norm": 1e9, "lr": 1e-2, "batch_size": 10**6}
-
-
-@dataclass(frozen=True)
-class Settings:
-    objective: Objective
-    seed: int = 0
-    max_output_tokens: int = 1
-
-
-@dataclass(frozen=True)
-class Together:
-    bank: StackedBank
-    settings: Settings
-
-
-def together(size=1, **objective):
-    bank = replace(CASE, own_reference="reference" in objective).bank(size)
-    return Together(bank, Settings(Objective(**{"loss_type": "dapo"} | objective)))
 
 
 def learner(slot=0, **choices):
