@@ -38,6 +38,6 @@ TASKS: dict[str, Task] = {
         Task(name="Acrobot-v1", steps=200_000, seconds=30.0, random=-498.0, solved=-100.0),
         Task(name="Pendulum-v1", steps=100_000, seconds=30.0, random=-1230.0, solved=-150.0),
         Task(name="MountainCar-v0", steps=200_000, seconds=30.0, random=-200.0, solved=-110.0),
-        Task(name="LunarLander-v3", steps=300_000, seconds=60.0, random=-184.0, solved=200.0, needs="Box2D"),
+        Task(name="LunarLander-v3", steps=200_000, seconds=40.0, random=-184.0, solved=200.0, needs="Box2D"),
     )
 }

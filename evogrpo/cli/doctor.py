@@ -199,6 +199,7 @@ def check_extras() -> Iterator[Finding]:
     for package, module, gives in (
         ("reasoning-gym", "reasoning_gym", ("reasoning", "100+ tasks")),
         ("datasets", "datasets", ("datasets", "datasets in parquet files")),
+        ("moviepy", "moviepy", ("video", "videos of members")),
     ):
         extra, use = gives
         if importlib.util.find_spec(module) is None:

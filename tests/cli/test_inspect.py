@@ -24,7 +24,7 @@ def test_every_built_in_task_is_listed_with_what_it_asks(capsys):
 def test_the_doctor_looks_at_everything_and_says_whether_the_demo_can_run(capsys):
     code = main(["doctor"])
     output = capsys.readouterr().out
-    for what in ("python", "torch", "memory", "demo model", "runs folder", "model cache", "datasets"):
+    for what in ("python", "torch", "memory", "demo model", "runs folder", "model cache", "datasets", "moviepy"):
         assert what in output
     assert ("the demo can run here" in output) == (code == 0)
     assert ("FAIL" in output) == (code == 1)

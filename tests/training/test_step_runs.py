@@ -1,11 +1,14 @@
 """Runs of small networks: the same loop, records and resumption as for language models, and networks that evolve."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
+from evogrpo.agents.networks import STEPWISE
 from evogrpo.evolution import NoEvolution
 from evogrpo.persistence.checkpoint import read_checkpoint
 from evogrpo.persistence.journal import read_journal
@@ -176,3 +179,17 @@ def test_a_report_tells_how_networks_changed(whole):
     told = [member.changes["network"] for member in members if "network" in member.changes]
     assert told
     assert all(old != new and new.split(" ")[1] in ("tanh", "relu", "elu") for old, new in told)
+
+
+def test_episodes_that_are_all_cut_off_teach_nothing_where_they_are_masked():
+    env = GymnasiumGroups("Pendulum-v1", max_episode_steps=3)  # its rewards differ, and no episode ends by itself
+    options = {"observation_space": env.observation_space, "action_space": env.action_space, "group_size": 4}
+    masked = GRPO.population(2, objective=replace(STEPWISE, mask_truncated=True), **options)
+    learning = GRPO.population(2, objective=STEPWISE, **options)
+    for population, moved in ((masked, False), (learning, True)):
+        before = population.shared.bank.state(1)["weights"]
+        collected = population.collect(env, step=0, samples_per_step=8, block=2)
+        report = population.learn(collected.batch, step=0)[1]
+        assert report.failed is None
+        assert report.metrics["completions/clipped_ratio"] == 1.0
+        assert torch.equal(population.shared.bank.state(1)["weights"], before) != moved
