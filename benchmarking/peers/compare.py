@@ -49,6 +49,10 @@ CONTESTANTS: dict[str, Contestant] = {
     "agilerl-defaults": Contestant(
         script="run_agilerl.py", peer="agilerl", agents=1, micro_batches=(16, 8), defaults=True
     ),
+    # Its micro-batch is the whole batch: without DeepSpeed, it takes an optimizer step after every micro-batch.
+    "agilerl-2.10": Contestant(
+        script="run_agilerl.py", peer="agilerl-2.10", agents=1, micro_batches=(16,), defaults=True
+    ),
     "evogrpo-1": Contestant(script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16,)),
     "agilerl-8": Contestant(script="run_agilerl.py", peer="agilerl", agents=8, micro_batches=(16,)),
 }

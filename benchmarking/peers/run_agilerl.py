@@ -1,6 +1,10 @@
 """Time AgileRL's GRPO on the fixed work; runs inside AgileRL's own environment.
 
 AgileRL trains the agents of a population one after another, each through `get_action` and `learn`; so does this runner.
+
+Two releases run it. The newest is what a user installs today. 2.10 is the last with HuggingFaceGym, which the source of
+August 2026 had that evogrpo's target was measured against; AgileRL's learning step has been rewritten since. The newest
+takes logits of completions only, for one, where 2.10 takes those of prompts too.
 """
 
 from __future__ import annotations
@@ -11,7 +15,12 @@ import workload
 
 arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
 
+import agilerl  # noqa: E402
 import torch  # noqa: E402
+
+# 2.10 refuses language models where vLLM or DeepSpeed is missing, though it needs neither without a GPU; the newest
+# release knows this itself. To be said before anything else of AgileRL is imported.
+agilerl.HAS_LLM_DEPENDENCIES = True
 from agilerl.algorithms import GRPO  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase  # noqa: E402
@@ -42,6 +51,7 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
         max_grad_norm=workload.MAX_GRAD_NORM,
         temperature=1.0,
         top_k=0,
+        top_p=1.0,  # 0.95 is the default of 2.10
         min_output_tokens=workload.COMPLETION_TOKENS,
         max_output_tokens=workload.COMPLETION_TOKENS,
         lora_config=LoraConfig(
@@ -65,6 +75,8 @@ def learning_step(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> None:
     # Groups repeated here are sampled in one batch; repeated by get_action, each prompt is a batch of its own: slower.
     if arguments.defaults:
         each = [{key: tensor[row : row + 1] for key, tensor in prompts.items()} for row in range(len(workload.PROMPTS))]
+        for prompt in each:
+            prompt["initial_prompt_len"] = workload.PROMPT_TOKENS  # 2.10 would train on the prompt too if not told
         action = agent.get_action(each, training=True)
     else:
         rows = {key: tensor.repeat_interleave(workload.GROUP_SIZE, dim=0) for key, tensor in prompts.items()}
