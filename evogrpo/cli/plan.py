@@ -200,7 +200,11 @@ def _range(parameter: RLParameter) -> str:
     if parameter.choices is not None:
         return "{" + ", ".join(number_text(choice) for choice in parameter.choices) + "}"
     low, high = parameter.bounds
-    return f"[{number_text(low)}, {number_text(high)}]{' (log)' if parameter.scale == 'log' else ''}"
+    details = ["log"] if parameter.scale == "log" else []
+    if parameter.founders is not None:
+        details.append(f"founders {number_text(parameter.founders[0])} to {number_text(parameter.founders[1])}")
+    words = f" ({', '.join(details)})" if details else ""
+    return f"[{number_text(low)}, {number_text(high)}]{words}"
 
 
 def _schedule(schedule: Schedule) -> str:

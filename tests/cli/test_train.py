@@ -134,12 +134,14 @@ def test_a_plan_names_the_objective_and_what_is_set(project, here, capsys, monke
         "agent.objective={loss_type: dapo, dual_clip: 3.0, whiten_advantages: true}",
         "evolve.loss_type={choices: [dapo, grpo]}",
         "evolve.clip_high={min: 0.1, max: 0.4}",
+        "evolve.lr={min: 1.0e-5, max: 1.0e-3, scale: log, founders: [2.0e-5, 1.0e-4]}",
         "hyperparameters.entropy_coef=0.01",
     ]
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", *overrides]) == 0
     output = capsys.readouterr().out
     assert "loss dapo, outcome advantages, whiten_advantages true, dual_clip 3" in output
     assert "loss_type in {dapo, grpo}" in output
+    assert "lr in [1e-05, 0.001] (log, founders 2e-05 to 0.0001)" in output
     assert "clip_high –, entropy_coef 0.01, loss_type dapo;" in output
 
 
