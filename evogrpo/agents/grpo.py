@@ -1,6 +1,5 @@
 """GRPO: an agent that learns by comparing the completions, or the episodes, of a group."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, Unpack
@@ -20,7 +19,7 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.saving import load_agent, read_agent, save_agent
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.mutation import spread_members
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, common_samples
 from evogrpo.randomness import generator
 from evogrpo.records import LearnReport
 
@@ -91,7 +90,7 @@ class GRPO(EvolvableAlgorithm):
             ValueError: If an argument is unknown, missing or out of range.
         """
         config = options.get("hp_config") or HyperparameterConfig()
-        samples = samples_per_step or _common_samples(options.get("group_size", Hyperparameters().group_size), config)
+        samples = samples_per_step or common_samples(options.get("group_size", Hyperparameters().group_size), config)
         shared, first = open_shared(size, observation_space, action_space, actor_network, pad_token_id, options)
         rng = generator(shared.settings.seed, "spread")
         # Members that start alike still sample their own completions, so they soon differ.
@@ -255,16 +254,3 @@ class GRPO(EvolvableAlgorithm):
             CheckpointError: If the checkpoint is damaged or of another base model; the agent is unchanged then.
         """
         read_agent(self, path)
-
-
-def _common_samples(group_size: int, config: HyperparameterConfig) -> int:
-    """Return a number of samples that every possible group size divides."""
-    parameter = config.get("group_size")
-    if parameter is None:
-        return group_size
-    if parameter.choices is None:
-        raise ValueError(
-            "samples_per_step must be given when group_size evolves over a range, so that only its divisors are "
-            "dealt; or give group_size choices"
-        )
-    return math.lcm(group_size, *(int(choice) for choice in parameter.choices))

@@ -1,6 +1,5 @@
 """The constructor arguments of multi-agent agents, declared once for single agents and populations."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, TypedDict
 
@@ -118,20 +117,3 @@ def open_with_options(
         refuse_whole_completions(objective.with_types(loss_type))  # type: ignore[arg-type]  # checked above
     body = JointBody(observation_spaces, action_spaces, size, settings, device=options.get("device", "cpu"))
     return joint_shared(body, options.get("hp_config")), hyperparameters
-
-
-def common_samples(group_size: int, config: HyperparameterConfig) -> int:
-    """Return a number of joint episodes that every possible group size divides.
-
-    Raises:
-        ValueError: If group_size evolves over a range.
-    """
-    parameter = config.get("group_size")
-    if parameter is None:
-        return group_size
-    if parameter.choices is None:
-        raise ValueError(
-            "samples_per_step must be given when group_size evolves over a range, so that only its divisors are "
-            "dealt; or give group_size choices"
-        )
-    return math.lcm(group_size, *(int(choice) for choice in parameter.choices if choice is not None))

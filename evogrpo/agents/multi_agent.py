@@ -7,11 +7,11 @@ from evogrpo.agents.base import EvolvableAlgorithm
 from evogrpo.agents.collecting import Collected, collect
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.joint_body import Spaces
-from evogrpo.agents.joint_options import JointOptions, common_samples, open_with_options
+from evogrpo.agents.joint_options import JointOptions, open_with_options
 from evogrpo.agents.joint_population import MultiAgentPopulation, learn_members
 from evogrpo.envs.pettingzoo import PettingZooGroups
 from evogrpo.evolution.mutation import spread_members
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, common_samples
 from evogrpo.randomness import generator
 from evogrpo.records import LearnReport
 

@@ -6,6 +6,7 @@ from evogrpo.hyperparameters.space import (
     HyperparameterConfig,
     RLParameter,
     Scale,
+    common_samples,
     feasible_group_sizes,
 )
 from evogrpo.hyperparameters.values import (
@@ -32,6 +33,7 @@ __all__ = [
     "Scale",
     "Value",
     "checked_value",
+    "common_samples",
     "feasible_group_sizes",
     "finite_number",
     "is_categorical",

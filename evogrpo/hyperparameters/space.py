@@ -1,6 +1,7 @@
 """The space that evolution searches: the values each evolving hyperparameter may take."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
@@ -208,3 +209,20 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
     if whole_number("samples_per_step", samples_per_step) < 2:
         raise ValueError(f"samples_per_step must be at least 2, got {samples_per_step}: a group needs two samples")
     return tuple(size for size in range(2, samples_per_step + 1) if samples_per_step % size == 0)
+
+
+def common_samples(group_size: int, config: HyperparameterConfig) -> int:
+    """Return a number of samples (completions or episodes) that every possible group size divides.
+
+    Raises:
+        ValueError: If group_size evolves over a range.
+    """
+    parameter = config.get("group_size")
+    if parameter is None:
+        return group_size
+    if parameter.choices is None:
+        raise ValueError(
+            "samples_per_step must be given when group_size evolves over a range, so that only its divisors are "
+            "dealt; or give group_size choices"
+        )
+    return math.lcm(group_size, *(int(choice) for choice in parameter.choices))

@@ -105,6 +105,11 @@ class Config:
             raise ValueError(f"model must be left out where task.env is given, got {self.model!r}")
         if not plays and self.model is None:
             raise ValueError("model must be given")
+        if plays and self.logging.completions:
+            raise ValueError(
+                f"logging.completions must be 0 where task.env is given, as there are none, got "
+                f"{self.logging.completions}"
+            )
         if plays != isinstance(self.agent, NetworkAgentConfig):
             raise ValueError("agent must be a NetworkAgentConfig where task.env is given, and else an AgentConfig")
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
@@ -150,7 +155,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
         "population": build(PopulationConfig, values.get("population"), "population"),
         "schedule": build(Schedule, values.get("schedule"), "schedule"),
         "agent": _agent(values.get("agent"), task),
-        "logging": build(LoggingConfig, values.get("logging"), "logging"),
+        "logging": _logging(values.get("logging"), task),
     }
     if values.get("strategy") is not None:
         strategy = mapping(values["strategy"], "strategy")
@@ -168,6 +173,12 @@ def _hyperparameters(values: object, task: Task) -> Hyperparameters:
     refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "hyperparameters")
     start = default_hyperparameters(task).to_json()
     return _refused("hyperparameters", lambda: Hyperparameters.from_json({**start, **section}))
+
+
+def _logging(values: object, task: Task) -> LoggingConfig:
+    """Read what is written; in an environment there are no completions to write."""
+    none = {"completions": 0} if isinstance(task, EnvironmentTask) else {}
+    return build(LoggingConfig, {**none, **mapping(values or {}, "logging")}, "logging")
 
 
 def _agent(values: object, task: Task) -> AgentConfig | NetworkAgentConfig:

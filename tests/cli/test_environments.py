@@ -194,6 +194,7 @@ def test_an_environment_without_a_limit_is_planned_without_numbers(here, capsys)
         (["schedule.generations=1"], "train needs a configuration"),
         (["--env", "CartPol-v1"], "Did you mean: `CartPole`?"),
         (["--env", "CartPole-v1", "model=smollm2-135m"], "model must be left out where task.env is given"),
+        (["--env", "CartPole-v1", "logging.completions=4"], "logging.completions must be 0 where task.env is given"),
         (["--env", "CartPole-v1", "agent.netwrk=1"], "did you mean 'network'?"),
         (["--env", "CartPole-v1", "agent.lora.r=3"], "unknown key in agent 'lora'"),
         (["--env", "CartPole-v1", "task.vectorization=proceses"], "did you mean 'processes'?"),
