@@ -71,11 +71,11 @@ def row_coefficients(
     def column(values: Mapping[int, float]) -> Tensor:
         table = torch.zeros(len(kl_factors))
         table[list(values)] = torch.tensor(list(values.values()))
-        return table.to(device)[member_ids][:, None]
+        return table.to(device).index_select(0, member_ids)[:, None]
 
     def flags(names: Mapping[int, str]) -> dict[str, Tensor]:
         return {
-            name: torch.isin(member_ids, torch.tensor([s for s in names if names[s] == name], device=device))
+            name: column({slot: float(own == name) for slot, own in names.items()})[:, 0] > 0
             for name in sorted(set(names.values()))
         }
 

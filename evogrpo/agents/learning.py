@@ -14,6 +14,7 @@ from evogrpo.agents.scores import Scores
 from evogrpo.agents.shaping import refuse_whole_completions, shaped_advantages
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
+from evogrpo.functional.statistics import numbered
 from evogrpo.objective import Objective
 from evogrpo.policies.bank import PolicyBank
 from evogrpo.randomness import generator
@@ -98,15 +99,17 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
     """
     rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
     size = learner.hyperparameters.batch_size
-    group = torch.arange(len(rows), device=rows.device)
-    if keep_groups:
-        _, group = torch.unique(batch.group_ids[rows], return_inverse=True)
-    groups = int(group.max()) + 1 if len(group) else 0
     rng = generator(seed, "minibatches", learner.step, learner.index)
+    group, groups = numbered(batch.group_ids[rows]) if keep_groups else (None, len(rows))
     steps: list[Tensor] = []
     for _ in range(learner.hyperparameters.update_epochs):
-        place = torch.from_numpy(rng.permutation(groups)).to(group.device)
-        steps.extend(rows[torch.argsort(place[group], stable=True)].split(size))
+        place = torch.from_numpy(rng.permutation(groups)).to(rows.device)
+        if group is None:
+            dealt = torch.empty_like(rows)
+            dealt[place] = rows
+        else:
+            dealt = rows[torch.argsort(place[group], stable=True)]
+        steps.extend(dealt.split(size))
     return steps
 
 
@@ -135,7 +138,7 @@ class _LearningStep:
         self._worth = shaped_advantages(self._episodes, objective, coefficients, self._bank.carried, penalty)
         advantages = self._worth
         if self._bank.rows_are_transitions:
-            advantages = advantages[batch.action_mask][:, None]
+            advantages = advantages.flatten()[batch.counted()[0]][:, None]
             self._scores.take_apart()
             coefficients = self._coefficients(self._scores.batch)
         self.batch = self._scores.batch
@@ -189,7 +192,9 @@ class _LearningStep:
         weights = self._losses.weights(rows, self._settings.max_output_tokens)
         kept = self._high_entropy(rows)
         needed = self._needed[rows]
-        run, weights, kept = rows[needed], weights[needed], kept[needed]
+        run = rows
+        if not bool(needed.all()):
+            run, weights, kept = rows[needed], weights[needed], kept[needed]
         sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
 
         def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
@@ -267,5 +272,6 @@ class _LearningStep:
         sampler = self.batch.sampler_log_probs
         if sampler is None:
             return {}
-        rows = ((self.batch.member_ids == slot) & self._scores.of_trainer).nonzero()[:, 0]
+        rows = self._scores.of_trainer.nonzero()[:, 0]
+        rows = rows[self.batch.member_ids[rows] == slot]
         return sampling_metrics(self._objective, self._scores.old[rows], sampler[rows], self.batch.action_mask[rows])

@@ -136,6 +136,9 @@ class ActionLosses:
     def weights(self, rows: Tensor, max_completion_length: int) -> Tensor:
         """Return `[k, t]` what every action weighs in its member's loss, in an optimizer step of these rows."""
         mask, member_ids = self.scores.batch.action_mask[rows], self.scores.batch.member_ids[rows]
+        if len(self.objectives) == 1:
+            ((name, objective),) = self.objectives.items()
+            return loss_weights(name, objective.aggregation, mask, member_ids, max_completion_length)
         result = torch.zeros(mask.shape, device=mask.device)
         for name, objective in self.objectives.items():
             own = self.coefficients.loss_types[name][rows]

@@ -57,10 +57,9 @@ class Scores:
 
     def take_apart(self) -> None:
         """Go on with one row per action that counts."""
-        mask = self.batch.action_mask
-        row = mask.nonzero()[:, 0]
+        places, row = self.batch.counted()
         self.batch = self.batch.flattened()
-        self.old, self.reference = self.old[mask][:, None], self.reference[mask][:, None]
+        self.old, self.reference = (each.flatten()[places][:, None] for each in (self.old, self.reference))
         self.known, self.of_trainer = self.known[row], self.of_trainer[row]
 
     def charge(self, part: Batch) -> None:

@@ -35,7 +35,8 @@ class _Picked:
     def __call__(self, values: Tensor) -> Tensor:
         flat = values.flatten(0, 1)
         if self.places is not None:
-            return flat[self.places.to(flat.device)]
+            places = self.places.to(flat.device)
+            return flat.index_select(0, places.flatten()).unflatten(0, places.shape)
         return flat if self.shape is None else flat.unflatten(0, self.shape)
 
 

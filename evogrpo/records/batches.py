@@ -125,32 +125,36 @@ class Batch:
             truncated=some(self.truncated),
         )
 
+    def counted(self) -> tuple[Tensor, Tensor]:
+        """Return the places of `[n * t]` of the actions that count, and the row of each."""
+        places = self.action_mask.flatten().nonzero()[:, 0]
+        return places, places // self.action_mask.shape[1]
+
     def flattened(self) -> "Batch":
         """Return one row of a single action for each action that counts, row by row.
 
-        Groups, members and whole-episode values are repeated. Only for inputs that can be taken apart, as those of
-        small networks can.
+        Groups, members and rewards are repeated; what else belongs to whole episodes is left out. Only for inputs that
+        can be taken apart, as those of small networks can.
         """
-        mask = self.action_mask
-        row = mask.nonzero()[:, 0]
+        places, row = self.counted()
 
-        def single(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[mask][:, None]
+        def single(values: Tensor) -> Tensor:
+            return values.flatten(0, 1).index_select(0, places)[:, None]
 
-        counted = torch.ones(len(row), 1, dtype=torch.bool, device=mask.device)
+        counted = torch.ones(len(row), 1, dtype=torch.bool, device=row.device)
         return replace(
             self,
-            inputs=self.inputs.flattened(mask),
-            actions=self.actions[mask][:, None],
+            inputs=self.inputs.flattened(places, row),
+            actions=single(self.actions),
             present=counted,
             action_mask=counted,
             rewards=self.rewards[row],
             group_ids=self.group_ids[row],
             member_ids=self.member_ids[row],
-            sampler_log_probs=single(self.sampler_log_probs),
-            step_rewards=single(self.step_rewards),
-            reward_components=None if self.reward_components is None else self.reward_components[row],
-            truncated=None if self.truncated is None else self.truncated[row],
+            sampler_log_probs=None if self.sampler_log_probs is None else single(self.sampler_log_probs),
+            step_rewards=None,
+            reward_components=None,
+            truncated=None,
         )
 
     def joined(self, other: "Batch") -> "Batch":

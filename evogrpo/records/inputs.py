@@ -67,17 +67,27 @@ class ObservationInputs:
     def select(self, rows: Tensor) -> "ObservationInputs":
         """Return the inputs of the given rows, in that order."""
         return ObservationInputs(
-            observations=map_tensors(self.observations, lambda leaf: leaf[rows]),
+            # Five times as fast as indexing, where a row holds several numbers.
+            observations=map_tensors(self.observations, lambda leaf: leaf.index_select(0, rows)),
             temperature=self.temperature[rows],
-            action_masks=map_tensors(self.action_masks, lambda leaf: leaf[rows]),
+            action_masks=map_tensors(self.action_masks, lambda leaf: leaf.index_select(0, rows)),
         )
 
-    def flattened(self, mask: Tensor) -> "ObservationInputs":
-        """Return one row `[1, ...]` for each True of the mask `[n, t]`, row by row."""
+    def flattened(self, places: Tensor, row: Tensor) -> "ObservationInputs":
+        """Return one row `[1, ...]` for each of some actions.
+
+        Args:
+            places: Their places of `[n * t]`.
+            row: The row that each belongs to.
+        """
+
+        def single(leaf: Tensor) -> Tensor:
+            return leaf.flatten(0, 1).index_select(0, places)[:, None]
+
         return ObservationInputs(
-            observations=map_tensors(self.observations, lambda leaf: leaf[mask][:, None]),
-            temperature=self.temperature[:, None].expand(mask.shape)[mask],
-            action_masks=map_tensors(self.action_masks, lambda leaf: leaf[mask][:, None]),
+            observations=map_tensors(self.observations, single),
+            temperature=self.temperature[row],
+            action_masks=map_tensors(self.action_masks, single),
         )
 
     def joined(self, other: "ObservationInputs", width: int) -> "ObservationInputs":
