@@ -36,7 +36,7 @@ class _Picked:
         flat = values.flatten(0, 1)
         if self.places is not None:
             places = self.places.to(flat.device)
-            return flat.index_select(0, places.flatten()).unflatten(0, places.shape)
+            return flat.index_select(0, places.flatten()).view(*places.shape, *flat.shape[1:])
         return flat if self.shape is None else flat.unflatten(0, self.shape)
 
 
