@@ -12,6 +12,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from types import FrameType
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
@@ -28,7 +29,7 @@ from evogrpo.training.evolve import AllFailedError, Evolution
 from evogrpo.training.launch import free_run_dir, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
 from evogrpo.training.planning import compute
-from evogrpo.training.prepared import prepare
+from evogrpo.training.prepared import Prepared, PreparedNetworks, prepare
 from evogrpo.training.reports import TestReport as TestOutcome
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.sources import user_line
@@ -85,7 +86,8 @@ def _begin(config: Config, chosen: argparse.Namespace, name: str) -> int:
             return OK
         with _working(console, "making the population"):
             evolution = start(prepared, run_dir)
-        return _go(console, evolution, run_dir)
+        with _fitting_threads(prepared):
+            return _go(console, evolution, run_dir)
 
 
 def resume(chosen: argparse.Namespace) -> int:
@@ -110,7 +112,8 @@ def resume(chosen: argparse.Namespace) -> int:
     with closing(prepared.env):
         with _working(console, "reading the members"):
             evolution = resume_run(prepared, resumable, run_dir)
-        return _go(console, evolution, run_dir)
+        with _fitting_threads(prepared):
+            return _go(console, evolution, run_dir)
 
 
 def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
@@ -144,6 +147,22 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     console.print()
     show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
     return OK
+
+
+@contextmanager
+def _fitting_threads(prepared: Prepared) -> Iterator[None]:
+    """Let small networks compute in one thread, unless OMP_NUM_THREADS names a number; results are the same bits.
+
+    Measured with 8 members on CartPole: a second thread gains a twentieth on an idle machine, and takes nine times as
+    long on a busy one, where every product waits for the slower of the two.
+    """
+    before = torch.get_num_threads()
+    if isinstance(prepared, PreparedNetworks) and prepared.one_thread and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

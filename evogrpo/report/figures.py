@@ -98,7 +98,7 @@ def _figure(run: Drawing) -> "Figure":
 
 def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
     facts = summary.facts
-    title = " · ".join(_fact(facts, name) for name in ("task", "model") if facts.get(name)) or "run"
+    title = _line(summary.title, 120)
     parts = [f"population of {_fact(facts, 'population_size')}", f"seed {_fact(facts, 'seed')}"]
     parts.append(f"{_fact(facts, 'samples_per_step')} samples per member and step")
     if summary.generations:
@@ -110,4 +110,8 @@ def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
 
 
 def _fact(facts: Mapping[str, Any], name: str) -> str:
-    return shorten(printable(str(facts.get(name, "?"))).replace("\n", " "), 60)
+    return _line(str(facts.get(name, "?")), 60)
+
+
+def _line(text: str, limit: int) -> str:
+    return shorten(printable(text).replace("\n", " "), limit)

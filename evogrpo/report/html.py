@@ -73,10 +73,10 @@ def html_page(summary: RunSummary, figure: bytes) -> str:
     Returns:
         The HTML text; every value of the run in it is escaped.
     """
-    task, model = (shorten(str(summary.facts.get(name, "?")), 200) for name in ("task", "model"))
+    title = _escape(shorten(summary.title, 400))
     image = base64.b64encode(figure).decode("ascii")
     sections = [
-        f"<h1>{_escape(task)} · {_escape(model)}</h1>",
+        f"<h1>{title}</h1>",
         _outcome(summary),
         f'<figure><img alt="Fitness and hyperparameters per generation" src="data:image/png;base64,{image}"></figure>',
         _lineage(summary),
@@ -89,7 +89,7 @@ def html_page(summary: RunSummary, figure: bytes) -> str:
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{_escape(task)} · evogrpo</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{title} · evogrpo</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body>\n</html>\n"
     )

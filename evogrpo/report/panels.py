@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from evogrpo.report.lineage import LineageLine
 from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch
 from evogrpo.report.summary import Score
+from evogrpo.report.text import score_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -124,7 +125,7 @@ def _draw_test(axes: "Axes", score: Score, x: float, *, colour: str, face: str, 
         zorder=6,
     )
     axes.annotate(
-        f"test {score.fitness:.2f}",
+        f"test {score_text(score.fitness, None)}",
         (x, score.fitness),
         words_at,
         textcoords="offset points",

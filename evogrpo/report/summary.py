@@ -131,6 +131,11 @@ class RunSummary:
         """What things are called in it."""
         return words_of(self.facts.get("kind"))
 
+    @property
+    def title(self) -> str:
+        """The task and, where there is one, the model; untrusted."""
+        return " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name)) or "run"
+
 
 def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     """Read the story of a run out of its journal.

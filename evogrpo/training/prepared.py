@@ -11,8 +11,10 @@ from evogrpo.agents.networks import NetworkBody, NetworkSettings
 from evogrpo.agents.population import Population
 from evogrpo.envs.gymnasium import GymnasiumGroups
 from evogrpo.envs.huggingface import HuggingFaceGym
+from evogrpo.policies.encoding import Encoding
 from evogrpo.policies.lora import Target, check_supported, find_targets, lora_from_json
 from evogrpo.policies.models import BaseModel, load_base, load_outline
+from evogrpo.policies.stacks import SHORT
 from evogrpo.training.agent_config import AgentConfig, NetworkAgentConfig
 from evogrpo.training.config import Config
 from evogrpo.training.environment_tasks import EnvironmentTask
@@ -90,6 +92,12 @@ class PreparedNetworks:
     env: GymnasiumGroups
     device: str
     parameters: int
+
+    @property
+    def one_thread(self) -> bool:
+        """Whether the products are so small that further threads of torch mostly wait: short vectors, on the CPU."""
+        on_cpu = torch.device(self.device).type == "cpu"
+        return on_cpu and self.parameters <= SHORT and not Encoding(self.env.observation_space).images
 
     def population(self) -> Population:
         """Make the founders."""

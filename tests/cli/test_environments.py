@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import gymnasium
+import numpy as np
 import pytest
+import torch
 import yaml
 
-from evogrpo import GRPO, GymnasiumGroups, evolve
+from evogrpo import GRPO, GymnasiumGroups, Population, evolve
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.config import load_config, parse_config
@@ -59,6 +62,49 @@ def test_a_run_tells_its_story_in_the_words_of_environments(finished):
         assert text not in output, text
         assert text not in page, text
     assert "untrained network, test" in page
+
+
+@pytest.mark.parametrize(("given", "during"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
+def test_small_networks_compute_in_one_thread_unless_told_otherwise(tmp_path, monkeypatch, given, during):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    before, seen = torch.get_num_threads(), []
+    learn = Population.learn
+
+    def watched(population, *arguments, **options):
+        seen.append(torch.get_num_threads())
+        return learn(population, *arguments, **options)
+
+    monkeypatch.setattr(Population, "learn", watched)
+    torch.set_num_threads(2)
+    try:
+        assert main(["train", "--env", "CartPole-v1", *SHORT, "schedule.generations=1"]) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {during}
+
+
+class Picture(gymnasium.Env):
+    """Shows a grey square."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (16, 16, 1), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+
+@pytest.mark.parametrize(
+    ("env", "hidden", "one"),
+    [("CartPole-v1", [64], True), ("CartPole-v1", [512, 512], False), ("Picture-v0", [64], False)],
+)
+def test_large_networks_and_images_take_all_threads(monkeypatch, env, hidden, one):
+    spec = gymnasium.envs.registration.EnvSpec("Picture-v0", entry_point=Picture, max_episode_steps=5)
+    monkeypatch.setitem(gymnasium.registry, "Picture-v0", spec)
+    agent = {"network": {"hidden": hidden}}
+    schedule = {"generations": 1, "samples_per_step": 8}
+    config = parse_config({"task": {"env": env}, "agent": agent, "schedule": schedule})
+    assert prepare(config).one_thread is one
 
 
 def test_the_best_member_is_an_agent_that_acts(finished):

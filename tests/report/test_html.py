@@ -89,6 +89,17 @@ def test_the_page_tells_the_run(tmp_path, fake_run):
     assert "256 questions" in page.pieces
 
 
+@pytest.mark.parametrize(("model", "title"), [("smollm2-135m", "sums · smollm2-135m"), (None, "sums")])
+def test_the_page_is_named_after_the_task_and_the_model_if_there_is_one(tmp_path, fake_run, model, title):
+    events = read_journal(fake_run(tmp_path, task="sums") / "journal.jsonl")
+    events[0] = {name: value for name, value in events[0].items() if name != "model"}
+    if model is not None:
+        events[0]["model"] = model
+    page = html_page(summarise(events), b"")
+    assert f"<h1>{title}</h1>" in page
+    assert f"<title>{title} · evogrpo</title>" in page
+
+
 def test_hostile_text_stays_text(hostile_run):
     content = write_html(hostile_run).read_bytes().decode("utf-8")
     page = Page(content)  # balanced: nothing broke out of its element
