@@ -1,6 +1,6 @@
 """JointBank: the policies of multi-agent members, one stacked bank per policy; slot i of every bank is member i."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -78,12 +78,3 @@ def by_policy(state: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         policy, _, name = key.rpartition("/")
         parts.setdefault(policy, {})[name] = value
     return parts
-
-
-def merged_costs(costs: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Add up what several policies' passes processed, by slot."""
-    total: dict[int, int] = {}
-    for cost in costs:
-        for slot, steps in cost.items():
-            total[slot] = total.get(slot, 0) + steps
-    return total

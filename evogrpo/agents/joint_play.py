@@ -9,7 +9,6 @@ import torch
 from numpy.typing import NDArray
 
 from evogrpo.agents.coefficients import Learner
-from evogrpo.agents.joint_bank import merged_costs
 from evogrpo.agents.joint_body import JointBody
 from evogrpo.agents.networks import NetworkBody
 from evogrpo.agents.play import Sampled, Wanted
@@ -101,17 +100,18 @@ class JointPlay:
         truncated = np.zeros(len(member_ids), dtype=np.bool_)
         by_policy: dict[str, Batch] = {}
         seen: dict[str, ObservationStatistics] = {}
+        steps = np.zeros(self._body.bank.size)
         for policy, episodes in played.episodes.items():
+            steps += np.bincount(member_ids[episodes.rows], weights=episodes.present.sum(axis=1), minlength=len(steps))
             truncated[episodes.rows[episodes.truncated]] = True
             by_policy[policy], summary = self._batch(bodies[policy], episodes, member_ids, temperature)
             if summary is not None:
                 seen[policy] = summary
-        costs = merged_costs(bodies[policy].bank.cost(batch) for policy, batch in by_policy.items())
         return Sampled(
             # Neither this nor `observed` is read on the way to `learn_joint` and `absorb`, which know what they are.
             batch=cast(Batch, JointBatch(by_policy=by_policy, truncated=torch.from_numpy(truncated))),
             scores=Scores(rewards=env.scores(played), components={}, completions=(), weights=()),
-            tokens={learner.slot: costs.get(learner.slot, 0) for learner in wanted.learners},
+            tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
             observed=cast(tuple[ObservationStatistics, ...], (seen,)),
         )
 

@@ -210,7 +210,12 @@ def test_truncated_agents_can_be_left_out():
     objective = Objective(loss_type="dapo", advantage="return_to_go_timestep", mask_truncated=True)
     population = population_for(env, 1, policies="independent", objective=objective)
     collected, reports = train(population, env, 1)
-    assert not collected.batch.by_policy["old_0"].action_mask.any()  # cut off in every episode
+    cut_off = collected.batch.by_policy["old_0"]
+    assert not cut_off.action_mask.any()  # in every episode
+    assert collected.tokens[0] == sum(
+        int(own.present.sum()) for own in collected.batch.by_policy.values()
+    )  # but played
+    assert cut_off.present.any()
     assert collected.batch.by_policy["short_0"].action_mask.any()
     assert int(population.shared.bank.state(0)["old_0/step"]) == 0
     assert reports[0].failed is None
