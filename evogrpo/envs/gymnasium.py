@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import gymnasium
 import numpy as np
@@ -12,12 +12,12 @@ from numpy.typing import ArrayLike
 from evogrpo.envs.actions import check_action_space
 from evogrpo.envs.classic_control import ClassicControl, native_class
 from evogrpo.envs.episodes import Played
-from evogrpo.envs.groups import Split, deal_starts
+from evogrpo.envs.groups import Split
 from evogrpo.envs.lanes import Lanes, NativeLanes, ProcessLanes, SerialLanes
 from evogrpo.envs.making import EnvMaker
 from evogrpo.envs.normalisation import ObservationStatistics
 from evogrpo.envs.playing import Actor, Uniforms, Work, play_episodes, replicas_of
-from evogrpo.envs.starts import ResetSeeds
+from evogrpo.envs.starts import SeededGroups
 from evogrpo.envs.trees import leaf_spaces
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
@@ -96,7 +96,7 @@ class StepEpisodes:
         return self.env._play(actor, work)
 
 
-class GymnasiumGroups:
+class GymnasiumGroups(SeededGroups):
     """Groups of episodes of a Gymnasium environment; the initial state of a group is a reset seed.
 
     Train, validation and test starts are seeds of three disjoint ranges, the same seed never twice, so a training
@@ -149,9 +149,8 @@ class GymnasiumGroups:
         test_size: int = 256,
         seed: int = 0,
     ) -> None:
-        self._starts = ResetSeeds(seed, {"train": train_size, "validation": validation_size, "test": test_size})
+        super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
         _check_options(max_episode_steps, vectorization, lanes)
-        self.seed = seed
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         kwargs = dict(env_kwargs or {})
         self._make = EnvMaker(
@@ -181,33 +180,11 @@ class GymnasiumGroups:
         self._count = default if lanes is None else lanes
         self._lanes: Lanes | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close environments and processes; the next `play` makes new ones."""
         if self._lanes is not None:
             self._lanes.close()
             self._lanes = None
-
-    def size(self, split: Split) -> int:
-        """Return the number of distinct starts of a split."""
-        return self._starts.size(split)
-
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
-        return deal_starts(self.seed, self.size("train"), step, count, block)
-
-    def reset_seed(self, split: Split, start: int) -> int:
-        """Return the seed that a start resets the environment with, e.g. to record it.
-
-        Raises:
-            ValueError: If the split or the start does not exist.
-        """
-        return self._starts.of(split, [start])[0]
 
     def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
         """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.

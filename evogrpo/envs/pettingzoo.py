@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -10,12 +10,12 @@ from numpy.typing import ArrayLike, NDArray
 from pettingzoo import ParallelEnv
 
 from evogrpo.envs.assignment import Assignment, assign
-from evogrpo.envs.groups import Split, deal_starts
+from evogrpo.envs.groups import Split
 from evogrpo.envs.joint_episodes import JointPlayed
 from evogrpo.envs.joint_lanes import JointLane
 from evogrpo.envs.joint_playing import AgentUniforms, JointWork, play_joint_episodes
 from evogrpo.envs.playing import Actor
-from evogrpo.envs.starts import ResetSeeds
+from evogrpo.envs.starts import SeededGroups
 
 _LANES = 64
 
@@ -99,7 +99,7 @@ class JointEpisodes:
         return self.env._play(actors, assignment, work)
 
 
-class PettingZooGroups:
+class PettingZooGroups(SeededGroups):
     """Groups of joint episodes of a parallel PettingZoo environment; a group's initial state is a joint reset seed.
 
     Train, validation and test starts are seeds of three disjoint ranges, the same seed never twice. All rows of a
@@ -154,8 +154,8 @@ class PettingZooGroups:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not callable(env):
             raise ValueError(f"env must make environments, such as a module's parallel_env, got {type(env).__name__}")
-        self.seed, self.score = seed, score
-        self._starts = ResetSeeds(seed, {"train": train_size, "validation": validation_size, "test": test_size})
+        super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
+        self.score = score
         self._make, self._kwargs = env, dict(env_kwargs or {})
         self._limit, self._count = max_episode_steps, lanes
         self._lanes: list[JointLane] = []
@@ -175,12 +175,6 @@ class PettingZooGroups:
         example.close()
         assign(self.observation_spaces, self.action_spaces, "independent")  # refuses spaces no policy can act in
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Close environments; the next `play` makes new ones."""
         for lane in self._lanes:
@@ -196,22 +190,6 @@ class PettingZooGroups:
     def action_space(self) -> gymnasium.spaces.Dict:
         """What all agents do together, by name."""
         return gymnasium.spaces.Dict(self.action_spaces)
-
-    def size(self, split: Split) -> int:
-        """Return the number of distinct starts of a split."""
-        return self._starts.size(split)
-
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
-        return deal_starts(self.seed, self.size("train"), step, count, block)
-
-    def reset_seed(self, split: Split, start: int) -> int:
-        """Return the seed that a start resets the environment with, e.g. to record it.
-
-        Raises:
-            ValueError: If the split or the start does not exist.
-        """
-        return self._starts.of(split, [start])[0]
 
     def open(self, split: Split, starts: Sequence[int]) -> JointEpisodes:
         """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.

@@ -1,8 +1,10 @@
 """Reset seeds of the starts of each split: disjoint, distinct, and the same however large the splits are."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Self
 
-from evogrpo.envs.groups import SPLITS, Split
+from evogrpo.envs.groups import SPLITS, Split, deal_starts
 from evogrpo.randomness import generator
 
 SEEDS_PER_SPLIT = 1 << 29  # so that the seeds of all splits fit into 31 bits, which every environment takes
@@ -44,3 +46,47 @@ class ResetSeeds:
         factor, shift = generator(self._seed, "reset seeds", SPLITS.index(split)).integers(SEEDS_PER_SPLIT, size=2)
         base, odd = SPLITS.index(split) * SEEDS_PER_SPLIT, int(factor) | 1
         return tuple(base + (odd * int(start) + int(shift)) % SEEDS_PER_SPLIT for start in starts)
+
+
+class SeededGroups(ABC):
+    """What environments have in common whose starts are reset seeds.
+
+    Args:
+        seed: Root seed of the order of the starts.
+        sizes: Number of starts of each split.
+
+    Attributes:
+        seed: As given.
+
+    Raises:
+        ValueError: If a size is out of range.
+    """
+
+    def __init__(self, seed: int, sizes: Mapping[Split, int]) -> None:
+        self.seed, self._starts = seed, ResetSeeds(seed, sizes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close environments; the next `play` makes new ones."""
+
+    def size(self, split: Split) -> int:
+        """Return the number of distinct starts of a split."""
+        return self._starts.size(split)
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
+        return deal_starts(self.seed, self.size("train"), step, count, block)
+
+    def reset_seed(self, split: Split, start: int) -> int:
+        """Return the seed that a start resets the environment with, e.g. to record it.
+
+        Raises:
+            ValueError: If the split or the start does not exist.
+        """
+        return self._starts.of(split, [start])[0]

@@ -15,23 +15,7 @@ from torch import Tensor
 
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.manifest import VERSION, CheckpointError, FileEntry, Manifest, dump_manifest
-
-TENSORS = {
-    "weights": torch.arange(12, dtype=torch.float32).reshape(3, 4) / 7,
-    "moments": torch.tensor([1.5, -2.25, 3e38], dtype=torch.bfloat16),
-    "steps": torch.tensor(17),
-    "flags": torch.tensor([True, False]),
-    "empty": torch.zeros(0, 3),
-}
-RECORD = {"generation": 3, "members": [{"lr": 1e-4, "failed": None, "name": "é\u2028\x1b"}], "big": 2**70}
-FILES = {"adapter_config.json": b'{"r": 8}\n', "adapter_model.safetensors": bytes(range(256)) * 5}
-ALL_FILES = ["population.safetensors", "population.json", "manifest.json", *FILES]
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_checkpoint(tmp_path / "generation-0003", TENSORS, RECORD, files=FILES)
-    return tmp_path / "generation-0003"
+from tests.persistence.conftest import ALL_FILES, FILES, RECORD, TENSORS
 
 
 def equal(left, right):
