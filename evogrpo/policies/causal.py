@@ -4,12 +4,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
+
+from evogrpo.policies.cache import Prefix, PrefixLayer
 
 Head = Callable[[Tensor], Tensor]
 
@@ -54,125 +55,6 @@ def grouped_attention(device: torch.device) -> Iterator[None]:
             os.environ.pop(name, None)
         else:
             os.environ[name] = before
-
-
-class _PrefixLayer(CacheLayerMixin):
-    """Key/values of one attention layer: a prefix of other rows, gathered per row, followed by what comes in.
-
-    Every position is kept, for sliding-window layers too: their window is applied by the model's own mask.
-
-    Args:
-        prefix: Keys and values `[m, heads, P, width]` to continue.
-        rows: `[n]` which prefix each row continues.
-        order: `[n, P + t]` where each position of prefix and new tokens together is taken from.
-    """
-
-    is_sliding = False
-
-    def __init__(
-        self,
-        prefix: "tuple[Tensor, Tensor] | None" = None,
-        rows: Tensor | None = None,
-        order: Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.prefix = prefix
-        self.rows = rows
-        self.order = order
-        self.is_initialized = True
-        self.whole: tuple[Tensor, Tensor] | None = None
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to prepare: shapes come from the prefix."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        self.whole = (key_states, value_states)
-        if self.prefix is not None:
-            keys, values = (past if self.rows is None else past[self.rows] for past in self.prefix)
-            self.whole = torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
-        if self.order is not None:
-            order = self.order[:, None, :, None]
-            keys, values = (part.gather(2, order.expand(part.shape)) for part in self.whole)
-            self.whole = keys, values
-        return self.whole
-
-    def taken(self) -> tuple[Tensor, Tensor]:
-        """Return all keys and values that the last pass attended to."""
-        assert self.whole is not None, "the model left this layer of the cache unused"
-        return self.whole
-
-    def get_seq_length(self) -> int:
-        return 0 if self.prefix is None else int(self.prefix[0].shape[-2])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class _GrowingLayer(_PrefixLayer):
-    """Key/values that grow by one token a step inside storage allocated once."""
-
-    def __init__(self, prefix: tuple[Tensor, Tensor], rows: Tensor, room: int) -> None:
-        super().__init__()
-        self.length = int(prefix[0].shape[-2])
-        self.storage = tuple(self._expand(part, rows, room) for part in prefix)
-
-    def _expand(self, part: Tensor, rows: Tensor, room: int) -> Tensor:
-        heads, width = part.shape[1], part.shape[3]
-        storage = part.new_empty((len(rows), heads, self.length + room, width))
-        values, counts = torch.unique_consecutive(rows, return_counts=True)
-        for value, own in zip(values.tolist(), storage[:, :, : self.length].split(counts.tolist()), strict=True):
-            own.copy_(part[value])
-        return storage
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        end = self.length + key_states.shape[-2]
-        for storage, states in zip(self.storage, (key_states, value_states), strict=True):
-            storage[:, :, self.length : end] = states
-        self.length = end
-        keys, values = (storage[:, :, :end] for storage in self.storage)
-        return keys, values
-
-    def get_seq_length(self) -> int:
-        return self.length
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows but the given ones."""
-        self.storage = tuple(storage[rows] for storage in self.storage)
-
-
-class GrowingCache(Cache):
-    """Key/values of rows that are being decoded."""
-
-    def __init__(self, prefix: "Prefix", rows: Tensor, room: int) -> None:
-        self.growing = [_GrowingLayer(layer, rows, room) for layer in prefix.layers]
-        super().__init__(layers=list(self.growing))
-
-    def keep(self, rows: Tensor) -> None:
-        """Drop all rows but the given ones, in every layer."""
-        for layer in self.growing:
-            layer.keep(rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """Prompts that have been run: what rows that share them continue from.
-
-    Attributes:
-        layers: Keys and values `[m, heads, P, width]` of every attention layer.
-        mask: `[m, P]` booleans, False on the padding, which is on the left.
-        last_hidden: `[m, h]` final hidden state of each prompt's last token.
-    """
-
-    layers: tuple[tuple[Tensor, Tensor], ...]
-    mask: Tensor
-    last_hidden: Tensor
 
 
 def pad_left(sequences: "list[tuple[int, ...]]", pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -272,7 +154,7 @@ class CausalModel:
     def _run_on(self, root: Prefix | None, rows: Tensor, prompts: "list[tuple[int, ...]]") -> Prefix:
         """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
         ids, mask = pad_left(prompts, self.pad_id, self.device)
-        layers = [_PrefixLayer() for _ in range(self.layers)]
+        layers = [PrefixLayer() for _ in range(self.layers)]
         if root is not None:
             # Root, padding, prompt -> padding, root, prompt: distances between tokens are then what they seem to be.
             place = torch.arange(root.mask.shape[1] + mask.shape[1], device=self.device)
@@ -281,13 +163,13 @@ class CausalModel:
                 place < padding, root.mask.shape[1] + place, torch.where(place < end, place - padding, place)
             )
             mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
-            layers = [_PrefixLayer(layer, rows, order) for layer in root.layers]
+            layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
         hidden = self.run(ids, mask, Cache(layers=list(layers)))
         return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
 
     def run_completions(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor) -> Tensor:
         """Return hidden states `[n, t, h]` of completions that continue prompt number `rows[i]` of `prefix`."""
-        cache = Cache(layers=[_PrefixLayer(layer, rows) for layer in prefix.layers])
+        cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
         return self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache)
 
     def _find_head(self) -> Head:

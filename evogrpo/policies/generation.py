@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits
-from evogrpo.policies.causal import CausalModel, GrowingCache, Route, pad_left
+from evogrpo.policies.cache import GrowingCache
+from evogrpo.policies.causal import CausalModel, Route, pad_left
 from evogrpo.policies.planning import share_prefixes
 from evogrpo.records import Rollout, Rows
 
