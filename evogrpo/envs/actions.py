@@ -30,8 +30,8 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
     """Return a policy's actions as the environment takes them.
 
     A policy counts the values of Discrete and MultiDiscrete from 0; the environment's `start` is added here. Box
-    actions are clipped to the bounds here, so that a log-probability stays that of the sample. NaN, the work of a
-    member that has diverged, becomes 0 before clipping: that member fails when it learns, and the run goes on.
+    actions are clipped to the bounds here, so that a log-probability stays that of the sample. What is not finite, the
+    work of a member that has diverged, becomes 0 before clipping: the run goes on, without that member where it fails.
 
     Args:
         space: The action space of one environment.
@@ -42,10 +42,10 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
     """
     match space:
         case spaces.Box():
+            finite = np.isfinite(actions)
+            if not finite.all():
+                actions = np.where(finite, actions, np.zeros_like(actions))
             clipped: Array = np.clip(actions, space.low, space.high)
-            missing = np.isnan(clipped)
-            if missing.any():
-                clipped = np.where(missing, np.clip(np.zeros_like(clipped), space.low, space.high), clipped)
             return clipped
         case spaces.Discrete():
             _check_range(actions, space.n)
@@ -54,7 +54,7 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
             _check_range(actions, space.nvec)
             return actions + space.start
     _check_range(actions, 2)
-    return actions
+    return actions.copy()  # an environment may write into what it is given
 
 
 def _check_range(actions: Array, count: Any) -> None:

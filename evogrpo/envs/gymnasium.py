@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +15,9 @@ from evogrpo.envs.classic_control import ClassicControl, native_class
 from evogrpo.envs.episodes import Played
 from evogrpo.envs.groups import Split
 from evogrpo.envs.lanes import Lanes, NativeLanes, ProcessLanes, SerialLanes
-from evogrpo.envs.making import EnvMaker
+from evogrpo.envs.making import Distinct, EnvMaker, carries_over, registered, time_limit
 from evogrpo.envs.normalisation import ObservationStatistics
-from evogrpo.envs.playing import Actor, Uniforms, Work, play_episodes, replicas_of
+from evogrpo.envs.playing import LONGEST, Actor, Uniforms, Work, play_episodes, replicas_of
 from evogrpo.envs.starts import SeededGroups
 from evogrpo.envs.trees import leaf_spaces
 
@@ -92,6 +93,7 @@ class StepEpisodes:
             temperature=heat,
             statistics=statistics,
             reference=reference,
+            longest=max(self.env.max_episode_steps or 0, LONGEST),
         )
         return self.env._play(actor, work)
 
@@ -110,6 +112,9 @@ class GymnasiumGroups(SeededGroups):
     how its start fares under other noise; `reseed_noise` gives every place in a group its own noise after reset, the
     same for all members.
 
+    An episode must be a function of its reset seed and its actions. An environment that carries something over from one
+    episode to the next, as running statistics of `NormalizeObservation` or the world of BipedalWalker, needs `remake`.
+
     Args:
         env: The id of a registered environment, or a callable that makes one.
         env_kwargs: Keyword arguments of the environment or the callable.
@@ -118,6 +123,8 @@ class GymnasiumGroups(SeededGroups):
             process per lane), or "auto": native where there is one, serial otherwise.
         lanes: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
         reseed_noise: Whether the replicas of a start get their own noise after reset.
+        remake: Whether every episode gets an environment made anew, rather than one that is reset; None = where that
+            is known to matter, as for BipedalWalker.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -144,13 +151,14 @@ class GymnasiumGroups(SeededGroups):
         vectorization: Vectorization = "auto",
         lanes: int | None = None,
         reseed_noise: bool = False,
+        remake: bool | None = None,
         train_size: int = 100_000,
         validation_size: int = 64,
         test_size: int = 256,
         seed: int = 0,
     ) -> None:
         super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
-        _check_options(max_episode_steps, vectorization, lanes)
+        _check_options(env, max_episode_steps, vectorization, lanes)
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         kwargs = dict(env_kwargs or {})
         self._make = EnvMaker(
@@ -159,11 +167,13 @@ class GymnasiumGroups(SeededGroups):
             max_episode_steps=max_episode_steps,
             noise_seed=seed if reseed_noise else None,
         )
-        example = self._make()
+        self._distinct = Distinct()
+        example = self._made()
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
-        limit = None if example.spec is None else example.spec.max_episode_steps
-        self.max_episode_steps = max_episode_steps or limit
+        limits = (time_limit(example), None if example.spec is None else example.spec.max_episode_steps)
+        self.max_episode_steps = max_episode_steps or next((limit for limit in limits if limit is not None), None)
+        self._remake = carries_over(example) if remake is None else remake
         native = _native(env, kwargs, max_episode_steps) if vectorization in ("auto", "native") else None
         example.close()
         leaf_spaces(self.observation_space)
@@ -182,9 +192,9 @@ class GymnasiumGroups(SeededGroups):
 
     def close(self) -> None:
         """Close environments and processes; the next `play` makes new ones."""
-        if self._lanes is not None:
-            self._lanes.close()
-            self._lanes = None
+        lanes, self._lanes = self._lanes, None
+        if lanes is not None:
+            lanes.close()
 
     def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
         """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
@@ -224,20 +234,27 @@ class GymnasiumGroups(SeededGroups):
         try:
             return play_episodes(self._lanes, self._count, (self.observation_space, self.action_space), actor, work)
         except BaseException:
-            self.close()  # half-played episodes must not meet the next call
+            with suppress(Exception):  # what broke the play is the error to see
+                self.close()  # half-played episodes must not meet the next call
             raise
 
     def _open_lanes(self) -> Lanes:
         if self._native is not None:
             return NativeLanes(self._native())
         options: dict[str, Any] = {
+            "remake": self._remake,
             "reseed": self._make.noise_seed is not None,
             "observation_space": self.observation_space,
             "action_space": self.action_space,
         }
         if self._processes:
             return ProcessLanes(self._make, count=self._count, **options)
-        return SerialLanes(self._make, **options)
+        return SerialLanes(self._made, **options)
+
+    def _made(self) -> "gymnasium.Env[Any, Any]":
+        made = self._make()
+        self._distinct.add(made)
+        return made
 
 
 def _native(
@@ -246,14 +263,19 @@ def _native(
     """Return what makes the native environment that equals the one named, or None."""
     if not isinstance(env, str):
         return None
-    spec = gymnasium.spec(env)
+    spec = registered(env)
     native, limit = native_class(spec, kwargs), max_episode_steps or spec.max_episode_steps
     if native is None or limit is None:
         return None
     return lambda: native(max_episode_steps=limit, **{**spec.kwargs, **kwargs})
 
 
-def _check_options(max_episode_steps: int | None, vectorization: str, lanes: int | None) -> None:
+def _check_options(env: object, max_episode_steps: int | None, vectorization: str, lanes: int | None) -> None:
+    if not isinstance(env, str) and (isinstance(env, gymnasium.Env) or not callable(env)):
+        raise ValueError(
+            f"env must be the id of an environment or a callable that makes one, got {type(env).__name__}: give the "
+            "class or a function instead"
+        )
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ValueError(f"max_episode_steps must be at least 1 or None, got {max_episode_steps}")
     if vectorization not in ("auto", "native", "serial", "processes"):

@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from pettingzoo import ParallelEnv
+
+from evogrpo.envs.trees import numbers
 
 MakeJointEnv = Callable[[], "ParallelEnv[Any, Any, Any]"]
 
@@ -80,7 +83,10 @@ class JointLane:
         return JointSeen(
             observations=seen.observations,
             infos=seen.infos,
-            rewards={str(agent): float(reward) for agent, reward in rewards.items()},
+            rewards={
+                str(agent): float(numbers([reward], np.float64, f"reward of {agent}")[0])
+                for agent, reward in rewards.items()
+            },
             terminated=frozenset(terminated),
             truncated=frozenset(truncated),
         )

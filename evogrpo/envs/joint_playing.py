@@ -19,8 +19,6 @@ from evogrpo.envs.trees import stack, unflatten
 AgentUniforms = Callable[[str, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 """(agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same arguments always."""
 
-_LONGEST = 100_000
-
 
 class AgentDraws:
     """Uniforms in [0, 1) for every agent's every step: `StepDraws` under each agent's own name.
@@ -70,6 +68,7 @@ class JointWork:
         uniforms: Numbers to draw actions with; None acts greedily.
         temperature: `[n]`; None means 1.
         reference: Let the reference policies act.
+        longest: Steps after which an episode that still runs is an error.
     """
 
     seeds: NDArray[np.int64]
@@ -78,6 +77,7 @@ class JointWork:
     uniforms: AgentUniforms | None
     temperature: NDArray[np.float32] | None
     reference: bool
+    longest: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -143,8 +143,8 @@ def play_joint_episodes(
             _check_rewards(episode, work)
             record.earn(episode.row, episode.seen)
             episode.t += 1
-            if episode.t >= _LONGEST:
-                raise ValueError(f"an episode has not ended after {_LONGEST} steps: give max_episode_steps")
+            if episode.t >= work.longest and episode.seen.observations:
+                raise ValueError(f"an episode has not ended after {work.longest} steps: give max_episode_steps")
     return record.finish()
 
 
@@ -181,7 +181,7 @@ def _choose(
             policy = assignment.policy_of(agent)
             leaves, mask = assignment.roles[policy].split(observation)
             mask = episode.seen.infos[agent].get("action_mask") if mask is None else mask
-            if mask is not None and not isinstance(mask, tuple | list) and not np.any(mask):
+            if mask is not None and not _any_legal(mask):
                 # PettingZoo's turn-based games run in parallel so: whoever is not to move has no legal action.
                 chosen[episode.row, agent] = _nothing(assignment.roles[policy])
             else:
@@ -195,6 +195,10 @@ def _choose(
             # Python's own integers, which every environment takes; and nothing that it could write into.
             chosen[turn.episode.row, turn.agent] = action.item() if given.ndim == 1 else action.copy()
     return [{agent: chosen[episode.row, agent] for agent in episode.seen.observations} for episode in running]
+
+
+def _any_legal(mask: Any) -> bool:
+    return any(np.any(part) for part in mask) if isinstance(mask, tuple | list) else bool(np.any(mask))
 
 
 def _act(role: Role, actor: Actor, turns: "list[_Turn]", work: JointWork) -> Taken:

@@ -1,6 +1,7 @@
 """Lanes: places in which episodes run side by side, whatever runs them (numpy, one process, or several)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from evogrpo.envs.actions import legal_actions, policy_action_shape
 from evogrpo.envs.classic_control import ClassicControl
 from evogrpo.envs.making import MakeEnv, Parked, lane_seeds
-from evogrpo.envs.trees import Leaves, flatten, leaf_spaces, stack
+from evogrpo.envs.trees import Leaves, flatten, leaf_spaces, numbers, stack
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,6 +94,7 @@ class SerialLanes:
 
     Args:
         make: Makes one environment; called as lanes are first needed.
+        remake: Whether every episode gets an environment made anew.
         reseed: Whether reset seeds carry replicas, for `ReseededNoise`.
         observation_space: Of one environment.
         action_space: Of one environment.
@@ -102,11 +104,12 @@ class SerialLanes:
         self,
         make: MakeEnv,
         *,
+        remake: bool,
         reseed: bool,
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
     ) -> None:
-        self._make = make
+        self._make, self._remake = make, remake
         self._reseed = reseed
         self._space = observation_space
         self._parts = leaf_spaces(observation_space)
@@ -127,8 +130,12 @@ class SerialLanes:
         """See `Lanes`."""
         kept = positions.tolist()
         dropped = sorted(set(range(len(self._live))) - set(kept))
-        self._idle += [self._live[position] for position in dropped]
+        free = [self._live[position] for position in dropped]
         self._live = [self._live[position] for position in kept]
+        if self._remake:
+            _close_all(free)
+        else:
+            self._idle += free
 
     def step(self, actions: NDArray[Any]) -> Stepped:
         """See `Lanes`."""
@@ -137,16 +144,16 @@ class SerialLanes:
         return Stepped(
             observations=seen.observations,
             action_masks=seen.action_masks,
-            rewards=np.array([step[1] for step in steps], dtype=np.float64),
-            terminated=np.array([step[2] for step in steps], dtype=np.bool_),
-            truncated=np.array([step[3] for step in steps], dtype=np.bool_),
+            rewards=numbers([step[1] for step in steps], np.float64, "reward"),
+            terminated=numbers([step[2] for step in steps], np.bool_, "terminated"),
+            truncated=numbers([step[3] for step in steps], np.bool_, "truncated"),
         )
 
     def close(self) -> None:
         """See `Lanes`."""
-        for env in (*self._live, *self._idle):
-            env.close()
+        open_ = [*self._live, *self._idle]
         self._live, self._idle = [], []
+        _close_all(open_)
 
     def _seen(self, observations: list[Any], given: list[dict[str, Any]]) -> Seen:
         return Seen(
@@ -161,6 +168,7 @@ class ProcessLanes:
     Args:
         make: Makes one environment; sent to the processes.
         count: Number of processes.
+        remake: Whether every episode gets an environment made anew.
         reseed: Whether reset seeds carry replicas, for `ReseededNoise`.
         observation_space: Of one environment.
         action_space: Of one environment.
@@ -171,12 +179,13 @@ class ProcessLanes:
         make: MakeEnv,
         *,
         count: int,
+        remake: bool,
         reseed: bool,
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
     ) -> None:
         self._vector = AsyncVectorEnv(
-            [lambda: Parked(make())] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED
+            [lambda: Parked(make, remake=remake)] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED
         )
         self._count = count
         self._reseed = reseed
@@ -193,7 +202,8 @@ class ProcessLanes:
         for lane, seed in zip(lanes, lane_seeds(seeds, replicas, self._reseed), strict=True):
             seed_of_lane[lane] = seed
         chosen = np.isin(np.arange(self._count), lanes)
-        observations, given = self._vector.reset(seed=seed_of_lane, options={"reset_mask": chosen})
+        with _alive():
+            observations, given = self._vector.reset(seed=seed_of_lane, options={"reset_mask": chosen})
         self._live += lanes
         return self._seen(observations, given, lanes, np.zeros(len(lanes), dtype=np.bool_))
 
@@ -204,7 +214,8 @@ class ProcessLanes:
     def step(self, actions: NDArray[Any]) -> Stepped:
         """See `Lanes`."""
         self._actions[self._live] = actions
-        observations, rewards, terminated, truncated, given = self._vector.step(self._actions)
+        with _alive():
+            observations, rewards, terminated, truncated, given = self._vector.step(self._actions)
         ended = (terminated | truncated)[self._live]
         seen = self._seen(observations, given, self._live, ended)
         return Stepped(
@@ -217,7 +228,13 @@ class ProcessLanes:
 
     def close(self) -> None:
         """See `Lanes`."""
-        self._vector.close(terminate=True)
+        try:
+            self._vector.close(terminate=True)
+        except (EOFError, OSError):  # one that is dead already cannot be told to end
+            for process in self._vector.processes:
+                process.terminate()
+                process.join()
+            self._vector.closed = True
 
     def _seen(self, observations: Any, given: dict[str, Any], lanes: list[int], ended: NDArray[np.bool_]) -> Seen:
         told = given.get("_action_mask", np.zeros(self._count, dtype=np.bool_))
@@ -230,3 +247,22 @@ class ProcessLanes:
             observations=[leaf[lanes] for leaf in flatten(self._space, observations)],
             action_masks=legal_actions(self._action_space, masks),
         )
+
+
+@contextmanager
+def _alive() -> Iterator[None]:
+    """Say what it means when a process no longer answers."""
+    try:
+        yield
+    except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+        raise RuntimeError(
+            "a process of the environment has died, perhaps for want of memory: use fewer lanes, or vectorization="
+            '"serial" to see what happens'
+        ) from error
+
+
+def _close_all(envs: Sequence[gymnasium.Env[Any, Any]]) -> None:
+    """Close every environment, whatever one of them raises."""
+    with ExitStack() as closing:
+        for env in envs:
+            closing.callback(env.close)

@@ -1,20 +1,72 @@
 """Making environments, and the two wrappers that lanes put around them."""
 
+import importlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
-from evogrpo.envs.trees import leaf_spaces, unflatten
+from evogrpo.envs.trees import flatten, leaf_spaces, numbers, stack, unflatten
 from evogrpo.randomness import generator
 
 _SEED_BITS = 31
+_NOT_RESET = ("gymnasium.envs.box2d.bipedal_walker",)  # its reset keeps the simulated world, and what is stored there
 
 MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
+
+
+def registered(env: str) -> EnvSpec:
+    """Return what is registered under an id, found as `gymnasium.make` finds it: with or without module and version.
+
+    Raises:
+        gymnasium.error.Error: If nothing is.
+        ImportError: If there is no such module.
+    """
+    module, _, name = env.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    namespace, plain, version = parse_env_id(name)
+    if version is None:
+        version = find_highest_version(namespace, plain)
+    return gymnasium.spec(get_env_id(namespace, plain, version))
+
+
+def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
+    """Return the steps after which an environment's wrappers truncate an episode; None if they never do."""
+    limits = []
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, TimeLimit):
+            limits.append(env._max_episode_steps)
+        env = env.env
+    return min(limits, default=None)
+
+
+def carries_over(env: "gymnasium.Env[Any, Any]") -> bool:
+    """Tell whether an environment is known to go on differently after a reset than when it is made anew."""
+    return type(env.unwrapped).__module__ in _NOT_RESET
+
+
+class Distinct:
+    """Sees to it that a callable makes a new environment at each call."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[Any]] = []
+
+    def add(self, env: Any) -> None:
+        """Remember an environment; ValueError if it is one that was made before."""
+        self._known = [each for each in self._known if each() is not None]
+        if any(each() is env.unwrapped for each in self._known):
+            raise ValueError(
+                "env must make a new environment at each call, but returned the same one twice: make it inside the "
+                "callable"
+            )
+        self._known.append(weakref.ref(env.unwrapped))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +89,7 @@ class EnvMaker:
         """Make one environment.
 
         Raises:
-            ValueError: If the callable returns something else.
+            ValueError: If the callable returns something else, or an environment with a smaller limit of its own.
         """
         if isinstance(self.env, str):
             made = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
@@ -46,6 +98,12 @@ class EnvMaker:
             if not isinstance(made, gymnasium.Env):
                 raise ValueError(f"an environment factory must return a gymnasium.Env, got {type(made).__name__}")
             if self.max_episode_steps is not None:
+                own = time_limit(made)
+                if own is not None and own < self.max_episode_steps:
+                    raise ValueError(
+                        f"max_episode_steps must be at most the environment's own limit of {own}, got "
+                        f"{self.max_episode_steps}: raise that limit where the environment is made"
+                    )
                 made = TimeLimit(made, self.max_episode_steps)
         return made if self.noise_seed is None else ReseededNoise(made, self.noise_seed)
 
@@ -81,27 +139,49 @@ class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
     """Stands still from the end of an episode until the next reset, so that a lane with nothing to do costs no step.
 
     A vector environment steps all its lanes or none; here a lane without an episode answers at once, with a blank
-    observation and no reward.
+    observation and no reward. What passes is what lanes read, in the shapes and types that the spaces say: vector
+    environments flatten, cast and join everything else without a word.
+
+    Args:
+        make: Makes the environment.
+        remake: Whether every episode gets an environment made anew.
     """
 
-    def __init__(self, env: "gymnasium.Env[Any, Any]") -> None:
-        super().__init__(env)
+    def __init__(self, make: MakeEnv, *, remake: bool = False) -> None:
+        super().__init__(make())
+        self._make, self._remake, self._used = make, remake, False
         self._standing = True
-        space = env.observation_space
-        self._blank = unflatten(space, [np.zeros(part.shape or (), part.dtype) for part in leaf_spaces(space)])
+        space = self.env.observation_space
+        self._parts = leaf_spaces(space)
+        self._blank = unflatten(space, [np.zeros(part.shape or (), part.dtype) for part in self._parts])
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode; the empty options of a masked reset are passed on as none, as in a single environment."""
-        self._standing = False
-        return self.env.reset(seed=seed, options=options or None)
+        if self._remake and self._used:
+            self.env.close()
+            self.env = self._make()
+        self._standing, self._used = False, True
+        observation, info = self.env.reset(seed=seed, options=options or None)
+        return self._checked(observation), _mask_only(info)
 
     def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
         """Step the episode, if one is running."""
         if self._standing:
             return self._blank, 0.0, False, False, {}
-        step = self.env.step(action)
-        self._standing = bool(step[2] or step[3])
-        return step
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        flags = [bool(numbers([flag], np.bool_, what)[0]) for flag, what in ((terminated, "end"), (truncated, "cut"))]
+        self._standing = any(flags)
+        return self._checked(observation), numbers([reward], np.float64, "reward")[0], *flags, _mask_only(info)
+
+    def _checked(self, observation: Any) -> Any:
+        space = self.env.observation_space
+        leaves = stack(self._parts, [flatten(space, observation)])
+        return unflatten(space, [leaf[0] for leaf in leaves])
+
+
+def _mask_only(info: Mapping[str, Any]) -> dict[str, Any]:
+    mask = info.get("action_mask")
+    return {} if mask is None else {"action_mask": mask}
 
 
 def lane_seeds(seeds: Sequence[int], replicas: Sequence[int], reseed: bool) -> list[int]:

@@ -1,6 +1,7 @@
 """PettingZooGroups: groups of joint episodes of any parallel PettingZoo environment, all members' at once."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,8 @@ from evogrpo.envs.groups import Split
 from evogrpo.envs.joint_episodes import JointPlayed
 from evogrpo.envs.joint_lanes import JointLane
 from evogrpo.envs.joint_playing import AgentUniforms, JointWork, play_joint_episodes
-from evogrpo.envs.playing import Actor
+from evogrpo.envs.making import Distinct
+from evogrpo.envs.playing import LONGEST, Actor
 from evogrpo.envs.starts import SeededGroups
 
 _LANES = 64
@@ -95,6 +97,7 @@ class JointEpisodes:
             uniforms=uniforms,
             temperature=heat,
             reference=reference,
+            longest=max(self.env.max_episode_steps or 0, LONGEST),
         )
         return self.env._play(actors, assignment, work)
 
@@ -127,6 +130,7 @@ class PettingZooGroups(SeededGroups):
         seed: As given.
         name: What the environment calls itself.
         score: As given.
+        max_episode_steps: As given.
         agents: Names of the agents known beforehand: all where the environment has `possible_agents`, otherwise those
             of the first training start.
         observation_spaces: Of these agents, by name.
@@ -150,15 +154,16 @@ class PettingZooGroups(SeededGroups):
         seed: int = 0,
     ) -> None:
         for name, value in (("max_episode_steps", max_episode_steps), ("lanes", lanes)):
-            if value is not None and value < 1:
+            if (value is None and name == "lanes") or (value is not None and value < 1):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if not callable(env):
             raise ValueError(f"env must make environments, such as a module's parallel_env, got {type(env).__name__}")
         super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
         self.score = score
         self._make, self._kwargs = env, dict(env_kwargs or {})
-        self._limit, self._count = max_episode_steps, lanes
+        self.max_episode_steps, self._count = max_episode_steps, lanes
         self._lanes: list[JointLane] = []
+        self._distinct = Distinct()
         example = self._made()
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
@@ -177,9 +182,10 @@ class PettingZooGroups(SeededGroups):
 
     def close(self) -> None:
         """Close environments; the next `play` makes new ones."""
-        for lane in self._lanes:
-            lane.close()
-        self._lanes = []
+        lanes, self._lanes = self._lanes, []
+        with ExitStack() as closing:  # every one, whatever one of them raises
+            for lane in lanes:
+                closing.callback(lane.close)
 
     @property
     def observation_space(self) -> gymnasium.spaces.Dict:
@@ -215,11 +221,12 @@ class PettingZooGroups(SeededGroups):
         try:
             return play_joint_episodes(self._lanes, self._lane, self._count, assignment, actors, work)
         except BaseException:
-            self.close()  # half-played episodes must not meet the next call
+            with suppress(Exception):  # what broke the play is the error to see
+                self.close()  # half-played episodes must not meet the next call
             raise
 
     def _lane(self) -> JointLane:
-        return JointLane(self._made, self._limit)
+        return JointLane(self._made, self.max_episode_steps)
 
     def _made(self) -> "ParallelEnv[Any, Any, Any]":
         env = self._make(**self._kwargs)
@@ -228,6 +235,7 @@ class PettingZooGroups(SeededGroups):
                 f"env must make a pettingzoo ParallelEnv, got {type(env).__name__}: for an AECEnv wrap it with "
                 "pettingzoo.utils.conversions.aec_to_parallel, or turn_based_aec_to_parallel for a turn-based game"
             )
+        self._distinct.add(env)
         return env
 
 

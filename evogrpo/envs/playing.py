@@ -18,7 +18,8 @@ from evogrpo.records import Acted
 Uniforms = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 """(rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same (row, t) at every call."""
 
-_LONGEST = 100_000
+LONGEST = 100_000
+"""Steps after which an episode without a limit of its own is taken never to end."""
 
 
 class Actor(Protocol):
@@ -63,6 +64,7 @@ class Work:
         temperature: `[n]`; None means 1.
         statistics: Normalises observations; None shows them as they are.
         reference: Let the reference policy act.
+        longest: Steps after which an episode that still runs is an error.
     """
 
     seeds: NDArray[np.int64]
@@ -72,6 +74,7 @@ class Work:
     temperature: NDArray[np.float32] | None
     statistics: ObservationStatistics | None
     reference: bool
+    longest: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,7 +123,7 @@ def play_episodes(
         rows, t, seen = living.rows, living.t, living.seen
         if not len(rows):
             return record.finish(space, work.member_ids, work.statistics)
-        _check_running(living, work.seeds)
+        _check_running(living, work)
         acted = _act(actor, living, space, work)
         actions = _checked(acted.actions, action_space, len(rows))
         stepped = lanes.step(to_environment(action_space, actions))
@@ -199,11 +202,11 @@ def _checked(actions: NDArray[Any], space: "gymnasium.Space[Any]", rows: int) ->
     return np.asarray(actions, dtype=space.dtype)
 
 
-def _check_running(living: _Living, seeds: NDArray[np.int64]) -> None:
-    if living.t.max() >= _LONGEST:
-        raise ValueError(f"an episode has not ended after {_LONGEST} steps: give max_episode_steps")
+def _check_running(living: _Living, work: Work) -> None:
+    if living.t.max() >= work.longest:
+        raise ValueError(f"an episode has not ended after {work.longest} steps: give max_episode_steps")
     for leaf in living.seen.observations:
-        _check_finite("observation", leaf, living, seeds)
+        _check_finite("observation", leaf, living, work.seeds)
 
 
 def _check_finite(what: str, values: NDArray[Any], living: _Living, seeds: NDArray[np.int64]) -> None:

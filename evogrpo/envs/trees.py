@@ -1,6 +1,6 @@
 """Observations as flat lists of arrays: one per leaf of a Dict or Tuple space, one in all for any other space."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
     """Return m flattened observations as arrays [m, ...] in the dtypes of their spaces.
 
     Raises:
-        ValueError: If an observation does not have the shape of its space.
+        ValueError: If an observation does not have the shape of its space, or numbers that its type cannot hold.
     """
     stacked = []
     for number, space in enumerate(parts):
@@ -72,5 +72,35 @@ def stack(parts: list[spaces.Space[Any]], observations: list[list[Any]]) -> Leav
             if np.shape(value) != shape:
                 raise ValueError(f"the environment's space says observations of shape {shape}, got {np.shape(value)}")
             array[row] = value
+            if array.dtype.kind != "f":
+                _check_held(np.asarray(value), array[row], space)
         stacked.append(array)
     return stacked
+
+
+def _check_held(given: Array, held: Array, space: spaces.Space[Any]) -> None:
+    """Refuse numbers that became others: a picture of floats from 0 to 1 would be black in uint8."""
+    if given.dtype != held.dtype and not np.array_equal(given, held):
+        raise ValueError(
+            f"the environment's space {space} holds {held.dtype}, but an observation holds {given.dtype} numbers that "
+            f"are others in it, such as {given[given != held].ravel()[0]}: mend its space or its observations"
+        )
+
+
+def numbers(values: Sequence[Any], dtype: type[np.generic], what: str) -> Array:
+    """Return one number for each of m environments, `[m]`; an array that holds one number is one.
+
+    Raises:
+        ValueError: If an environment gave none or several.
+    """
+    try:
+        array: Array | None = np.asarray(values, dtype=dtype)
+    except (TypeError, ValueError):
+        array = None  # numbers beside arrays
+    if array is not None and array.ndim == 1:
+        return array
+    parts = [np.asarray(value) for value in values]
+    for part in parts:
+        if part.size != 1:
+            raise ValueError(f"an environment must give one {what} for each step, got an array of shape {part.shape}")
+    return np.array([part.item() for part in parts], dtype=dtype)

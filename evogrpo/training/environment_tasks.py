@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium
 
 from evogrpo.envs.gymnasium import GymnasiumGroups, Vectorization
+from evogrpo.envs.making import registered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,7 @@ class EnvironmentTask:
         vectorization: "native", "serial", "processes", or "auto": native where there is one, serial otherwise.
         lanes: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
         reseed_noise: Whether the episodes of a group get their own noise after reset.
+        remake: Whether every episode gets an environment made anew; null = where that is known to matter.
         train_size: Training starts.
         validation_size: Starts for selection.
         test_size: Starts for the final report.
@@ -32,6 +34,7 @@ class EnvironmentTask:
     vectorization: Vectorization = "auto"
     lanes: int | None = None
     reseed_noise: bool = False
+    remake: bool | None = None
     train_size: int = 100_000
     validation_size: int = 64
     test_size: int = 256
@@ -56,6 +59,7 @@ class EnvironmentTask:
                 vectorization=self.vectorization,
                 lanes=self.lanes,
                 reseed_noise=self.reseed_noise,
+                remake=self.remake,
                 train_size=self.train_size,
                 validation_size=self.validation_size,
                 test_size=self.test_size,
@@ -72,6 +76,6 @@ def reward_threshold(env: str) -> float | None:
         ValueError: If there is no such environment here.
     """
     try:
-        return gymnasium.spec(env).reward_threshold
+        return registered(env).reward_threshold
     except (gymnasium.error.Error, ImportError) as error:
         raise ValueError(f"{env!r} is no environment that Gymnasium knows here: {error}") from error

@@ -363,13 +363,73 @@ def test_faults_of_an_environment_are_named(fault, message):
 
 
 def test_an_environment_that_never_ends_is_refused(monkeypatch):
-    monkeypatch.setattr("evogrpo.envs.joint_playing._LONGEST", 50)
+    monkeypatch.setattr("evogrpo.envs.pettingzoo.LONGEST", 50)
     env = PettingZooGroups(lambda: joint_probes.Favours(steps=10**9))
     with pytest.raises(ValueError, match="has not ended after 50 steps: give max_episode_steps"):
         play(env, starts=1, group_size=1)
 
 
+@pytest.mark.parametrize("steps", [50, 51])
+def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
+    monkeypatch.setattr("evogrpo.envs.pettingzoo.LONGEST", 50)
+    env = PettingZooGroups(lambda: joint_probes.Favours(steps=10**9), max_episode_steps=steps)
+    played = play(env, starts=1, group_size=1, members=(0,))
+    assert {part.present.sum(1).tolist()[0] for part in played.episodes.values()} == {steps}
+
+
+def test_one_environment_handed_out_again_and_again_is_refused():
+    one = joint_probes.Favours()
+    with pytest.raises(ValueError, match="must make a new environment at each call"):
+        play(PettingZooGroups(lambda: one))
+
+
+def test_arrays_of_one_number_are_rewards():
+    class Arrays(joint_probes.Favours):
+        def step(self, actions):
+            seen, rewards, *rest = super().step(actions)
+            return seen, {agent: np.array([reward]) for agent, reward in rewards.items()}, *rest
+
+    expected = play(PettingZooGroups(joint_probes.Favours))
+    assert play(PettingZooGroups(Arrays)).returns == expected.returns
+
+    class Several(joint_probes.Favours):
+        def step(self, actions):
+            seen, rewards, *rest = super().step(actions)
+            return seen, {agent: np.zeros(2) for agent in rewards}, *rest
+
+    with pytest.raises(ValueError, match=r"one reward of red_0 for each step, got an array of shape \(2,\)"):
+        play(PettingZooGroups(Several))
+
+
+@pytest.mark.parametrize("form", [np.array, list, tuple])
+def test_whoever_has_no_legal_action_is_not_asked_whatever_the_mask_is_written_as(form):
+    class Turns(joint_probes.Favours):
+        """Only the first agent may ever move."""
+
+        def _masked(self, infos):
+            sizes = {agent: int(self.action_space(agent).n) for agent in infos}
+            return {
+                agent: {"action_mask": form([int(agent == self.possible_agents[0])] * size)}
+                for agent, size in sizes.items()
+            }
+
+        def reset(self, seed=None, options=None):
+            seen, infos = super().reset(seed, options)
+            return seen, self._masked(infos)
+
+        def step(self, actions):
+            *rest, infos = super().step(actions)
+            return *rest, self._masked(infos)
+
+    played = play(PettingZooGroups(Turns), policies="independent")
+    first = PettingZooGroups(Turns).agents[0]
+    asked = {policy for policy, part in played.episodes.items() if part.present.any()}
+    assert asked == {first}
+
+
 def test_arguments_are_checked():
+    with pytest.raises(ValueError, match="lanes must be at least 1, got None"):
+        PettingZooGroups(joint_probes.Favours, lanes=None)
     with pytest.raises(ValueError, match="must make a pettingzoo ParallelEnv, got CartPoleEnv"):
         PettingZooGroups(lambda: gymnasium.make("CartPole-v1").unwrapped)
     with pytest.raises(ValueError, match="lanes must be at least 1, got 0"):

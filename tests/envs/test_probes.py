@@ -38,7 +38,7 @@ def mean_return(env, choose, episodes):
     return total / episodes
 
 
-@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: ReseededNoise(env, 3), Parked])
+@pytest.mark.parametrize("wrap", [lambda env: env, lambda env: ReseededNoise(env, 3), lambda env: Parked(lambda: env)])
 @pytest.mark.parametrize("probe", [probe for probe in probes.PROBES if probe is not probes.Masked])
 def test_gymnasiums_own_checker_accepts(probe, wrap):
     with warnings.catch_warnings():

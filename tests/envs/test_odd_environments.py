@@ -1,0 +1,287 @@
+"""Environments as users write them: what can be understood is played alike everywhere, the rest is refused by name."""
+
+import os
+import signal
+import sys
+import types
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
+
+from evogrpo.envs.actions import to_environment
+from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.training.environment_tasks import reward_threshold
+from tests.envs.actors import Rule
+
+EVERYWHERE = ("serial", "processes")
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:gymnasium")  # what a worker process died of
+
+
+class Odd(gymnasium.Env):
+    """Three steps of reward 1 each; arguments make it odd."""
+
+    action_space = spaces.Discrete(2)
+
+    def __init__(self, space=None, sees=0.0, reward=1.0, ends=bool, infos=({},), broken=()):
+        self.observation_space = space or spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self._sees, self._reward, self._ends, self._infos, self._broken = sees, reward, ends, infos, broken
+        self._t = self._episodes = 0
+
+    def _seen(self):
+        return np.full(self.observation_space.shape, self._sees) if np.ndim(self._sees) == 0 else self._sees
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self._t, self._episodes = 0, self._episodes + 1
+        return self._seen(), self._infos[int(self.np_random.integers(len(self._infos)))]
+
+    def step(self, action):
+        if "step" in self._broken:
+            raise RuntimeError("a step failed")
+        if "die" in self._broken:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._t += 1
+        return self._seen(), self._reward, self._ends(self._t == 3), False, self._infos[0]
+
+    def close(self):
+        if "close" in self._broken:
+            raise RuntimeError("a close failed")
+
+
+def play(env, rows=4, rule=lambda seen: np.zeros(len(seen), np.int64)):
+    with env:
+        return env.play(Rule(rule), range(rows), range(rows), [0] * rows)
+
+
+# ---- ids
+
+
+@pytest.mark.parametrize("name", ["CartPole", "CartPole-v1", "evogrpo_test_module:Mine-v0", "evogrpo_test_module:Mine"])
+@pytest.mark.parametrize("vectorization", ["auto", "serial"])
+def test_ids_are_understood_as_gymnasium_understands_them(monkeypatch, name, vectorization):
+    module = types.ModuleType("evogrpo_test_module")
+    monkeypatch.setitem(sys.modules, "evogrpo_test_module", module)
+    spec = gymnasium.envs.registration.EnvSpec("Mine-v0", entry_point=Odd, reward_threshold=3.0, max_episode_steps=9)
+    monkeypatch.setitem(gymnasium.registry, "Mine-v0", spec)
+    mine = "Mine" in name
+    env = GymnasiumGroups(name, vectorization=vectorization)
+    assert env.max_episode_steps == (9 if mine else 500)
+    assert env.native == (not mine and vectorization == "auto")
+    assert reward_threshold(name) == (3.0 if mine else 475.0)
+    assert play(env).lengths.min() >= 3
+
+
+# ---- environments that carry something over
+
+
+class Remembers(gymnasium.Wrapper):
+    """Lasts as many steps as it has had episodes."""
+
+    def __init__(self):
+        super().__init__(Odd(ends=lambda over: False))
+
+    def step(self, action):
+        seen, reward, _, _, info = super().step(action)
+        return seen, reward, self.unwrapped._t >= self.unwrapped._episodes, False, info
+
+
+@pytest.mark.parametrize("vectorization", EVERYWHERE)
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_an_environment_that_is_made_anew_forgets(vectorization, lanes):
+    env = GymnasiumGroups(Remembers, remake=True, vectorization=vectorization, lanes=lanes)
+    assert play(env, rows=6).lengths.tolist() == [1] * 6
+    reset = GymnasiumGroups(Remembers, vectorization=vectorization, lanes=1)
+    assert play(reset, rows=6).lengths.tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_environments_that_are_closed_when_made_anew():
+    closed = []
+
+    class Closes(Odd):
+        def close(self):
+            closed.append(self)
+
+    play(GymnasiumGroups(Closes, remake=True, vectorization="serial", lanes=2), rows=5)
+    assert len(closed) == len(set(closed)) == 6  # and the example
+
+
+def test_bipedal_walker_is_made_anew_without_being_asked():
+    pytest.importorskip("Box2D", reason="needs the extra gymnasium[box2d]")
+
+    def returns(lanes):
+        env = GymnasiumGroups("BipedalWalker-v3", max_episode_steps=60, lanes=lanes)
+        rule = Rule(lambda seen: np.tile(np.float32([0.9, -0.6, 0.4, 0.7]), (len(seen), 1)))
+        with env:
+            return env.play(rule, range(2), [0] * 3 + [1] * 3, [0] * 6).rewards
+
+    assert np.array_equal(returns(1), returns(6))
+    assert len(set(returns(2)[:3])) == 1
+
+
+def test_one_environment_handed_out_again_and_again_is_refused():
+    one = gymnasium.make("CartPole-v1")
+    with pytest.raises(ValueError, match="must make a new environment at each call"):
+        play(GymnasiumGroups(lambda: one))
+
+
+# ---- limits
+
+
+def test_a_limit_that_cannot_hold_is_refused():
+    def short():
+        return gymnasium.make("CartPole-v1", max_episode_steps=20)
+
+    assert GymnasiumGroups(short).max_episode_steps == 20
+    assert GymnasiumGroups(short, max_episode_steps=10).max_episode_steps == 10
+    assert GymnasiumGroups(lambda: TimeLimit(Odd(), 7)).max_episode_steps == 7
+    with pytest.raises(ValueError, match="at most the environment's own limit of 20, got 100"):
+        GymnasiumGroups(short, max_episode_steps=100)
+
+
+@pytest.mark.parametrize("steps", [30, 31])
+def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
+    monkeypatch.setattr("evogrpo.envs.gymnasium.LONGEST", 30)
+    endless = GymnasiumGroups(lambda: Odd(ends=lambda over: False), max_episode_steps=steps)
+    assert play(endless, rows=1).lengths.tolist() == [steps]
+    with pytest.raises(ValueError, match="has not ended after 30 steps: give max_episode_steps"):
+        play(GymnasiumGroups(lambda: Odd(ends=lambda over: False)), rows=1)
+
+
+# ---- what a step brings
+
+
+@pytest.mark.parametrize("vectorization", EVERYWHERE)
+@pytest.mark.parametrize("reward", [1, True, np.float32(1), np.array(1.0), np.array([1.0]), np.array([[1]])])
+@pytest.mark.parametrize("ends", [bool, np.bool_, lambda over: np.array([over])])
+def test_arrays_of_one_number_are_numbers(vectorization, reward, ends):
+    played = play(GymnasiumGroups(lambda: Odd(reward=reward, ends=ends), vectorization=vectorization, lanes=2))
+    assert played.rewards.tolist() == [3.0] * 4
+    assert played.step_rewards.shape == (4, 3)
+    assert not played.truncated.any()
+
+
+def test_rewards_of_several_numbers_are_refused():
+    with pytest.raises(ValueError, match=r"must give one reward for each step, got an array of shape \(2,\)"):
+        play(GymnasiumGroups(lambda: Odd(reward=np.zeros(2))))
+
+
+@pytest.mark.parametrize("vectorization", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("space", "sees", "message"),
+    [
+        (spaces.Box(-9, 9, (2, 3), np.float32), np.zeros((3, 2)), r"observations of shape \(2, 3\), got \(3, 2\)"),
+        (spaces.Box(-9, 9, (2,), np.float32), np.zeros(1), r"observations of shape \(2,\), got \(1,\)"),
+        (spaces.Box(0, 255, (2,), np.uint8), 0.7, "holds uint8, but an observation holds float64 .* such as 0.7"),
+        (spaces.Box(0, 255, (2,), np.uint8), 300, "holds uint8, but an observation holds int64 .* such as 300"),
+        (spaces.Discrete(5), np.float64(1.9), "holds int64, but an observation holds float64 .* such as 1.9"),
+    ],
+)
+def test_observations_that_do_not_fit_their_space_are_refused(vectorization, space, sees, message):
+    env = GymnasiumGroups(lambda: Odd(space, sees), vectorization=vectorization, lanes=2)
+    with pytest.raises(ValueError, match=message):
+        play(env)
+
+
+@pytest.mark.parametrize("vectorization", EVERYWHERE)
+@pytest.mark.parametrize(
+    ("space", "sees"),
+    [
+        (spaces.Box(0, 255, (2,), np.uint8), 200),
+        (spaces.Box(-9, 9, (2,), np.float32), 1 / 3),
+        (spaces.Discrete(5), 3.0),
+        (spaces.MultiBinary(3), True),
+    ],
+)
+def test_observations_of_another_type_with_the_same_numbers_are_taken(vectorization, space, sees):
+    played = play(GymnasiumGroups(lambda: Odd(space, sees), vectorization=vectorization, lanes=2))
+    assert played.observations.dtype == space.dtype
+    assert (played.observations == np.asarray(sees, dtype=space.dtype)).all()
+
+
+@pytest.mark.parametrize("vectorization", EVERYWHERE)
+@pytest.mark.parametrize(
+    "infos",
+    [
+        ({"path": np.zeros(2)}, {"path": np.zeros(3)}),
+        ({"x": 1}, {"x": None}, {"x": "no"}, {"x": {"y": 1}}),
+        ({"action_mask": np.array([1, 0])}, {"action_mask": None}, {}),
+    ],
+)
+def test_nothing_in_the_infos_but_the_mask_is_read(vectorization, infos):
+    played = play(GymnasiumGroups(lambda: Odd(infos=infos), vectorization=vectorization, lanes=2), rows=8)
+    assert played.rewards.tolist() == [3.0] * 8
+    if "action_mask" in infos[0]:
+        assert not played.action_masks[:, 1:, 1].any()
+        assert set(played.action_masks[:, 0, 1].tolist()) == {False, True}
+    else:
+        assert played.action_masks is None
+
+
+# ---- failures
+
+
+def test_what_broke_an_episode_is_told_even_if_closing_fails_too():
+    broken = []
+    env = GymnasiumGroups(lambda: Odd(broken=broken), vectorization="serial")
+    broken += ["step", "close"]
+    with pytest.raises(RuntimeError, match="a step failed"):
+        env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(4), range(4), [0] * 4)
+    broken.clear()
+    assert play(env).lengths.tolist() == [3] * 4
+
+
+def test_every_environment_is_closed_whatever_one_of_them_raises():
+    closed = []
+
+    class Closes(Odd):
+        def close(self):
+            closed.append(self)
+            if len(closed) == 3:  # the first belongs to the example
+                raise RuntimeError("a close failed")
+
+    env = GymnasiumGroups(Closes, vectorization="serial")
+    env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(4), range(4), [0] * 4)
+    with pytest.raises(RuntimeError, match="a close failed"):
+        env.close()
+    assert len(set(closed)) == 5
+    env.close()  # there is nothing left
+    assert len(closed) == 5
+
+
+def test_a_process_that_dies_is_named_and_leaves_nothing_behind():
+    env = GymnasiumGroups(lambda: Odd(broken=["die"]), vectorization="processes", lanes=2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="a process of the environment has died"):
+            env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(2), range(2), [0] * 2)
+        assert env._lanes is None
+
+
+@pytest.mark.parametrize("env", [Odd(), 3])
+def test_what_makes_no_environments_is_refused(env):
+    with pytest.raises(ValueError, match="the id of an environment or a callable that makes one"):
+        GymnasiumGroups(env)
+
+
+# ---- actions
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_actions_that_are_not_finite_become_neutral(bad):
+    free, shifted = spaces.Box(-np.inf, np.inf, (1,)), spaces.Box(np.float32(2), np.float32(3), (1,))
+    assert to_environment(free, np.array([[bad], [7.0]], np.float32)).tolist() == [[0.0], [7.0]]
+    assert to_environment(shifted, np.array([[bad]], np.float32)).tolist() == [[2.0]]
+
+
+def test_an_environment_that_writes_into_its_action_changes_no_record():
+    class Writes(Odd):
+        action_space = spaces.MultiBinary(3)
+
+        def step(self, action):
+            action[:] = 1
+            return super().step(action)
+
+    played = play(GymnasiumGroups(Writes), rule=lambda seen: np.zeros((len(seen), 3), np.int8))
+    assert not played.actions.any()
