@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 import torch
@@ -57,6 +57,9 @@ class EvolvableAlgorithm:
         training: Whether `get_action` samples (True) or takes what is most likely.
         steps: Calls of `get_action` in training, plus calls of `learn`; numbers its random streams.
     """
+
+    kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
+    """Kinds of bodies that agents of this class have."""
 
     lr = _Hyperparameter()
     clip_coef = _Hyperparameter()
@@ -213,14 +216,14 @@ class EvolvableAlgorithm:
         """
         settings = agent._shared.settings
         arguments: dict[str, Any] = {
-            "observation_space": agent.observation_space,
-            "action_space": agent.action_space,
             "index": agent.index,
             "hp_config": agent.hp_config,
             **agent.hyperparameters.to_json(),
             **{field.name: getattr(settings, field.name) for field in fields(cast(Any, settings))},
             **agent._shared.body.arguments(),
         }
+        if "observation_spaces" not in arguments:
+            arguments |= {"observation_space": agent.observation_space, "action_space": agent.action_space}
         if input_args_only:
             return arguments
         state = ("slot", "parent", "born", "fitness", "failed", "training", "steps")

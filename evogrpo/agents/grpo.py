@@ -158,7 +158,8 @@ class GRPO(EvolvableAlgorithm):
                 returns them, rewards `[prompts, group_size]`; NaN = no reward applies. For a small network
                 `(observations, actions, action_masks, rewards)`, each `[starts, group_size, steps, ...]`: whole
                 episodes, padded to the longest, `group_size` of them from each start (reset seed); actions as
-                `get_action` returns them, masks True for steps taken, and what each step earned.
+                `get_action` returns them, masks True for steps taken, and what each step earned. Where `get_action`
+                was given an `action_mask`, those masks are a fifth part, `[starts, group_size, steps, k]`.
 
         Returns:
             A report that unpacks as `loss, kl`; other measurements are its attributes.

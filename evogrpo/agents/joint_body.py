@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import nn
+from torch import Tensor, nn
 
 from evogrpo.agents.joint_bank import JointBank
 from evogrpo.agents.networks import NetworkBody, NetworkSettings
@@ -161,6 +161,10 @@ class JointBody:
         for name in _SPACES:
             if record[name] != own[name]:
                 raise CheckpointError(f"{where} holds a member of {name} {record[name]}, but this one has {own[name]}")
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return nothing: no policy is a module of the caller's."""
+        return {}
 
     def files(self, slot: int, *, include_base: bool) -> Files:
         """Return nothing: all of a member is in its learner state."""

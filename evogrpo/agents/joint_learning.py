@@ -39,7 +39,7 @@ def learn_joint(body: JointBody, learners: Sequence[Learner], batch: JointBatch)
         strangers = sorted(set(own.member_ids.tolist()) - set(by_slot))
         if strangers:
             raise ValueError(f"a batch must hold rows of the members that learn alone, got slots {strangers} as well")
-        acting = torch.unique(own.member_ids[own.action_mask.any(1)]).tolist()
+        acting = torch.unique(own.member_ids[own.present.any(1)]).tolist()
         if acting:
             part = body.bodies[policy]
             one = Shared(body=part, play=StepPlay(part), settings=part.settings, hp_config=None)

@@ -9,7 +9,7 @@ from gymnasium import spaces
 from evogrpo.agents.joint_body import Credit, JointBody, JointSettings
 from evogrpo.agents.joint_play import joint_shared
 from evogrpo.agents.networks import NETWORK_DEFAULTS
-from evogrpo.agents.shaping import refuse_whole_completions
+from evogrpo.agents.shaping import refuse_for_transitions
 from evogrpo.agents.shared import Shared
 from evogrpo.envs.assignment import Policies
 from evogrpo.hyperparameters import (
@@ -45,9 +45,9 @@ class JointOptions(TypedDict, total=False):
         hp_config: What evolution may change; nothing by default.
         index: Identity in the lineage; 0 by default. A population counts up from it.
         device: Where networks learn; the CPU by default.
-        lr: AdamW step size; 3e-3 by default.
-        batch_size: Actions per optimizer step of each policy; 1024 by default.
-        update_epochs: Passes over each learning step's actions; 2 by default.
+        lr: AdamW step size; 5e-3 by default.
+        batch_size: Actions per optimizer step of each policy; 2048 by default.
+        update_epochs: Passes over each learning step's actions; 4 by default.
         group_size: Joint episodes per joint reset seed; 8 by default.
         clip_coef: Half-width of the trust region on the probability ratio; 0.2 by default.
         max_grad_norm: Bound on the norm of each policy's gradient; 0.5 by default.
@@ -57,7 +57,7 @@ class JointOptions(TypedDict, total=False):
         clip_high: The upper one; `clip_coef` by default.
         entropy_coef: Weight of the entropy bonus; 0 by default.
         advantage_clip: Bound on the size of advantages; none by default.
-        gamma: Discount per action of the rewards ahead; 1 by default.
+        gamma: Discount per action of the rewards ahead; 0.99 by default.
         loss_type: The member's own loss type; the objective's by default.
         advantage: The member's own advantage; the objective's by default.
     """
@@ -113,7 +113,6 @@ def open_with_options(
     objective = settings.objective
     hyperparameters = objective.resolved(hyperparameters, space)
     objective.check(hyperparameters, space)
-    for loss_type in (hyperparameters.loss_type, *(space["loss_type"].names if "loss_type" in space else ())):
-        refuse_whole_completions(objective.with_types(loss_type))  # type: ignore[arg-type]  # checked above
+    refuse_for_transitions(objective, hyperparameters, space)
     body = JointBody(observation_spaces, action_spaces, size, settings, device=options.get("device", "cpu"))
     return joint_shared(body, options.get("hp_config")), hyperparameters

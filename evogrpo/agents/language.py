@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evogrpo.agents.base_models import base_files, check_base, named_base, saved_base, tensors_file
@@ -217,6 +217,10 @@ class LanguageBody:
                 f"{where} holds an adapter of lora_config {saved}, but this agent has {own}: make the agent with the "
                 "same lora_config, or bring the saved one back with GRPO.load"
             )
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return nothing: the base model is not saved with its members, but told by its fingerprint."""
+        return {}
 
     def files(self, slot: int, *, include_base: bool) -> Files:
         """Return the member as a PEFT adapter, and the base model if wanted."""

@@ -95,14 +95,14 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
         keep_groups: Whether the rows of a group stay together; otherwise rows are shuffled one by one.
 
     Returns:
-        Row numbers of each optimizer step, `update_epochs` passes of ceil(rows / batch_size) steps.
+        Row numbers of each optimizer step, `update_epochs` passes of ceil(rows / batch_size) steps; none without rows.
     """
     rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
     size = learner.hyperparameters.batch_size
     rng = generator(seed, "minibatches", learner.step, learner.index)
     group, groups = numbered(batch.group_ids[rows]) if keep_groups else (None, len(rows))
     steps: list[Tensor] = []
-    for _ in range(learner.hyperparameters.update_epochs):
+    for _ in range(learner.hyperparameters.update_epochs if len(rows) else 0):
         place = torch.from_numpy(rng.permutation(groups)).to(rows.device)
         if group is None:
             dealt = torch.empty_like(rows)
@@ -180,7 +180,8 @@ class _LearningStep:
         """Find the old log-probabilities of rows that are first used after an optimizer step has been taken."""
         later = self._needed.clone()
         for plan in plans.values():
-            later[plan[0]] = False
+            for first in plan[:1]:
+                later[first] = False
         self._scores.find_old(later.nonzero()[:, 0])
 
     # ---- optimizer steps

@@ -83,15 +83,15 @@ def update_metrics(steps: Sequence[UpdateReport], sums: Mapping[str, float], cou
     """Return what one member's optimizer steps measured.
 
     Args:
-        steps: Reports of the steps.
+        steps: Reports of the steps; perhaps none.
         sums: `MEASURES` of `evogrpo.agents.losses`, over the actions that ran; "actions" is the number of these.
         counted: Number of all actions in these steps, with those that needed no forward pass.
     """
     ran, every = sums["actions"] or math.nan, max(counted, 1.0)
     return {
-        "loss": sum(step.loss for step in steps) / len(steps),
-        "learning_rate": steps[-1].lr,
-        "grad_norm": sum(step.grad_norm for step in steps) / len(steps),
+        "loss": sum(step.loss for step in steps) / (len(steps) or math.nan),
+        "learning_rate": steps[-1].lr if steps else math.nan,
+        "grad_norm": sum(step.grad_norm for step in steps) / (len(steps) or math.nan),
         "entropy": sums["entropy"] / ran,
         "approx_kl": sums["approx_kl"] / ran,
         "clip_fraction": sums["outside"] / ran,

@@ -37,6 +37,8 @@ class MultiAgentGRPO(GRPO):
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to every agent apart.
     """
 
+    kinds = ("joint",)
+
     def __init__(
         self,
         observation_spaces: Spaces,

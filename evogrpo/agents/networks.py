@@ -1,6 +1,7 @@
 """Members that are small networks: their settings and defaults, and a bank of networks stacked on a member axis."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Self
 
@@ -17,7 +18,7 @@ from evogrpo.envs.trees import flatten, unflatten
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
+from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig, NothingToChangeError, mutate_architecture
 from evogrpo.policies.stacked import StackedBank
 
 STEPWISE = Objective(loss_type="dapo", advantage="return_to_go_timestep")
@@ -120,7 +121,8 @@ class NetworkBody:
         if module is not None and settings.evolve_network is not None:
             raise ValueError("the architecture of a custom module cannot change: leave out evolve_network")
         self.observation_space, self.action_space, self.settings = observation_space, action_space, settings
-        self._module, self._width = module, 0
+        # A copy: what members are compared with must not change with the caller's own.
+        self._module, self._width = deepcopy(module), 0
         if settings.normalise_observations:
             self._width = ObservationStatistics.empty(1, observation_space).mean.shape[1]
         self.bank = StackedBank(
@@ -146,8 +148,9 @@ class NetworkBody:
         return NetworkBody(*spaces_, 1, self.settings, module=self._module, device=self.device)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the constructor arguments that are not among the settings."""
-        return {"actor_network": self._module, "device": self.device}
+        """Return the constructor arguments that are not among the settings, or differ from them."""
+        own = {"actor_network": self._module, "device": self.device}
+        return own if self._module is None else {**own, "network": None}
 
     def policy(self, slot: int) -> nn.Module:
         """Return a module that gives, for raw observations `[m, ...]`, the numbers `[m, o]` that parametrise actions.
@@ -204,7 +207,10 @@ class NetworkBody:
         limits, config = self.settings.evolve_network, self.bank.architecture(slot)
         if limits is None or config is None or rng.random() >= limits.probability:
             return None
-        return in_words(config), in_words(mutate_architecture(config, limits, rng)[0])
+        try:
+            return in_words(config), in_words(mutate_architecture(config, limits, rng)[0])
+        except NothingToChangeError:  # changes until now have led here
+            return None
 
     def reshape(self, slot: int, words: str, rng: np.random.Generator) -> None:
         """Give a member the architecture in words, keeping what it has learnt."""
@@ -233,6 +239,18 @@ class NetworkBody:
                 raise CheckpointError(
                     f"{where} holds an agent with {name} {record[name]}, but this one has {own[name]}"
                 )
+        name = "normalise_observations"
+        if record["settings"][name] != getattr(self.settings, name):
+            raise CheckpointError(
+                f"{where} holds an agent with {name} {record['settings'][name]}, but this one has "
+                f"{getattr(self.settings, name)}: bring the saved one back with GRPO.load"
+            )
+
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Return what the caller's module came with, by name: the reference of all members, and its buffers."""
+        if self._module is None:
+            return {}
+        return {name: value.detach().cpu().clone() for name, value in self._module.state_dict().items()}
 
     def files(self, slot: int, *, include_base: bool) -> Files:
         """Return nothing: all of a small network is in its learner state."""

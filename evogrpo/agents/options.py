@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from evogrpo.agents.language import LanguageBody, LanguageSettings, device_of
 from evogrpo.agents.networks import NETWORK_DEFAULTS, NetworkBody, NetworkSettings
 from evogrpo.agents.prompting import LanguagePlay
-from evogrpo.agents.shaping import refuse_whole_completions
+from evogrpo.agents.shaping import refuse_for_transitions
 from evogrpo.agents.shared import Settings, Shared
 from evogrpo.agents.stepping import StepPlay
 from evogrpo.hyperparameters import (
@@ -37,11 +37,12 @@ class Options(TypedDict, total=False):
     Attributes:
         hp_config: What evolution may change; nothing by default.
         index: Identity in the lineage; 0 by default. A population counts up from it.
-        batch_size: Completions (for small networks transitions) per optimizer step; 64 by default.
-        lr: AdamW step size; 1e-4 by default.
+        batch_size: Completions (for small networks transitions) per optimizer step; 64 by default, for small networks
+            2048.
+        lr: AdamW step size; 1e-4 by default, for small networks 5e-3.
         clip_coef: Half-width of the trust region on the probability ratio; 0.2 by default.
         max_grad_norm: Bound on the gradient's norm; 0.5 by default.
-        update_epochs: Passes over each learning step's completions; 1 by default.
+        update_epochs: Passes over each learning step's completions; 1 by default, for small networks 4.
         group_size: Completions per prompt (episodes per reset seed); 8 by default.
         temperature: Divides the logits while sampling and learning; 1 by default. T means probabilities p^(1/T).
         beta: Weight of the KL to the reference policy; 0 by default, which costs no reference pass.
@@ -49,7 +50,7 @@ class Options(TypedDict, total=False):
         clip_high: The upper one; `clip_coef` by default.
         entropy_coef: Weight of the entropy bonus; 0 by default.
         advantage_clip: Bound on the size of advantages; none by default.
-        gamma: Discount per action of the rewards ahead; 1 by default.
+        gamma: Discount per action of the rewards ahead; 1 by default, for small networks 0.99.
         loss_type: The member's own loss type; the objective's by default.
         advantage: The member's own advantage; the objective's by default.
         objective: The loss, advantages, KL, reference and reward switches.
@@ -213,8 +214,7 @@ def _open_networks(
     )
     hyperparameters = _first_member(values, settings)
     space = values.get("hp_config") or HyperparameterConfig()
-    for loss_type in (hyperparameters.loss_type, *(space["loss_type"].names if "loss_type" in space else ())):
-        refuse_whole_completions(settings.objective.with_types(loss_type))
+    refuse_for_transitions(settings.objective, hyperparameters, space)
     accelerator, device = values.get("accelerator"), values.get("device")
     if accelerator is not None:
         device = device_of(accelerator, device)

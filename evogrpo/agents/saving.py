@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,13 +23,14 @@ from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, unkno
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at
-from evogrpo.policies.bank import PolicyBank
 
 if TYPE_CHECKING:
     from evogrpo.agents.base import EvolvableAlgorithm
 
 Agent = TypeVar("Agent", bound="EvolvableAlgorithm")
 
+CONSTANT = "shared by all: "
+"""Begins the names of tensors that a checkpoint's members share."""
 COUNTERS = ("slot", "index", "parent", "born", "failed", "training", "steps")
 
 
@@ -44,7 +46,8 @@ def save_agent(
     shared = agent._shared
     record = {"shared": _shared_record(shared), "member": _member_record(agent), "note": dict(note or {})}
     files = shared.body.files(agent.slot, include_base=include_base)
-    write_checkpoint(path, shared.bank.state(agent.slot), record, files=files, kind="agent", replace=replace)
+    tensors = {**shared.bank.state(agent.slot), **_named(shared.body.constants())}
+    write_checkpoint(path, tensors, record, files=files, kind="agent", replace=replace)
 
 
 def load_agent(
@@ -58,10 +61,17 @@ def load_agent(
     """Bring one agent back in a bank of its own; see `GRPO.load`."""
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
+        stored = record["shared"]["kind"]
+        if stored in _OPENERS and stored not in kind.kinds:
+            raise CheckpointError(
+                f"{path} holds an agent of kind {stored!r}, not one of {kind.__name__}: bring it back with "
+                f"{_class_of(stored)}.load"
+            )
         folder = stored_at(Path(path))
-        shared = _open(record["shared"], 1, folder, actor_network, device=device, accelerator=accelerator)
+        network = _as_saved(actor_network, tensors, path)
+        shared = _open(record["shared"], 1, folder, network, device=device, accelerator=accelerator)
         agent = kind._member(shared, 0, 0, Hyperparameters())
-        _restore(agent, record["member"], tensors, path)
+        _restore(agent, record["member"], learnt(tensors), path)
     return agent
 
 
@@ -72,10 +82,17 @@ def read_agent(agent: "EvolvableAlgorithm", path: str | Path) -> None:
         if record["shared"]["kind"] != agent._shared.body.kind:
             raise CheckpointError(
                 f"{path} holds an agent of kind {record['shared']['kind']!r}, but this one is of kind "
-                f"{agent._shared.body.kind!r}: bring the saved one back with GRPO.load"
+                f"{agent._shared.body.kind!r}: bring the saved one back with {_class_of(record['shared']['kind'])}.load"
             )
-        agent._shared.body.check(record["shared"], path)
-        _restore(agent, record["member"], tensors, path)
+        body = agent._shared.body
+        body.check(record["shared"], path)
+        own, saved = _named(body.constants()), {name: tensors[name] for name in tensors if name.startswith(CONSTANT)}
+        if own.keys() != saved.keys() or any(not torch.equal(own[name], saved[name]) for name in own):
+            raise CheckpointError(
+                f"{path} holds an agent whose module came with other weights or buffers than this one's: bring it back "
+                f"with {type(agent).__name__}.load"
+            )
+        _restore(agent, record["member"], learnt(tensors), path)
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
@@ -90,7 +107,7 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
         "lineage": population.lineage.to_json(),
         "next_index": population.next_index,
     }
-    return _MemberTensors(population.shared.bank), record
+    return _MemberTensors(population.shared), record
 
 
 def restore_population(
@@ -119,7 +136,8 @@ def restore_population(
     """
     with _damage(path):
         members = record["members"]
-        shared = _open(record["shared"], len(members), Path(path), actor_network, device=device, accelerator=None)
+        network = _as_saved(actor_network, tensors, path)
+        shared = _open(record["shared"], len(members), Path(path), network, device=device, accelerator=None)
         agents = []
         for slot, member in enumerate(members):
             agent = kind._member(shared, slot, member["index"], Hyperparameters())
@@ -131,6 +149,28 @@ def restore_population(
         population = together(agents, shared, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = record["next_index"]
     return population
+
+
+def learnt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint without those that its members share."""
+    return {name: value for name, value in tensors.items() if not name.startswith(CONSTANT)}
+
+
+def _named(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{CONSTANT}{name}": value for name, value in constants.items()}
+
+
+def _as_saved(network: Any, tensors: Mapping[str, Tensor], path: str | Path) -> Any:
+    """Return a copy of the caller's module with the weights and buffers that it had when the agents were made."""
+    state = {name.removeprefix(CONSTANT): value for name, value in tensors.items() if name.startswith(CONSTANT)}
+    if not state or not isinstance(network, nn.Module):
+        return network
+    network = deepcopy(network)
+    try:
+        network.load_state_dict(state)
+    except RuntimeError as error:
+        raise CheckpointError(f"{path} holds another module than the one given: {error}") from error
+    return network
 
 
 def _open(
@@ -216,6 +256,11 @@ _OPENERS: Mapping[str, Callable[..., Shared]] = {
 """What reads the record of each kind of body."""
 
 
+def _class_of(kind: str) -> str:
+    """Return the name of the class whose agents are of a kind."""
+    return "MultiAgentGRPO" if kind == "joint" else "GRPO"
+
+
 def _shared_record(shared: Shared) -> dict[str, Any]:
     return {
         "kind": shared.body.kind,
@@ -250,22 +295,25 @@ def _restore(
 
 
 class _MemberTensors(Mapping[str, Tensor]):
-    """The learner states of a bank's members: `{slot}.{name}` -> a copy made when it is asked for."""
+    """The learner states of members: `{slot}.{name}` -> a copy made when it is asked for; and what they share."""
 
-    def __init__(self, bank: PolicyBank) -> None:
-        self._bank = bank
-        parts = list(bank.state(0))
-        self._places = {f"{slot}.{part}": (slot, part) for slot in range(bank.size) for part in parts}
+    def __init__(self, shared: Shared) -> None:
+        self._bank, self._shared = shared.bank, _named(shared.body.constants())
+        parts = list(self._bank.state(0))
+        self._places = {f"{slot}.{part}": (slot, part) for slot in range(self._bank.size) for part in parts}
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._shared:
+            return self._shared[name]
         slot, part = self._places[name]
         return self._bank.state(slot)[part]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
+        yield from self._places
+        yield from self._shared
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._shared)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from evogrpo.functional.advantages import OF_ACTIONS, advantages, zero_variance_
 from evogrpo.functional.losses import AGGREGATION_OF
 from evogrpo.functional.rewards import normalise_rewards, update_running
 from evogrpo.functional.statistics import numbered
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.objective import SEQUENCE_LOSSES, Objective
 from evogrpo.records import Batch
 
@@ -19,8 +20,13 @@ def refuse_whole_completions(objective: Objective) -> None:
 
     Raises:
         ValueError: If its loss is not a plain mean over actions: episodes are taken apart before they are dealt into
-            optimizer steps, so none is ever whole.
+            optimizer steps, so none is ever whole. Or if its advantage needs several rewards of one episode.
     """
+    if objective.advantage == "gdpo":
+        raise ValueError(
+            "advantage 'gdpo' compares every reward function apart, but an environment gives one reward: choose "
+            "'return_to_go_timestep' or 'outcome'"
+        )
     mode = objective.aggregation or AGGREGATION_OF[objective.loss_type]
     if objective.loss_type in SEQUENCE_LOSSES:
         problem = f"loss_type {objective.loss_type!r} has one ratio per completion"
@@ -32,6 +38,17 @@ def refuse_whole_completions(objective: Objective) -> None:
         f"{problem}, but small networks learn from single transitions: choose loss_type 'dapo', 'bnpo' or 'cispo', or "
         "aggregation 'token-mean'"
     )
+
+
+def refuse_for_transitions(objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> None:
+    """Refuse what one of the members could come to have that cannot learn from single transitions.
+
+    Raises:
+        ValueError: See `refuse_whole_completions`.
+    """
+    for name in ("loss_type", "advantage"):
+        for kind in (getattr(hyperparameters, name), *(space[name].names if name in space else ())):
+            refuse_whole_completions(objective.with_types(**{name: kind}))
 
 
 def shaped_advantages(

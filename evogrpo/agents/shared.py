@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import torch
 from gymnasium import spaces
-from torch import nn
+from torch import Tensor, nn
 
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.objective import Objective
@@ -105,6 +105,10 @@ class Body(Protocol):
 
     def check(self, record: Mapping[str, Any], where: object) -> None:
         """Refuse with a CheckpointError a record of members that mean nothing here."""
+        ...
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Return tensors by name that members share and that a checkpoint holds beside them."""
         ...
 
     def files(self, slot: int, *, include_base: bool) -> Files:

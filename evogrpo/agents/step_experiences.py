@@ -9,7 +9,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.agents.coefficients import Learner
-from evogrpo.envs.actions import policy_action_shape
+from evogrpo.envs.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
 from evogrpo.envs.normalisation import normalised_leaves, observed
 from evogrpo.envs.trees import flatten, leaf_spaces, unflatten
 from evogrpo.records import Batch, ObservationInputs
@@ -17,9 +17,11 @@ from evogrpo.records import Batch, ObservationInputs
 if TYPE_CHECKING:
     from evogrpo.agents.networks import NetworkBody
 
-StepExperiences = tuple[Any, Any, Any, Any]
+StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
-`[starts, g, t]` = steps taken, rewards `[starts, g, t]`): g episodes from each start, padded to the longest."""
+`[starts, g, t]` = steps taken, rewards `[starts, g, t]`): g episodes from each start, padded to the longest. Where
+`get_action` was given an `action_mask`, those masks are the fifth part `[starts, g, t, k]`, True = legal, the parts of
+a MultiDiscrete action side by side."""
 
 
 def as_arrays(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | None]:
@@ -37,7 +39,7 @@ def as_arrays(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | No
         raise ValueError(f"an observation must have the form of {space}, got {type(observation).__name__}") from error
     leaves, counts = [], set[int | None]()
     for leaf, value in zip(leaf_spaces(space), given, strict=True):
-        array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+        array = _array(value)
         shape: tuple[int, ...] = leaf.shape or ()
         if array.shape != shape and array.shape[1:] != shape:
             raise ValueError(
@@ -48,7 +50,17 @@ def as_arrays(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | No
         leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
     if len(counts) != 1:
         raise ValueError(f"the parts of an observation must belong to equally many observations, got {counts}")
-    return unflatten(space, leaves), counts.pop()
+    count = counts.pop()
+    if count == 0:
+        raise ValueError("a batch of observations must hold at least one, got none")
+    return unflatten(space, leaves), count
+
+
+def _array(value: Any) -> NDArray[Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)  # numpy has no bfloat16
+    return np.asarray(value)
 
 
 def tensors_of(tree: Any) -> Any:
@@ -64,19 +76,20 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, body: "Network
     """Read what a caller's own loop collected of one member; its running statistics take the observations in.
 
     Args:
-        experiences: `(observations, actions, action_masks, rewards)`; see `StepExperiences`. Actions are numbered as
-            the space does, boxes not clipped, as `get_action` returns them.
+        experiences: `(observations, actions, action_masks, rewards)`, perhaps with what was legal; see
+            `StepExperiences`. Actions are numbered as the space does, boxes not clipped, as `get_action` returns them.
         learner: Who acted, at its own temperature.
         body: Its networks.
 
     Raises:
-        ValueError: If the four parts do not fit together or do not fit the spaces.
+        ValueError: If the parts do not fit together or do not fit the spaces.
     """
-    if len(experiences) != 4:
+    if len(experiences) not in (4, 5):
         raise ValueError(
-            f"experiences are (observations, actions, action_masks, rewards), got {len(experiences)} parts"
+            "experiences are (observations, actions, action_masks, rewards), and the legal actions where not all were, "
+            f"got {len(experiences)} parts"
         )
-    observations, actions, masks, rewards = experiences
+    observations, actions, masks, rewards, *further = experiences
     taken, earned = np.asarray(masks, dtype=np.bool_), np.asarray(rewards, dtype=np.float64)
     if taken.ndim != 3 or earned.shape != taken.shape or taken.shape[1] < 2:
         raise ValueError(
@@ -93,6 +106,8 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, body: "Network
     chosen = chosen.reshape(*lead, *chosen.shape[3:])
     if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
         chosen = np.where(taken.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
+    to_environment(space, chosen[taken.reshape(lead)])  # refuses what does not exist
+    legal = _legal(further[0], chosen, taken, space) if further else None
     present = torch.from_numpy(taken.reshape(lead))
     step_rewards = torch.from_numpy(np.where(taken, earned, 0.0).reshape(lead))
     n = len(present)
@@ -100,6 +115,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, body: "Network
         inputs=ObservationInputs(
             observations=tensors_of(_shown(observations, taken, learner, body)),
             temperature=torch.full((n,), learner.hyperparameters.temperature),
+            action_masks=None if legal is None else torch.from_numpy(legal),
         ),
         actions=torch.from_numpy(np.ascontiguousarray(chosen.astype(space.dtype))),
         present=present,
@@ -111,12 +127,29 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, body: "Network
     )
 
 
+def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:
+    """Return what was legal `[n, t, k]`, everything where no step was taken."""
+    sizes, flags = mask_sizes(space), np.asarray(given, dtype=np.bool_)
+    if not sizes or flags.shape != (*taken.shape, sum(sizes)):
+        raise ValueError(
+            f"the legal actions must be [{', '.join(map(str, taken.shape))}, {sum(sizes)}] booleans of a Discrete or "
+            f"MultiDiscrete space, got {flags.shape} for {space}"
+        )
+    rows, steps = flags.reshape(-1, sum(sizes)), taken.reshape(-1)
+    legal = legal_actions(space, [row if step else None for row, step in zip(rows, steps, strict=True)])
+    assert legal is not None  # every episode has a step
+    places = chosen.reshape(len(rows), -1).astype(np.int64) + np.cumsum((0, *sizes[:-1]))
+    if not np.take_along_axis(legal, places, axis=1)[steps].all():
+        raise ValueError("an action that was taken was not legal: give the masks that get_action was given")
+    return legal.reshape(*chosen.shape[:2], -1)
+
+
 def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, body: "NetworkBody") -> Any:
     """Return raw observations as the member saw them `[n, t, ...]`, and take them into its statistics."""
     space, leaves = body.observation_space, []
     n, t = taken.shape[0] * taken.shape[1], taken.shape[2]
     for leaf, value in zip(leaf_spaces(space), flatten(space, observations), strict=True):
-        array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+        array = _array(value)
         if array.shape != (*taken.shape, *(leaf.shape or ())):
             raise ValueError(f"observations must be {[*taken.shape, '...']} of {leaf}, got {array.shape}")
         leaves.append(array.reshape(n, t, *array.shape[3:]).astype(leaf.dtype, copy=False))

@@ -39,7 +39,7 @@ def from_trl(source: object) -> Imported:
         "delta": fields.number("delta"),
         "top_entropy_quantile": fields.number("top_entropy_quantile"),
         "kl_bias_correction": fields.flag("use_bias_correction_kl") and fields.number("beta") != 0,
-        **_reference(fields, samples, batch),
+        **_reference(fields),
         **_importance(fields),
     }
     if loss_type == "sapo":
@@ -181,21 +181,13 @@ def _advantage(fields: Fields) -> str:
     return {"group": "outcome", True: "outcome", "batch": "batch_std", "none": "mean_only", False: "mean_only"}[scale]
 
 
-def _reference(fields: Fields, samples: int, batch: int) -> dict[str, Any]:
+def _reference(fields: Fields) -> dict[str, Any]:
     if not fields.flag("sync_ref_model"):
         fields.ignore("only sync_ref_model reads it", "ref_model_mixup_alpha", "ref_model_sync_steps")
         return {}
-    every = fields.whole("ref_model_sync_steps")
-    # TRL counts optimizer steps, this package learning steps.
-    steps = -(-samples // batch) * fields.whole("num_iterations")
-    if every % steps:
-        raise ValueError(
-            f"ref_model_sync_steps counts optimizer steps, and a learning step takes {steps} of them, got {every}: "
-            f"choose a multiple of {steps}"
-        )
     return {
         "reference": "snapshot",
-        "reference_sync_steps": every // steps,
+        "reference_sync_steps": fields.whole("ref_model_sync_steps"),  # of the optimizer, there as here
         "reference_mixing": fields.number("ref_model_mixup_alpha"),
     }
 

@@ -113,6 +113,10 @@ class ArchitectureLimits:
             raise ValueError(f"probability must lie in (0, 1], got {self.probability}")
 
 
+class NothingToChangeError(ValueError):
+    """The limits leave nothing to change about an architecture."""
+
+
 def mutate_architecture(
     config: NetworkConfig, limits: ArchitectureLimits, rng: np.random.Generator
 ) -> tuple[NetworkConfig, str]:
@@ -129,7 +133,7 @@ def mutate_architecture(
         The new architecture and what was changed, in words.
 
     Raises:
-        ValueError: If the limits leave nothing to change.
+        NothingToChangeError: If the limits leave nothing to change.
     """
     hidden, kinds = config.hidden, dict[str, list[tuple[NetworkConfig, str]]]()
 
@@ -148,11 +152,11 @@ def mutate_architecture(
             if units - step >= limits.min_units:
                 narrower = (*hidden[:layer], units - step, *hidden[layer + 1 :])
                 propose("remove units", f"removed {step} units from layer {layer}", hidden=narrower)
-    for activation in limits.activations:
+    for activation in limits.activations if hidden else ():  # a linear policy has none
         if activation != config.activation:
             propose("activation", f"activation {config.activation} became {activation}", activation=activation)
     if not kinds:
-        raise ValueError(f"the limits {limits} leave nothing to change about {config}: widen them")
+        raise NothingToChangeError(f"the limits {limits} leave nothing to change about {config}: widen them")
     names = list(kinds)
     choices = kinds[names[int(rng.integers(len(names)))]]
     return choices[int(rng.integers(len(choices)))]

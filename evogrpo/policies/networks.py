@@ -181,7 +181,8 @@ class ModuleNetwork:
 
     The cost: N members take N forward passes, where the default network takes one batched pass. (`torch.func.vmap`
     measured no faster, and refuses modules that branch on values.) The module is copied; the copy is in evaluation
-    mode, so dropout is off, and its buffers are constants that all members share. Members start from its weights.
+    mode, so dropout is off; its buffers, and parameters that require no gradient, are constants that all members share.
+    Members start from its weights.
 
     Args:
         module: Observations as `evogrpo.spaces.preprocess_observation` makes them -> `[batch, outputs]`.
@@ -201,9 +202,10 @@ class ModuleNetwork:
         Encoding(space)  # refuses a space that is not supported
         assert space is not None
         self._module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
-        self._first = {name: value.detach().float() for name, value in self._module.named_parameters()}
+        trained = [pair for pair in self._module.named_parameters() if pair[1].requires_grad]
+        self._first = {name: value.detach().float() for name, value in trained}
         if not self._first:
-            raise ValueError(f"a network must have parameters to learn, {self.name} has none")
+            raise ValueError(f"a network must have parameters to learn, {self.name} has none that require a gradient")
         self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._first.items()}
         with torch.no_grad():
             tried = self._member(self._first, zero_observation(space))

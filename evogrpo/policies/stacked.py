@@ -72,6 +72,12 @@ class StackedBank:
         outputs, custom, config = self.distribution.outputs, None, None
         if isinstance(network, nn.Module):
             custom = ModuleNetwork(network, observation_space, outputs, device)
+            taken = sorted(set(custom.shapes) & set(self.distribution.free))
+            if taken:
+                raise ValueError(
+                    f"{custom.name} must have no parameter named {taken[0]!r}, which is the action distribution's own: "
+                    "rename it, or leave it out and let that one be learnt"
+                )
         else:
             config = network or NetworkConfig()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import evogrpo
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.population import Population
-from evogrpo.agents.saving import population_state, restore_population, save_agent
+from evogrpo.agents.saving import learnt, population_state, restore_population, save_agent
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy, strategy_from_json
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
@@ -181,13 +181,13 @@ class Saved:
         progress = Progress.from_json(self.record["progress"])
         # A kill between saving the best and the checkpoint leaves a best of a generation that is now done again.
         if self.best is not None and self.best[1]["note"]["generation"] <= progress.generation:
-            state, record = self.best
+            tensors, record = self.best
             member = record["member"]
             progress.best = Best(
                 index=member["index"],
                 generation=record["note"]["generation"],
                 fitness=Fitness.from_scores(member["scores"]),
-                state=state,
+                state=learnt(tensors),
             )
         return population, progress
 

@@ -1,13 +1,19 @@
 """MultiAgentGRPO: policies per agent, credit, groups within (seed, agent), and members that never touch each other."""
 
+import re
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
 
+from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.joint_options import JointOptions
 from evogrpo.agents.joint_play import JointBatch
 from evogrpo.agents.joint_population import MultiAgentPopulation
 from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.agents.networks import NETWORK_DEFAULTS
+from evogrpo.agents.options import Options
 from evogrpo.agents.saving import population_state, restore_population
 from evogrpo.envs.gymnasium import GymnasiumGroups
 from evogrpo.envs.pettingzoo import PettingZooGroups
@@ -219,6 +225,25 @@ def test_truncated_agents_can_be_left_out():
     assert collected.batch.by_policy["short_0"].action_mask.any()
     assert int(population.shared.bank.state(0)["old_0/step"]) == 0
     assert reports[0].failed is None
+
+
+def test_members_that_were_cut_off_everywhere_report_what_they_earned():
+    env = groups(joint_probes.Lives, max_episode_steps=1)
+    objective = Objective(loss_type="dapo", advantage="return_to_go_timestep", mask_truncated=True)
+    population = population_for(env, 1, objective=objective)
+    _, reports = train(population, env, 1)
+    assert reports[0].optimizer_steps == 0
+    assert np.isfinite(reports[0].metrics["reward"])
+
+
+@pytest.mark.parametrize("name", NETWORK_DEFAULTS)
+def test_defaults_are_documented_as_they_are(name):
+    text = " ".join(JointOptions.__doc__.split())
+    (documented,) = re.findall(rf" {name}: [^:]*? ([\d.e-]+) by default", text)
+    assert float(documented) == NETWORK_DEFAULTS[name]
+    text = " ".join(Options.__doc__.split())
+    (documented,) = re.findall(rf" {name}: [^:]*? (?:for small networks )([\d.e-]*\d)", text) or ["0.5"]
+    assert float(documented) == NETWORK_DEFAULTS[name]
 
 
 # ---- members together and apart
@@ -484,3 +509,15 @@ def test_environments_and_batches_that_do_not_fit_are_refused():
         population.learn(JointBatch(by_policy={"red": batch.by_policy["shared"]}, truncated=batch.truncated), step=0)
     with pytest.raises(ValueError, match=r"got slots \[1\] as well"):
         population[0].learn(batch)
+
+
+def test_an_agent_comes_back_through_its_own_class_only(tmp_path):
+    env = groups()
+    population_for(env, 1)[0].save_checkpoint(tmp_path / "joint")
+    single = GymnasiumGroups("CartPole-v1")
+    GRPO(single.observation_space, single.action_space).save_checkpoint(tmp_path / "single")
+    with pytest.raises(CheckpointError, match=r"kind 'joint', not one of GRPO: .* with MultiAgentGRPO\.load"):
+        GRPO.load(tmp_path / "joint")
+    with pytest.raises(CheckpointError, match=r"kind 'networks', not one of MultiAgentGRPO: .* with GRPO\.load"):
+        MultiAgentGRPO.load(tmp_path / "single")
+    assert isinstance(MultiAgentGRPO.load(tmp_path / "joint"), MultiAgentGRPO)

@@ -20,6 +20,12 @@ from tests.tiny_training import equal_states, shared_model, state_of, tiny_agent
 # ---- construction
 
 
+class Clashing(OwnNetwork):
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_std = torch.nn.Parameter(torch.full((2,), -1.5))
+
+
 def test_the_spaces_alone_make_an_agent_with_defaults_for_small_networks():
     env = GymnasiumGroups("CartPole-v1")
     agent = GRPO(env.observation_space, env.action_space)
@@ -44,6 +50,12 @@ def test_the_spaces_alone_make_an_agent_with_defaults_for_small_networks():
         ({"hp_config": HyperparameterConfig(loss_type=RLParameter(choices=["dapo", "dr_grpo"]))}, "single transitions"),
         ({"evolve_network": ArchitectureLimits(min_layers=2, max_layers=2, min_units=6, max_units=6,
           activations=("tanh",)), "network": NetworkConfig(hidden=(6, 6))}, "leave nothing to change"),
+        ({"evolve_network": ArchitectureLimits(), "network": NetworkConfig(hidden=())}, "leave nothing to change"),
+        ({"objective": Objective(loss_type="dapo", advantage="gdpo")}, "'gdpo' compares every reward function apart"),
+        ({"advantage": "gdpo"}, "'gdpo' compares every reward function apart"),
+        ({"hp_config": HyperparameterConfig(advantage=RLParameter(choices=["outcome", "gdpo"]))}, "'gdpo' compares"),
+        ({"actor_network": Clashing(), "action_space": spaces.Box(-1, 1, (2,))}, "no parameter named 'log_std'"),
+        ({"actor_network": OwnNetwork().requires_grad_(False)}, "has none that require a gradient"),
         ({"observation_space": spaces.Discrete(3), "normalise_observations": True}, "floating-point boxes"),
         ({"action_space": spaces.Box(0, 1, (2,), np.int64)}, "floating-point Box"),
         ({"seed": -1}, "seed must be at least 0"),
@@ -217,7 +229,95 @@ def test_experiences_that_do_not_fit_are_refused(number, change, rule):
         agent.learn(played(agent, starts=1, steps=2)[:3])
 
 
+@pytest.mark.parametrize("bad", [-1, 2])
+def test_actions_that_do_not_exist_are_refused(bad):
+    agent = step_agent()
+    observations, actions, masks, rewards = played(agent, starts=1, size=2, steps=3)
+    actions[0, 1, 0] = bad
+    with pytest.raises(ValueError, match="a discrete action must be counted from 0 up to 2"):
+        agent.learn((observations, actions, masks, rewards))
+
+
+def by_hand(agent, env, starts, size):
+    """Play groups of the masked probe in a loop of one's own; returns experiences with the masks."""
+    steps, lead = 3, (starts, size, 3)
+    shapes = (env.observation_space.shape, (), (), (), (env.action_space.n,))
+    parts = [np.zeros((*lead, *shape), kind) for shape, kind in zip(shapes, ("f4", "i8", "?", "f8", "?"), strict=True)]
+    for start in range(starts):
+        for replica in range(size):
+            seen, info = env.reset(seed=start)
+            for t in range(steps):
+                legal = np.asarray(info["action_mask"], bool)
+                action = int(agent.get_action(seen, action_mask=legal))
+                following, reward, ended, _, info = env.step(action)
+                for part, value in zip(parts, (seen, action, True, reward, legal), strict=True):
+                    part[start, replica, t] = value
+                seen = following
+                if ended:
+                    break
+    return parts
+
+
+def test_what_was_legal_is_learnt_from_as_it_was_acted():
+    env = GymnasiumGroups(Masked)
+    agent = step_agent(env)
+    observations, actions, masks, rewards, legal = by_hand(agent, Masked(), 2, 4)
+    assert not legal[masks].all()
+    batch = agent._shared.play.batch(agent.learner(), (observations, actions, masks, rewards, legal))
+    scored = agent._shared.bank.log_probs(batch)[batch.action_mask]
+    logits = agent.get_policy()(observations[masks]).masked_fill(~torch.from_numpy(legal[masks]), -torch.inf)
+    expected = torch.log_softmax(logits, 1)[torch.arange(len(logits)), torch.from_numpy(actions[masks])]
+    torch.testing.assert_close(scored, expected)
+    assert agent.learn((observations, actions, masks, rewards, legal)).failed is None
+
+    illegal = np.argwhere(masks & ~legal.all(3))[0]
+    wrong = actions.copy()
+    wrong[tuple(illegal)] = int(np.flatnonzero(~legal[tuple(illegal)])[0])
+    with pytest.raises(ValueError, match="an action that was taken was not legal"):
+        agent.learn((observations, wrong, masks, rewards, legal))
+    with pytest.raises(ValueError, match="the legal actions must be"):
+        agent.learn((observations, actions, masks, rewards, legal[..., :1]))
+
+
+def test_observations_come_as_any_tensor_but_not_as_none_at_all():
+    agent = step_agent()
+    seen = torch.tensor([[0.5, 1.0, -0.25, 2.0]])
+    expected = agent.predict(seen.numpy(), deterministic=True)[0].tolist()
+    for given in (seen.clone().requires_grad_(), seen.bfloat16(), seen.double(), seen.tolist()):
+        assert agent.predict(given, deterministic=True)[0].tolist() == expected
+    with pytest.raises(ValueError, match="must hold at least one, got none"):
+        agent.predict(np.zeros((0, 4), np.float32))
+
+
 # ---- looking inside, cloning, mutating
+
+
+def test_a_module_of_ones_own_can_be_inspected_and_made_again():
+    agent = step_agent(actor_network=OwnNetwork())
+    again = GRPO(**{k: v for k, v in GRPO.inspect_attributes(agent, input_args_only=True).items() if v is not None})
+    assert equal_states(state_of(again), state_of(agent))
+
+
+def test_frozen_parameters_of_a_module_stay_as_they_are():
+    module = OwnNetwork()
+    module.first.requires_grad_(False)
+    agent = step_agent(actor_network=module, lr=0.1)
+    seen = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(agent.get_policy()(seen), module(seen).detach(), atol=1e-6)
+    assert len(state_of(agent)["weights"]) == 8 * 2 + 2
+    agent.learn(played(agent))
+    hidden = torch.cat([torch.tanh(module.first(seen)), torch.ones(5, 1)], 1).detach()
+    fitted = torch.linalg.lstsq(hidden.double(), agent.get_policy()(seen).double())  # still linear in these features
+    assert torch.allclose(hidden.double() @ fitted.solution, agent.get_policy()(seen).double(), atol=1e-5)
+    assert not torch.allclose(agent.get_policy()(seen), module(seen).detach(), atol=1e-3)
+
+
+def test_where_changes_have_led_to_the_limits_the_network_stays():
+    limits = ArchitectureLimits(max_layers=1, activations=("tanh",), unit_steps=(256,), probability=1.0)
+    agent = step_agent(evolve_network=limits, network=NetworkConfig(hidden=(64, 64)))
+    changes = agent.mutate(generator(0, "test"))
+    assert changes == {"network": ("64-64 tanh", "64 tanh")}
+    assert agent.mutate(generator(1, "test")) == {}
 
 
 def test_an_agent_shows_its_parts():

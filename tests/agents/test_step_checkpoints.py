@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo import GRPO
+from evogrpo.agents.saving import population_state, restore_population
 from evogrpo.agents.stored_spaces import space_from_json, space_to_json
 from evogrpo.envs.gymnasium import GymnasiumGroups
 from evogrpo.persistence.manifest import CheckpointError
@@ -15,7 +16,7 @@ from evogrpo.policies.architecture import NetworkConfig
 from evogrpo.randomness import generator
 from tests.envs.probes import PROBES, MatchDict
 from tests.tiny_networks import MIXED
-from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent
+from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent, step_population
 from tests.tiny_training import equal_states, state_of, tiny_agent
 
 
@@ -56,7 +57,7 @@ def test_a_checkpoint_goes_into_an_existing_agent(agent, tmp_path):
     [
         (lambda: step_agent(GymnasiumGroups("Acrobot-v1")), "observation_space"),
         (lambda: step_agent(actor_network=OwnNetwork()), "module"),
-        (step_agent, "carried"),  # does not normalise
+        (step_agent, "normalise_observations True, but this one has False"),
         (tiny_agent, "kind 'networks'"),
     ],
 )
@@ -83,6 +84,69 @@ def test_a_module_of_ones_own_is_asked_for(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), agent.get_policy().parameters(), strict=False))
     with pytest.raises(ValueError, match="code of a custom module"):
         agent.save_checkpoint(tmp_path / "other", include_base=True)
+
+
+class Scaled(OwnNetwork):
+    """Has a buffer beside its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(2))
+
+    def forward(self, observations):
+        return super().forward(observations) * self.scale
+
+
+def test_a_module_comes_back_with_its_first_weights_and_its_buffers(tmp_path):
+    """Members are compared with the weights that they started from, which a new module does not have."""
+    agent = step_agent(actor_network=Scaled(), beta=0.1)
+    agent.learn(played(agent))
+    agent.save_checkpoint(tmp_path / "agent")
+    loaded = GRPO.load(tmp_path / "agent", actor_network=Scaled())
+    seen = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded.get_policy()(seen), agent.get_policy()(seen))
+    experiences = played(agent)
+    loaded.steps = agent.steps
+    assert loaded.learn(experiences).metrics == agent.learn(experiences).metrics
+    assert equal_states(state_of(loaded), state_of(agent))
+
+    with pytest.raises(CheckpointError, match="module came with other weights or buffers"):
+        step_agent(actor_network=Scaled(), beta=0.1).load_checkpoint(tmp_path / "agent")
+    Scaled.__qualname__, wider = "Wider", type("Wider", (OwnNetwork,), {})
+    with pytest.raises(CheckpointError, match="holds another module than the one given"):
+        GRPO.load(tmp_path / "agent", actor_network=wider())
+
+
+def test_a_population_of_modules_goes_on_as_if_it_had_never_stopped(tmp_path):
+    tensors, record = population_state(_learnt_population())
+    back = restore_population(GRPO, dict(tensors), record, Scaled(), tmp_path)
+    control = _learnt_population()
+    for population in (back, control):
+        collected = population.collect(cart_pole(), step=1, samples_per_step=8, block=2)
+        population.learn(collected.batch, step=1)
+    for slot in range(2):
+        assert equal_states(back.shared.bank.state(slot), control.shared.bank.state(slot))
+
+
+def _learnt_population():
+    torch.manual_seed(3)
+    population = step_population(2, actor_network=Scaled(), beta=0.1)
+    population.learn(population.collect(cart_pole(), step=0, samples_per_step=8, block=2).batch, step=0)
+    return population
+
+
+def test_a_module_that_its_owner_changes_later_is_what_it_was():
+    module = OwnNetwork()
+    agent = step_agent(actor_network=module)
+    before = state_of(agent.clone())
+    with torch.no_grad():
+        module.first.weight.zero_()
+    seen = torch.ones(1, 4)
+    twin = agent.clone()
+    assert equal_states(state_of(twin), before)
+    reference = twin._shared.body.constants()["first.weight"]
+    assert reference.abs().sum() > 0
+    assert torch.equal(twin.get_policy()(seen), agent.get_policy()(seen))
 
 
 def test_a_module_starts_from_its_own_weights():

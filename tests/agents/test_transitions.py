@@ -130,13 +130,18 @@ def test_members_learn_together_what_each_would_learn_alone(run):
             torch.testing.assert_close(value, state[name], rtol=1e-3, atol=1e-5, msg=f"{name} of {slot}")
 
 
-def test_a_member_whose_episodes_are_all_left_out_steps_with_a_zero_gradient():
+def test_a_member_whose_episodes_are_all_left_out_takes_no_step():
     shared = together(2)
+    learn(shared, [learner(0), learner(1)], experience(shared))  # so that there is momentum to drift on
+    before = shared.bank.state(1)
     batch = experience(shared)
     batch = replace(batch, action_mask=batch.action_mask & (batch.member_ids == 0)[:, None])
     reports = learn(shared, [learner(0), learner(1)], batch)
     assert reports[0].grad_norm > 0
-    assert (reports[1].grad_norm, reports[1].optimizer_steps, reports[1].tokens) == (0.0, 1, 0)
+    assert (reports[1].optimizer_steps, reports[1].tokens, reports[1].failed) == (0, 0, None)
+    assert reports[1].metrics["reward"] == float(batch.rewards[batch.member_ids == 1].double().mean())
+    assert not {"loss", "grad_norm", "learning_rate", "entropy"} & set(reports[1].metrics)
+    assert all(torch.equal(value, before[name]) for name, value in shared.bank.state(1).items())
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
