@@ -35,6 +35,15 @@ class Collected:
     questions: tuple[str, ...] = ()
 
 
+def check_groups(env: object) -> None:
+    """Refuse with a ValueError what deals no starts, such as a plain environment of Gymnasium."""
+    if not hasattr(env, "deal"):
+        raise ValueError(
+            f"members learn from groups of episodes, got {type(env).__name__}: give evogrpo.GymnasiumGroups(...) of "
+            "the environment's id or of a function that makes it, or evogrpo.HuggingFaceGym(...)"
+        )
+
+
 def collect(
     shared: Shared, learners: Sequence[Learner], env: GroupEnvironment, *, samples_per_step: int, block: int
 ) -> Collected:

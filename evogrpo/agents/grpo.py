@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from evogrpo.agents.base import EvolvableAlgorithm
-from evogrpo.agents.collecting import evaluate
+from evogrpo.agents.collecting import check_groups, evaluate
 from evogrpo.agents.learning import learn
 from evogrpo.agents.options import Options, open_shared
 from evogrpo.agents.population import Population
@@ -126,7 +126,12 @@ class GRPO(EvolvableAlgorithm):
         return chosen
 
     def predict(
-        self, observation: Any, state: Any = None, episode_start: Any = None, deterministic: bool = False
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = False,
+        action_masks: Any = None,
     ) -> tuple[NDArray[Any], Any]:
         """Choose actions as the environment takes them, boxes clipped: the interface of Stable-Baselines3.
 
@@ -137,6 +142,8 @@ class GRPO(EvolvableAlgorithm):
             state: Handed back as it is: there are no recurrent networks.
             episode_start: Not needed, as there is no state.
             deterministic: Take the most likely action.
+            action_masks: Legal values, as the environment's `info["action_mask"]` has them; None = all are. What an
+                environment rules out has to be passed here, or another policy acts than the one that was trained.
 
         Returns:
             The action, or actions along a leading axis; and `state`.
@@ -145,7 +152,11 @@ class GRPO(EvolvableAlgorithm):
             ValueError: If the agent is a language model, or the observation does not fit.
         """
         actions = self._shared.play.predict(
-            self.learner(), observation, deterministic=deterministic, calls=self._predictions
+            self.learner(),
+            observation,
+            deterministic=deterministic,
+            calls=self._predictions,
+            action_masks=action_masks,
         )
         self._predictions += 1
         return actions, state
@@ -185,6 +196,7 @@ class GRPO(EvolvableAlgorithm):
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
         self._shared.play.check(env)
+        check_groups(env)
         return float(np.mean([evaluate(self._shared, [self.slot], env, split) for _ in range(loop)]))
 
     # ---- the network

@@ -178,10 +178,10 @@ class JointPlay:
         rng = generator(self._settings.seed, "get_action", learner.step, learner.index) if training else None
         return self._choose(learner, seen, rng, action_mask or {})
 
-    def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int) -> Any:
+    def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any) -> Any:
         """Choose what every living agent does, training's random streams aside; see `GRPO.predict`."""
         rng = None if deterministic else generator(self._settings.seed, "predict", calls, learner.index)
-        return self._choose(learner, observation, rng, {})
+        return self._choose(learner, observation, rng, action_masks or {})
 
     def _choose(
         self, learner: Learner, seen: Mapping[Any, Any], rng: np.random.Generator | None, masks: Mapping[Any, Any]

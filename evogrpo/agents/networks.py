@@ -61,6 +61,10 @@ class NetworkSettings:
     def __post_init__(self) -> None:
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
+        if not isinstance(self.network, NetworkConfig):
+            raise ValueError(
+                f"network must be a NetworkConfig, such as NetworkConfig(hidden=(64, 64)), got {self.network!r}"
+            )
         if self.objective.overlong_buffer is not None:
             raise ValueError("overlong_buffer is for completions of tokens: leave it out for small networks")
         refuse_whole_completions(self.objective)

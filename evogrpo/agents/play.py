@@ -108,7 +108,9 @@ class Play(Protocol):
         """Choose actions for what a caller's own loop saw; see `GRPO.get_action`."""
         ...
 
-    def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int) -> NDArray[Any]:
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
+    ) -> NDArray[Any]:
         """Choose actions as the environment takes them; see `GRPO.predict`."""
         ...
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from evogrpo.agents.collecting import Collected, collect, evaluate
+from evogrpo.agents.collecting import Collected, check_groups, collect, evaluate
 from evogrpo.agents.learning import learn
 from evogrpo.agents.shared import Shared
 from evogrpo.envs.groups import GroupEnvironment, Split
@@ -147,6 +147,7 @@ class Population(Sequence[Any]):
             ValueError: With what does not fit, and what to do.
         """
         self.shared.play.check(env)
+        check_groups(env)
 
     def plan(self, strategy: Strategy, *, generation: int, samples_per_step: int) -> Plan:
         """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones."""

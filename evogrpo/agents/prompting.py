@@ -123,7 +123,9 @@ class LanguagePlay:
         )
         return as_completions(prompts, rollout, size, settings.pad_token_id)
 
-    def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int) -> NDArray[Any]:
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
+    ) -> NDArray[Any]:
         """Refuse: language models answer prompts."""
         raise ValueError("predict is for small networks; a language model answers prompts with get_action")
 

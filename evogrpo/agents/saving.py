@@ -59,6 +59,9 @@ def load_agent(
     actor_network: nn.Module | None,
 ) -> Agent:
     """Bring one agent back in a bank of its own; see `GRPO.load`."""
+    best = Path(path) / "best"
+    if stored_at(best).is_dir() and not stored_at(Path(path) / "manifest.json").exists():
+        raise CheckpointError(f"{path} is the folder of a run, not of an agent: load its best member, {best}")
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
         stored = record["shared"]["kind"]

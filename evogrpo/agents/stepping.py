@@ -119,12 +119,15 @@ class StepPlay:
         actions = numbered_as(self._body.action_space, acted.actions)
         return actions[0] if single else actions
 
-    def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int) -> NDArray[Any]:
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
+    ) -> NDArray[Any]:
         """Choose actions as the environment takes them; see `GRPO.predict`."""
         rng = None if deterministic else generator(self._settings.seed, "predict", calls, learner.index)
-        acted, single = self._choose(learner, observation, rng, None)
+        acted, single = self._choose(learner, observation, rng, action_masks)
         actions = to_environment(self._body.action_space, acted.actions)
-        return np.asarray(actions[0]) if single else actions
+        chosen: NDArray[Any] = actions[0] if single else actions  # a scalar for Discrete: some environments look it up
+        return chosen
 
     def _choose(
         self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any

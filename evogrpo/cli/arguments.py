@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     tolerate_old_encodings()
     quieten_libraries()
+    sys.path.append(str(Path.cwd()))  # behind everything else: for environments in modules of the user's
     module, name = chosen.command.split(":")
     try:
         with clean_warnings():

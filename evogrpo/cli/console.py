@@ -1,6 +1,7 @@
 """Where words go: one console for what was asked for, one for errors and warnings, and what the user shall not see."""
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -27,6 +28,9 @@ def make_console(stream: TextIO | None = None) -> Console:
 def error_console() -> Console:
     """Return the console for errors and warnings."""
     return make_console(sys.stderr)
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
 
 
 def say_error(message: str) -> None:
@@ -61,7 +65,7 @@ def clean_warnings(console: Console | None = None) -> Iterator[None]:
     """Show our own warnings, and those of reward files, as clean lines; hide those of libraries."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        say_warning(str(message), console)
+        say_warning(_COLOURS.sub("", str(message)), console)
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -64,7 +64,10 @@ def video(chosen: argparse.Namespace) -> int:
     if chosen.episodes < 1:
         raise ValueError(f"--episodes must be at least 1, got {chosen.episodes}")
     if not (chosen.run_dir / CONFIG_FILE).is_file():
-        raise ValueError(f"{chosen.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train --env`")
+        raise ValueError(
+            f"{chosen.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train --env`; one started "
+            "by evolve() in Python is recorded with evogrpo.record_video()"
+        )
     config = load_config(chosen.run_dir / CONFIG_FILE)
     if not isinstance(config.task, EnvironmentTask):
         raise ValueError(f"{chosen.run_dir} is a run of language models: there is nothing to see")
@@ -99,7 +102,8 @@ def export(chosen: argparse.Namespace) -> int:
         raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
     _, record = read_checkpoint(chosen.run_dir / "best", kind="agent")
     if not (best / PEFT_FILES[0]).is_file():
-        raise ValueError(f"{best} holds a small network, not an adapter: load it with GRPO.load({str(best)!r})")
+        kind = "MultiAgentGRPO" if record["shared"]["kind"] == "joint" else "GRPO"
+        raise ValueError(f"{best} holds small networks, no adapter: load them with {kind}.load({str(best)!r})")
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())

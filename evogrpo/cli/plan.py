@@ -11,12 +11,12 @@ from evogrpo.envs.groups import SPLITS
 from evogrpo.hyperparameters import RLParameter, Value
 from evogrpo.objective import Objective
 from evogrpo.report.text import count_text, duration_text, number_text, printable
+from evogrpo.report.words import LANGUAGE, NETWORKS
 from evogrpo.training.agent_config import AgentConfig
 from evogrpo.training.config import Config, default_hyperparameters
 from evogrpo.training.environment_tasks import EnvironmentTask
 from evogrpo.training.planning import Arithmetic, LanguageArithmetic, Memory, NetworkArithmetic, Rounds
 from evogrpo.training.prepared import Prepared, PreparedLanguage, PreparedNetworks
-from evogrpo.training.schedule import Schedule
 from evogrpo.training.tasks import DatasetTask, QuestionTask, Task
 
 
@@ -29,7 +29,7 @@ def show_plan(console: Console, prepared: Prepared, run_dir: Path) -> None:
         "start": f"{start}{'' if _all_alike(config) else '; the other members spread over what evolves'}",
         "evolving": _evolving(prepared),
         "objective": _objective(config.agent.objective),
-        "schedule": _schedule(config.schedule),
+        "schedule": _schedule(config),
         "run directory": str(run_dir),
         **_your_code(config.task),
     }
@@ -124,7 +124,7 @@ def _network_rows(config: Config, arithmetic: NetworkArithmetic) -> dict[str, st
 
 
 def _groups(rounds: Rounds) -> str:
-    groups = ", ".join(f"{count} groups of {group}" for group, count in rounds.groups.items())
+    groups = ", ".join(f"{_count(count, 'group')} of {group}" for group, count in rounds.groups.items())
     return f"{groups} per member and learning step"
 
 
@@ -207,12 +207,13 @@ def _range(parameter: RLParameter) -> str:
     return f"[{number_text(low)}, {number_text(high)}]{words}"
 
 
-def _schedule(schedule: Schedule) -> str:
-    ends = []
+def _schedule(config: Config) -> str:
+    schedule, ends = config.schedule, []
     if schedule.generations is not None:
         ends.append(_count(schedule.generations, "generation"))
     if schedule.max_tokens is not None:
-        ends.append(f"{count_text(schedule.max_tokens)} tokens")
+        unit = (NETWORKS if isinstance(config.task, EnvironmentTask) else LANGUAGE).tokens
+        ends.append(f"{count_text(schedule.max_tokens)} {unit}")
     if schedule.max_seconds is not None:
         ends.append(duration_text(schedule.max_seconds))
     if schedule.target_fitness is not None:

@@ -157,7 +157,7 @@ class RunDisplay:
         console, width = self._console, self._console.width
         total = self._evolution.schedule.generations
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
-        spent = f"{duration_text(report.seconds)} · {count_text(report.tokens)} {self.words.tokens}"
+        spent = f"{duration_text(report.seconds)} · {count_text(report.tokens)} {self.words.tokens} processed"
         facts = f" · step {report.step} · {spent}"
         console.print(Text.assemble((head, "bold"), (facts, "dim")))
         evolving = list(self._evolution.population.space) or SHOWN_IF_NOTHING_EVOLVES

@@ -54,6 +54,9 @@ def train(chosen: argparse.Namespace) -> int:
     """Train on the user's configuration, or on an environment with the packaged one."""
     words = list(chosen.overrides)
     if chosen.env is not None:
+        for word in words:
+            if "=" not in word or word.startswith("task.env="):
+                raise ValueError(f"--env {chosen.env} already says what to train on: leave out {word!r}")
         return _begin(_environment_config(chosen.env, words), chosen, re.sub(r"[^\w.-]+", "-", chosen.env))
     if not words or ("=" in words[0] and not Path(words[0]).exists()):
         raise ValueError("train needs a configuration, a YAML file, before any KEY=VALUE; or --env ID")
@@ -100,8 +103,9 @@ def resume(chosen: argparse.Namespace) -> int:
     resumable = read_resumable(run_dir, overrides)
     for error in resumable.skipped:
         say_warning(f"skipped a newer checkpoint that cannot be used: {error}")
-    if resumable.complete:
-        console.print(f"nothing is left to do: this run has ended after {resumable.generation} generations")
+    if resumable.ended is not None:
+        done = f"{resumable.generation} generation{'' if resumable.generation == 1 else 's'}"
+        console.print(f"nothing is left to do: this run has ended after {done}, as {resumable.ended}", soft_wrap=True)
         show_ending(console, run_dir, resumable.generation, resumable.schedule)
         return OK
     with _working(console, "checking the task and who is to learn it"):
@@ -144,6 +148,7 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
         return TERMINATED if signals[0] == signal.SIGTERM else INTERRUPTED
     for line in outcome_lines(outcome, display.words) if outcome else ():
         console.print(line)
+    console.print(f"\nended: {evolution.ended()}")
     console.print()
     show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
     return OK

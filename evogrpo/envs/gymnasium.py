@@ -1,6 +1,7 @@
 """GymnasiumGroups: groups of episodes of any Gymnasium environment, all members' at once."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from evogrpo.envs.making import Distinct, EnvMaker, carries_over, registered, ti
 from evogrpo.envs.normalisation import ObservationStatistics
 from evogrpo.envs.playing import LONGEST, Actor, Uniforms, Work, play_episodes, replicas_of
 from evogrpo.envs.starts import SeededGroups
-from evogrpo.envs.trees import leaf_spaces
+from evogrpo.envs.trees import flatten, leaf_spaces
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
@@ -158,7 +159,7 @@ class GymnasiumGroups(SeededGroups):
         seed: int = 0,
     ) -> None:
         super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
-        _check_options(env, max_episode_steps, vectorization, lanes)
+        _check_options(max_episode_steps, vectorization, lanes)
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         kwargs = dict(env_kwargs or {})
         self._make = EnvMaker(
@@ -175,9 +176,11 @@ class GymnasiumGroups(SeededGroups):
         self.max_episode_steps = max_episode_steps or next((limit for limit in limits if limit is not None), None)
         self._remake = carries_over(example) if remake is None else remake
         native = _native(env, kwargs, max_episode_steps) if vectorization in ("auto", "native") else None
-        example.close()
         leaf_spaces(self.observation_space)
         check_action_space(self.action_space)
+        if native is None:
+            _warn_of_deaf_seeds(example, self.name)
+        example.close()
         if vectorization == "native" and native is None:
             raise ValueError(
                 f"no native environment equals {self.name} with {kwargs}: "
@@ -270,12 +273,19 @@ def _native(
     return lambda: native(max_episode_steps=limit, **{**spec.kwargs, **kwargs})
 
 
-def _check_options(env: object, max_episode_steps: int | None, vectorization: str, lanes: int | None) -> None:
-    if not isinstance(env, str) and (isinstance(env, gymnasium.Env) or not callable(env)):
-        raise ValueError(
-            f"env must be the id of an environment or a callable that makes one, got {type(env).__name__}: give the "
-            "class or a function instead"
+def _warn_of_deaf_seeds(example: "gymnasium.Env[Any, Any]", name: str) -> None:
+    """Say so where a reset seed does not decide how an episode starts: then groups have no common start."""
+    (first, _), (second, _) = (example.reset(seed=1) for _ in range(2))
+    leaves = (flatten(example.observation_space, seen) for seen in (first, second))
+    if not all(np.array_equal(one, other) for one, other in zip(*leaves, strict=True)):
+        warnings.warn(
+            f"{name} starts differently from one reset seed: episodes of a group are compared as if they began alike, "
+            "so let reset(seed=...) seed everything that is random in it",
+            stacklevel=3,
         )
+
+
+def _check_options(max_episode_steps: int | None, vectorization: str, lanes: int | None) -> None:
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ValueError(f"max_episode_steps must be at least 1 or None, got {max_episode_steps}")
     if vectorization not in ("auto", "native", "serial", "processes"):

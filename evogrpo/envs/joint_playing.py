@@ -144,7 +144,7 @@ def play_joint_episodes(
             record.earn(episode.row, episode.seen)
             episode.t += 1
             if episode.t >= work.longest and episode.seen.observations:
-                raise ValueError(f"an episode has not ended after {work.longest} steps: give max_episode_steps")
+                raise ValueError(f"an episode has not ended after {work.longest} steps: set max_episode_steps")
     return record.finish()
 
 

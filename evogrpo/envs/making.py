@@ -78,12 +78,23 @@ class EnvMaker:
         env_kwargs: Keyword arguments of either.
         max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
         noise_seed: Root seed of noise after reset; None leaves the environment its own.
+
+    Raises:
+        ValueError: If `env` is neither.
     """
 
     env: "str | Callable[..., gymnasium.Env[Any, Any]]"
     env_kwargs: Mapping[str, Any]
     max_episode_steps: int | None
     noise_seed: int | None
+
+    def __post_init__(self) -> None:
+        env = self.env
+        if not isinstance(env, str) and (isinstance(env, gymnasium.Env) or not callable(env)):
+            raise ValueError(
+                f"env must be the id of an environment or a callable that makes one, got {type(env).__name__}: give "
+                "the class or a function instead"
+            )
 
     def __call__(self) -> "gymnasium.Env[Any, Any]":
         """Make one environment.

@@ -204,7 +204,7 @@ def _checked(actions: NDArray[Any], space: "gymnasium.Space[Any]", rows: int) ->
 
 def _check_running(living: _Living, work: Work) -> None:
     if living.t.max() >= work.longest:
-        raise ValueError(f"an episode has not ended after {work.longest} steps: give max_episode_steps")
+        raise ValueError(f"an episode has not ended after {work.longest} steps: set max_episode_steps")
     for leaf in living.seen.observations:
         _check_finite("observation", leaf, living, work.seeds)
 
@@ -213,8 +213,9 @@ def _check_finite(what: str, values: NDArray[Any], living: _Living, seeds: NDArr
     if values.dtype.kind != "f" or np.isfinite(values).all():
         return
     place = int(np.argwhere(~np.isfinite(values))[0][0])
+    article = "an" if what == "observation" else "a"
     raise ValueError(
-        f"the environment gave a {what} that is not finite, {values[place].tolist()}, after {living.t[place]} steps "
-        f"from reset(seed={seeds[living.rows[place]]}): episodes are compared by their numbers, so every one must be "
-        "finite"
+        f"the environment gave {article} {what} that is not finite, {values[place].tolist()}, after "
+        f"{living.t[place]} steps from reset(seed={seeds[living.rows[place]]}): episodes are compared by their "
+        "numbers, so every one must be finite"
     )

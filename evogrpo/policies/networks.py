@@ -207,8 +207,11 @@ class ModuleNetwork:
         if not self._first:
             raise ValueError(f"a network must have parameters to learn, {self.name} has none that require a gradient")
         self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._first.items()}
-        with torch.no_grad():
-            tried = self._member(self._first, zero_observation(space))
+        try:
+            with torch.no_grad():
+                tried = self._member(self._first, zero_observation(space))
+        except Exception as error:
+            raise ValueError(f"{self.name} cannot take an observation of {space}: {error}") from error
         if tuple(tried.shape) != (1, outputs):
             raise ValueError(
                 f"{self.name} must return [batch, {outputs}] for this action space, "

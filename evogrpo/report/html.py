@@ -121,7 +121,7 @@ def _outcome(summary: RunSummary) -> str:
     if summary.generations:
         last = summary.generations[-1]
         lead = (
-            f"{len(summary.generations)} generations, {count_text(last.tokens)} {summary.words.tokens}, "
+            f"{len(summary.generations)} generations, {count_text(last.tokens)} {summary.words.tokens} processed, "
             f"{duration_text(last.seconds)}."
         )
     if summary.resumes:

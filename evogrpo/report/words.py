@@ -11,7 +11,7 @@ class Words:
     Attributes:
         untrained: What members are compared with.
         questions: What they start from.
-        tokens: What their work is counted in.
+        tokens: What their work is counted in, updates included.
         fitness: What their fitness is.
     """
 

@@ -79,7 +79,7 @@ def resume(
 ) -> "Evolution":
     """Open a run that `evolve` began, where its newest complete checkpoint left it.
 
-    `for generation in resume(...).generations()` then goes on as if the run had never stopped; the members are its
+    `for generation in resume(...)` then goes on as if the run had never stopped; the members are its
     `population`.
 
     Args:
@@ -125,6 +125,11 @@ class Evolution:
         progress: Progress | None = None,
         description: dict[str, Any] | None = None,
     ) -> None:
+        if not isinstance(population, Population):
+            raise ValueError(
+                f"a population is what evolves, got {type(population).__name__}: for one agent make "
+                "GRPO.population(1, ...)"
+            )
         population.check(env)
         self.population, self.env = population, env
         self.schedule, self.strategy = schedule, strategy
@@ -165,7 +170,11 @@ class Evolution:
             return
         if self.schedule.test_questions != 0 and progress.best is not None:
             yield self._test()
-        self._record("stopped", reason="finished")
+        self._record("stopped", reason=self.ended())
+
+    def __iter__(self) -> Iterator[GenerationReport]:
+        """Run as `generations` does."""
+        return self.generations()
 
     def generations(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule, yielding the generations' reports only."""
@@ -209,8 +218,17 @@ class Evolution:
         progress = self.progress
         if progress.generation == 0 or progress.step_in_generation:
             return False
-        ended = self.schedule.generations is not None and progress.generation >= self.schedule.generations
-        return ended or self._spent() or self._reached()
+        return self.ended() is not None
+
+    def ended(self) -> str | None:
+        """Return in words which limit of the schedule has been reached; None if none has."""
+        progress = self.progress
+        return self.schedule.ended_by(
+            generation=progress.generation,
+            tokens=progress.tokens,
+            seconds=progress.seconds,
+            fitness=None if progress.best is None else progress.best.fitness.mean,
+        )
 
     def _spent(self) -> bool:
         schedule, progress = self.schedule, self.progress
@@ -218,10 +236,6 @@ class Evolution:
         return (tokens is not None and progress.tokens >= tokens) or (
             seconds is not None and progress.seconds >= seconds
         )
-
-    def _reached(self) -> bool:
-        target, best = self.schedule.target_fitness, self.progress.best
-        return target is not None and best is not None and best.fitness.mean >= target
 
     def _next_generation(self) -> None:
         """Carry out the plan that the last generation is still waiting for, if there is one to make."""

@@ -53,7 +53,7 @@ class Resumable:
         generation: Generations evaluated in the checkpoint that it goes on from.
         step: Learning steps taken there.
         skipped: Why each newer checkpoint cannot be used.
-        complete: Whether nothing is left to do under this schedule.
+        ended: If nothing is left to do under this schedule, which limit says so; else None.
     """
 
     config: Config
@@ -61,7 +61,7 @@ class Resumable:
     generation: int
     step: int
     skipped: tuple[CheckpointError, ...]
-    complete: bool
+    ended: str | None
 
 
 def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
@@ -84,12 +84,11 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
     saved = open_run(run_dir)
     schedule = dataclasses.replace(saved.schedule, **limits)
     progress = saved.record["progress"]
-    spent = {"generations": "generation", "max_tokens": "tokens", "max_seconds": "seconds"}
-    limited = {limit: getattr(schedule, limit) for limit in spent}
-    ended = any(most is not None and progress[spent[limit]] >= most for limit, most in limited.items())
-    if schedule.target_fitness is not None and saved.best is not None:
-        scores = saved.best[1]["member"]["scores"]
-        ended = ended or sum(scores) / len(scores) >= schedule.target_fitness
+    scores = None if saved.best is None else saved.best[1]["member"]["scores"]
+    ended = schedule.ended_by(
+        **{name: progress[name] for name in ("generation", "tokens", "seconds")},
+        fitness=None if scores is None else sum(scores) / len(scores),
+    )
     tested = schedule.test_questions == 0 or _tested(run_dir)
     return Resumable(
         config=config,
@@ -97,7 +96,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
         generation=progress["generation"],
         step=progress["step"],
         skipped=saved.skipped,
-        complete=ended and tested and progress["generation"] > 0 and progress["step_in_generation"] == 0,
+        ended=ended if tested and progress["generation"] > 0 and progress["step_in_generation"] == 0 else None,
     )
 
 

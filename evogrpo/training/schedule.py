@@ -59,6 +59,25 @@ class Schedule:
         """Return plain JSON values."""
         return asdict(self)
 
+    def ended_by(self, *, generation: int, tokens: int, seconds: float, fitness: float | None) -> str | None:
+        """Return in words which limit a run has reached, None if none.
+
+        Args:
+            generation: Generations evaluated.
+            tokens: Spent so far.
+            seconds: Likewise.
+            fitness: The best so far; None before the first evaluation.
+        """
+        if self.target_fitness is not None and fitness is not None and fitness >= self.target_fitness:
+            return f"target_fitness {self.target_fitness:g} is reached, by {fitness:.4g}"
+        if self.generations is not None and generation >= self.generations:
+            return f"generations {self.generations} are done"
+        if self.max_tokens is not None and tokens >= self.max_tokens:
+            return f"max_tokens {self.max_tokens:,} are spent"
+        if self.max_seconds is not None and seconds >= self.max_seconds:
+            return f"max_seconds {self.max_seconds:g} are spent"
+        return None
+
     def block(self, population: Population) -> int:
         """Return the most prompts that any member can use in a step, whatever evolution does.
 

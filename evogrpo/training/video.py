@@ -210,9 +210,4 @@ def keeping_all(fps: float, frames: int) -> float:
 
 
 def _action(agent: GRPO, seen: Any, info: Mapping[str, Any], deterministic: bool) -> Any:
-    mask = info.get("action_mask")
-    if mask is None:
-        return agent.predict(seen, deterministic=deterministic)[0]
-    if not deterministic:
-        raise ValueError("this environment rules actions out, which is heeded by deterministic=True only")
-    return agent.get_action(seen, training=False, action_mask=mask)
+    return agent.predict(seen, deterministic=deterministic, action_masks=info.get("action_mask"))[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
+from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
 from evogrpo.agents.networks import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.envs.gymnasium import GymnasiumGroups
 from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
@@ -39,6 +39,8 @@ def test_the_spaces_alone_make_an_agent_with_defaults_for_small_networks():
     [
         ({"action_space": None}, "observation_space and action_space"),
         ({"actor_network": "CartPole"}, "torch module"),
+        ({"actor_network": torch.nn.Linear(5, 2)}, "Linear cannot take an observation of Box"),
+        ({"network": {"hidden": [32]}}, r"network must be a NetworkConfig, such as NetworkConfig\(hidden=\(64, 64\)\)"),
         ({"actor_network": torch.nn.Linear(4, 3)}, r"must return \[batch, 2\]"),
         ({"actor_network": OwnNetwork(), "network": NetworkConfig()}, "leave it out beside an actor_network"),
         ({"actor_network": OwnNetwork(), "evolve_network": LIMITS}, "custom module cannot change"),
@@ -81,6 +83,10 @@ def test_agents_and_environments_of_different_kinds_are_refused_before_anything_
         step_agent().test(GymnasiumGroups("Acrobot-v1"))
     with pytest.raises(ValueError, match=r"GymnasiumGroups\(\.\.\.\)"):
         step_agent(observation_space=spaces.Box(-1, 1, (4,))).test(gymnasium.make("CartPole-v1"))
+    with pytest.raises(ValueError, match=r"groups of episodes, got TimeLimit: give evogrpo\.GymnasiumGroups"):
+        step_agent().test(gymnasium.make("CartPole-v1"))
+    with pytest.raises(ValueError, match=r"a population is what evolves, got GRPO: .* GRPO\.population\(1"):
+        next(evolve(step_agent(), cart_pole(), generations=1))
     assert GRPO(None, None, shared_model(), pad_token_id=0).evolvable_attributes()["actor"].keys() == {"adapter"}
 
 
@@ -158,6 +164,17 @@ def test_composite_observations_are_one_or_many():
     assert agent.get_action(many, training=False)[0] == agent.get_action(one, training=False)
     with pytest.raises(ValueError, match="equally many"):
         agent.get_action(many | {"which": np.array([1, 0, 1])})
+
+
+def test_predicting_heeds_what_is_illegal():
+    agent = step_agent(GymnasiumGroups(Masked))
+    seen = generator(0, "test").random((50, 4)).astype(np.float32)
+    legal = np.zeros((50, 4), bool)
+    legal[np.arange(50), np.arange(50) % 4] = True
+    for deterministic in (True, False):
+        chosen, _ = agent.predict(seen, deterministic=deterministic, action_masks=legal)
+        assert chosen.tolist() == (np.arange(50) % 4).tolist()
+    assert agent.predict(seen[0], action_masks=legal[2])[0] == 2
 
 
 def test_predicting_leaves_training_alone():

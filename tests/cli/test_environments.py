@@ -1,5 +1,6 @@
 """Training small networks on a Gymnasium environment from the command line: the same command, records and ending."""
 
+import sys
 from pathlib import Path
 
 import gymnasium
@@ -52,6 +53,7 @@ def test_a_run_tells_its_story_in_the_words_of_environments(finished):
         "Generation 2 of 2",
         "transitions",
         "Test: 6 starts that neither training nor selection saw",
+        "ended: generations 2 are done",
         "evogrpo.GRPO.load('runs/CartPole-v1/best')",
         " video runs/CartPole-v1",
         " resume runs/CartPole-v1 --generations 4 target_fitness=null",
@@ -92,6 +94,9 @@ class Picture(gymnasium.Env):
 
     observation_space = gymnasium.spaces.Box(0, 255, (16, 16, 1), np.uint8)
     action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        return np.full((16, 16, 1), 9, np.uint8), {}
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,8 @@ def test_the_command_trains_what_the_same_settings_train_in_python(finished, tmp
 
 def test_a_run_goes_on(finished, tmp_path, monkeypatch, capsys):
     assert main(["resume", str(finished[0])]) == 0
-    assert "nothing is left to do" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "nothing is left to do: this run has ended after 2 generations, as generations 2 are done" in printed
     assert main(["resume", str(finished[0]), "--generations", "3", "target_fitness=null"]) == 0
     kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
     assert kinds.count("generation") == 3
@@ -170,7 +176,11 @@ def test_a_configuration_file_does_the_same(here):
 def test_a_target_ends_the_run(here, capsys):
     reached = ["train", "--env", "CartPole-v1", *SHORT, "schedule.target_fitness=1"]
     assert main(reached) == 0
-    assert "--generations 2 target_fitness=null" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "ended: target_fitness 1 is reached, by " in printed
+    assert "--generations 2 target_fitness=null" in printed
+    events = read_journal(Path("runs/CartPole-v1/journal.jsonl"))
+    assert events[-1]["reason"].startswith("target_fitness 1 is reached, by ")
     assert [e["event"] for e in read_journal(Path("runs/CartPole-v1/journal.jsonl"))].count("generation") == 1
 
 
@@ -195,7 +205,7 @@ def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(here, capsys, monke
     assert main(["train", "--env", "CartPole-v1", "--dry-run", *SHORT]) == 0
     output = capsys.readouterr().out
     assert "8 episodes per member and learning step, 24 in all" in output
-    assert "1 groups of 8" in output
+    assert "1 group of 8" in output
     assert "at most 12,000 steps a learning step, all members, for episodes of 500" in output  # 3 × 8 × 500
     assert "at most 16 steps per member and learning step" in output  # 4 epochs × ceil(8 × 500 / 1024)
     assert "4 = 2 generations × 2, and 40 episodes from held-out starts" in output  # 4 (1 + 3 × 2) + 2 × 6
@@ -230,6 +240,25 @@ def test_an_environment_without_a_limit_is_planned_without_numbers(here, capsys)
         del gymnasium.registry["Endless-v0"]
 
 
+def test_an_environment_in_a_module_of_the_working_directory_is_found(here, monkeypatch):
+    Path("my_environments.py").write_text(
+        "import gymnasium\n"
+        "from gymnasium.envs.classic_control import CartPoleEnv\n"
+        "gymnasium.register('Own-v0', entry_point=CartPoleEnv, max_episode_steps=30)\n"
+    )
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(here))])
+    try:
+        assert main(["train", "--env", "my_environments:Own-v0", "--dry-run"]) == 0
+    finally:
+        gymnasium.registry.pop("Own-v0", None)
+        sys.modules.pop("my_environments", None)
+
+
+def test_the_folder_of_a_run_is_not_taken_for_an_agent(finished):
+    with pytest.raises(ValueError, match=r"is the folder of a run, not of an agent: load its best member, .*best"):
+        GRPO.load(finished[0])
+
+
 # ---- refusals
 
 
@@ -241,6 +270,8 @@ def test_an_environment_without_a_limit_is_planned_without_numbers(here, capsys)
         (["--env", "CartPol-v1"], "Did you mean: `CartPole`?"),
         (["--env", "CartPole-v1", "model=smollm2-135m"], "model must be left out where task.env is given"),
         (["--env", "CartPole-v1", "logging.completions=4"], "logging.completions must be 0 where task.env is given"),
+        (["--env", "CartPole-v1", "task.env=Acrobot-v1"], "--env CartPole-v1 already says what to train on"),
+        (["mine.yaml", "--env", "CartPole-v1"], "already says what to train on: leave out 'mine.yaml'"),
         (["--env", "CartPole-v1", "agent.netwrk=1"], "did you mean 'network'?"),
         (["--env", "CartPole-v1", "agent.lora.r=3"], "unknown key in agent 'lora'"),
         (["--env", "CartPole-v1", "task.vectorization=proceses"], "did you mean 'processes'?"),

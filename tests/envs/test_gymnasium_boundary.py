@@ -198,7 +198,7 @@ class Endless(Odd):
 
 
 def test_an_episode_without_end_is_stopped_with_advice():
-    with pytest.raises(ValueError, match="give max_episode_steps"):
+    with pytest.raises(ValueError, match="set max_episode_steps"):
         GymnasiumGroups(Endless).play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import types
+import warnings
 
 import gymnasium
 import numpy as np
@@ -146,7 +147,7 @@ def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
     monkeypatch.setattr("evogrpo.envs.gymnasium.LONGEST", 30)
     endless = GymnasiumGroups(lambda: Odd(ends=lambda over: False), max_episode_steps=steps)
     assert play(endless, rows=1).lengths.tolist() == [steps]
-    with pytest.raises(ValueError, match="has not ended after 30 steps: give max_episode_steps"):
+    with pytest.raises(ValueError, match="has not ended after 30 steps: set max_episode_steps"):
         play(GymnasiumGroups(lambda: Odd(ends=lambda over: False)), rows=1)
 
 
@@ -285,3 +286,24 @@ def test_an_environment_that_writes_into_its_action_changes_no_record():
 
     played = play(GymnasiumGroups(Writes), rule=lambda seen: np.zeros((len(seen), 3), np.int8))
     assert not played.actions.any()
+
+
+# ---- seeds
+
+
+class Deaf(Odd):
+    """Starts anywhere, whatever the seed."""
+
+    def __init__(self):
+        super().__init__(sees=0.0)
+
+    def reset(self, *, seed=None, options=None):
+        return np.random.default_rng().standard_normal(1).astype(np.float32), {}
+
+
+def test_an_environment_that_does_not_heed_its_seed_is_warned_of():
+    with pytest.warns(UserWarning, match="Deaf starts differently from one reset seed"):
+        GymnasiumGroups(Deaf)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GymnasiumGroups(Odd)

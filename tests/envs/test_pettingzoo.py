@@ -365,7 +365,7 @@ def test_faults_of_an_environment_are_named(fault, message):
 def test_an_environment_that_never_ends_is_refused(monkeypatch):
     monkeypatch.setattr("evogrpo.envs.pettingzoo.LONGEST", 50)
     env = PettingZooGroups(lambda: joint_probes.Favours(steps=10**9))
-    with pytest.raises(ValueError, match="has not ended after 50 steps: give max_episode_steps"):
+    with pytest.raises(ValueError, match="has not ended after 50 steps: set max_episode_steps"):
         play(env, starts=1, group_size=1)
 
 

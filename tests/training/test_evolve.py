@@ -127,7 +127,7 @@ def test_the_journal_holds_every_event_whole(run):
     (test,) = run.events("test")
     assert set(test) == {"event", "time", "split", "questions", "index", "before", "after"}
     assert (test["split"], test["questions"]) == ("test", 36)
-    assert run.journal[-1]["reason"] == "finished"
+    assert run.journal[-1]["reason"] == "generations 4 are done"
 
 
 def test_the_base_is_measured_before_anything_is_learnt(run):

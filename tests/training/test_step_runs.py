@@ -53,7 +53,7 @@ def test_evolve_and_resume_need_no_model(whole, tmp_path):
     ):
         pass
     run = resume(tmp_path / "run", cart_pole(), generations=2)
-    assert [report.generation for report in run.generations()] == [2]
+    assert [report.generation for report in run] == [2]  # as a run from `generations()`
 
 
 def test_a_resumed_run_leaves_the_same_records(tmp_path):
