@@ -151,9 +151,9 @@ def open_shared(
     if wordless and (actor_network is None or isinstance(actor_network, nn.Module)):
         return _open_networks(size, given, actor_network, pad_token_id, options)
     raise ValueError(
-        f"actor_network must be a transformers model, got {type(actor_network).__name__} beside the spaces {given}: load "
-        "one with evogrpo.policies.models.load_base or AutoModelForCausalLM.from_pretrained; or, for small networks, give "
-        "both observation_space and action_space, and no actor_network or a torch module"
+        f"actor_network must be a transformers model, got {type(actor_network).__name__} beside the spaces {given}: "
+        "load one with evogrpo.policies.models.load_base or AutoModelForCausalLM.from_pretrained; or, for small "
+        "networks, give both observation_space and action_space, and no actor_network or a torch module"
     )
 
 
