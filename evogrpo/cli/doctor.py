@@ -117,7 +117,7 @@ def check_torch() -> Iterator[Finding]:
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     yield Finding(what="torch", state="ok", detail=f"{torch.__version__}, device {device}, {threads} threads")
     if device == "cpu" and threads < cores and "OMP_NUM_THREADS" in os.environ:
-        remedy = "unset OMP_NUM_THREADS for a faster run"
+        remedy = "unset OMP_NUM_THREADS for faster runs of language models"
         yield Finding(what="threads", state="note", detail=f"{threads} of {cores} cores are used", remedy=remedy)
 
 

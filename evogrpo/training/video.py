@@ -1,8 +1,10 @@
 """Videos of what a member does: whole episodes of a Gymnasium environment, drawn by it and filmed by RecordVideo."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +44,21 @@ class Recorded:
     truncated: bool
 
 
+@contextmanager
+def _displayless() -> Iterator[None]:
+    """Let SDL, with which most environments are drawn, look for no display where there is none: it would complain."""
+    displays = {"SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY"}
+    absent = sys.platform == "linux" and not displays & os.environ.keys()
+    if absent:
+        os.environ["SDL_VIDEODRIVER"] = "dummy"
+    try:
+        yield
+    finally:
+        if absent:
+            os.environ.pop("SDL_VIDEODRIVER", None)
+
+
+@_displayless()
 def record_video(
     agent: GRPO,
     env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups",

@@ -1,5 +1,6 @@
 """Videos of members: what is on them, what they must not touch, and refusals before anything is played."""
 
+import os
 import sys
 
 import gymnasium
@@ -124,6 +125,25 @@ def test_masks_of_the_environment_are_heeded(tmp_path):
     for deterministic in (True, False):
         (record,) = record_video(agent, DrawnMasked, tmp_path / f"{deterministic}.mp4", deterministic=deterministic)
         assert record.length > 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems always have a display")
+@pytest.mark.parametrize("display", [None, ":0"])
+def test_no_display_is_looked_for_where_there_is_none(tmp_path, monkeypatch, display):
+    for name in ("SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    if display is not None:
+        monkeypatch.setenv("DISPLAY", display)
+    seen = set()
+
+    class Looks(Drawn):
+        def render(self):
+            seen.add(os.environ.get("SDL_VIDEODRIVER"))
+            return super().render()
+
+    record_video(drawn_agent(Looks), Looks, tmp_path / "best.mp4")
+    assert seen == {"dummy" if display is None else None}
+    assert "SDL_VIDEODRIVER" not in os.environ
 
 
 def test_environments_that_look_actions_up_are_filmed(tmp_path):
