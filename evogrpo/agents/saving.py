@@ -68,7 +68,7 @@ def load_agent(
         if stored in _OPENERS and stored not in kind.kinds:
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, not one of {kind.__name__}: bring it back with "
-                f"{_class_of(stored)}.load"
+                f"{class_name(stored)}.load"
             )
         folder = stored_at(Path(path))
         network = _as_saved(actor_network, tensors, path)
@@ -82,10 +82,11 @@ def read_agent(agent: "EvolvableAlgorithm", path: str | Path) -> None:
     """Put a saved agent into an existing one; see `GRPO.load_checkpoint`."""
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
-        if record["shared"]["kind"] != agent._shared.body.kind:
+        stored = record["shared"]["kind"]
+        if stored != agent._shared.body.kind:
             raise CheckpointError(
-                f"{path} holds an agent of kind {record['shared']['kind']!r}, but this one is of kind "
-                f"{agent._shared.body.kind!r}: bring the saved one back with {_class_of(record['shared']['kind'])}.load"
+                f"{path} holds an agent of kind {stored!r}, but this one is of kind {agent._shared.body.kind!r}: bring "
+                f"the saved one back with {class_name(stored)}.load"
             )
         body = agent._shared.body
         body.check(record["shared"], path)
@@ -259,7 +260,7 @@ _OPENERS: Mapping[str, Callable[..., Shared]] = {
 """What reads the record of each kind of body."""
 
 
-def _class_of(kind: str) -> str:
+def class_name(kind: str) -> str:
     """Return the name of the class whose agents are of a kind."""
     return "MultiAgentGRPO" if kind == "joint" else "GRPO"
 

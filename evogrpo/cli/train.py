@@ -156,10 +156,10 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
 
 @contextmanager
 def _fitting_threads(prepared: Prepared) -> Iterator[None]:
-    """Let small networks compute in one thread, unless OMP_NUM_THREADS names a number; results are the same bits.
+    """Let small networks compute in one thread, unless OMP_NUM_THREADS names a number.
 
     Measured with 8 members on CartPole: a second thread gains a twentieth on an idle machine, and takes nine times as
-    long on a busy one, where every product waits for the slower of the two.
+    long on a busy one, where every product waits for the slower of the two. What was learnt was the same, bit for bit.
     """
     before = torch.get_num_threads()
     if isinstance(prepared, PreparedNetworks) and prepared.one_thread and "OMP_NUM_THREADS" not in os.environ:

@@ -135,6 +135,7 @@ class GymnasiumGroups(SeededGroups):
         seed: As given.
         name: The id, or the name of the callable.
         native: Whether a native environment runs.
+        remake: Whether every episode gets an environment made anew.
         max_episode_steps: Steps after which an episode is truncated; None if nothing says so.
         observation_space: Of one environment.
         action_space: Of one environment.
@@ -174,7 +175,7 @@ class GymnasiumGroups(SeededGroups):
         self.action_space: gymnasium.Space[Any] = example.action_space
         limits = (time_limit(example), None if example.spec is None else example.spec.max_episode_steps)
         self.max_episode_steps = max_episode_steps or next((limit for limit in limits if limit is not None), None)
-        self._remake = carries_over(example) if remake is None else remake
+        self.remake = carries_over(example) if remake is None else remake
         native = _native(env, kwargs, max_episode_steps) if vectorization in ("auto", "native") else None
         leaf_spaces(self.observation_space)
         check_action_space(self.action_space)
@@ -245,7 +246,7 @@ class GymnasiumGroups(SeededGroups):
         if self._native is not None:
             return NativeLanes(self._native())
         options: dict[str, Any] = {
-            "remake": self._remake,
+            "remake": self.remake,
             "reseed": self._make.noise_seed is not None,
             "observation_space": self.observation_space,
             "action_space": self.action_space,

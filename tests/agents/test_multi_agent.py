@@ -521,3 +521,13 @@ def test_an_agent_comes_back_through_its_own_class_only(tmp_path):
     with pytest.raises(CheckpointError, match=r"kind 'networks', not one of MultiAgentGRPO: .* with GRPO\.load"):
         MultiAgentGRPO.load(tmp_path / "single")
     assert isinstance(MultiAgentGRPO.load(tmp_path / "joint"), MultiAgentGRPO)
+
+
+def test_predicting_heeds_what_is_illegal():
+    agent = population_for(groups(), 1)[0]
+    seen, _ = joint_probes.Favours().reset(seed=0)
+    for only in range(3):
+        legal = {name: np.eye(3, dtype=bool)[only] for name in seen}
+        for deterministic in (True, False):
+            chosen, _ = agent.predict(seen, deterministic=deterministic, action_masks=legal)
+            assert set(chosen.values()) == {only}

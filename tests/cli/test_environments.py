@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from evogrpo import GRPO, GymnasiumGroups, Population, evolve
+from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups, Population, evolve
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.config import load_config, parse_config
@@ -18,6 +18,7 @@ from evogrpo.training.planning import compute
 from evogrpo.training.prepared import prepare
 from evogrpo.training.rundir import open_run
 from tests.cli.project import command
+from tests.envs import joint_probes
 from tests.tiny_training import equal_states
 
 SHORT = [
@@ -238,6 +239,20 @@ def test_an_environment_without_a_limit_is_planned_without_numbers(here, capsys)
         assert "set task.max_episode_steps" in " ".join(capsys.readouterr().out.split())
     finally:
         del gymnasium.registry["Endless-v0"]
+
+
+@pytest.mark.parametrize("remake", [None, True, False])
+def test_remaking_reaches_the_environment(remake):
+    values = {"task": {"env": "FrozenLake-v1", "remake": remake}, "schedule": {"generations": 1, "samples_per_step": 8}}
+    assert prepare(parse_config(values)).env.remake is bool(remake)
+
+
+def test_the_members_of_several_agents_are_not_exported_but_named(tmp_path, capsys):
+    env = PettingZooGroups(joint_probes.Favours, validation_size=2, test_size=2)
+    population = MultiAgentGRPO.population(2, env.observation_spaces, env.action_spaces, group_size=2)
+    assert list(evolve(population, env, generations=1, samples_per_step=4, run_dir=tmp_path / "run"))
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert "no adapter: load them with MultiAgentGRPO.load(" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_environment_in_a_module_of_the_working_directory_is_found(here, monkeypatch):
