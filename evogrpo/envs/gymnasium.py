@@ -125,7 +125,7 @@ class GymnasiumGroups(SeededGroups):
         lanes: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
         reseed_noise: Whether the replicas of a start get their own noise after reset.
         remake: Whether every episode gets an environment made anew, rather than one that is reset; None = where that
-            is known to matter, as for BipedalWalker.
+            is known to matter, as for BipedalWalker. Native environments carry nothing over in any case.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.

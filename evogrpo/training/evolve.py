@@ -158,7 +158,8 @@ class Evolution:
                 return
             self._next_generation()
             while progress.step_in_generation < self.schedule.steps_per_generation:
-                if progress.step_in_generation and self._spent():
+                spent = self.schedule.spent(tokens=progress.tokens, seconds=progress.seconds)
+                if progress.step_in_generation and spent is not None:
                     break
                 yield self._learning_step()
                 if self._stopping:
@@ -228,13 +229,6 @@ class Evolution:
             tokens=progress.tokens,
             seconds=progress.seconds,
             fitness=None if progress.best is None else progress.best.fitness.mean,
-        )
-
-    def _spent(self) -> bool:
-        schedule, progress = self.schedule, self.progress
-        tokens, seconds = schedule.max_tokens, schedule.max_seconds
-        return (tokens is not None and progress.tokens >= tokens) or (
-            seconds is not None and progress.seconds >= seconds
         )
 
     def _next_generation(self) -> None:

@@ -72,6 +72,10 @@ class Schedule:
             return f"target_fitness {self.target_fitness:g} is reached, by {fitness:.4g}"
         if self.generations is not None and generation >= self.generations:
             return f"generations {self.generations} are done"
+        return self.spent(tokens=tokens, seconds=seconds)
+
+    def spent(self, *, tokens: int, seconds: float) -> str | None:
+        """Return in words which limit on cost is spent, None if none: one that ends a generation early."""
         if self.max_tokens is not None and tokens >= self.max_tokens:
             return f"max_tokens {self.max_tokens:,} are spent"
         if self.max_seconds is not None and seconds >= self.max_seconds:
