@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.lineage import ancestors
+from evogrpo.report.family import ancestors
 from evogrpo.report.summary import summarise
 
 

@@ -19,9 +19,9 @@ from pathlib import Path
 def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
     """Train `size` members for a few steps in this process and return its peak memory."""
     from evogrpo import GRPO, evolve
-    from evogrpo.envs.tasks import TASKS
+    from evogrpo.envs.prompts.builtin import TASKS
     from evogrpo.evolution.strategies import NoEvolution
-    from evogrpo.policies.models import load_base
+    from evogrpo.policies.tokens.models import load_base
 
     base = load_base("smollm2-135m")
     env = TASKS["two_digit_sums"].build(base.tokenizer, validation_size=16)

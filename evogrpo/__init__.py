@@ -26,19 +26,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ArchitectureLimits": "evogrpo.policies.architecture",
+    "ArchitectureLimits": "evogrpo.policies.control.architecture",
     "GRPO": "evogrpo.agents.grpo",
-    "GymnasiumGroups": "evogrpo.envs.gymnasium",
-    "HuggingFaceGym": "evogrpo.envs.huggingface",
+    "GymnasiumGroups": "evogrpo.envs.control.gymnasium",
+    "HuggingFaceGym": "evogrpo.envs.prompts.huggingface",
     "HyperparameterConfig": "evogrpo.hyperparameters.space",
     "Hyperparameters": "evogrpo.hyperparameters.values",
     "MultiAgentGRPO": "evogrpo.agents.multi_agent",
-    "NetworkConfig": "evogrpo.policies.architecture",
+    "NetworkConfig": "evogrpo.policies.control.architecture",
     "Objective": "evogrpo.objective.record",
-    "PettingZooGroups": "evogrpo.envs.pettingzoo",
+    "PettingZooGroups": "evogrpo.envs.control.pettingzoo",
     "Population": "evogrpo.agents.population",
     "RLParameter": "evogrpo.hyperparameters.space",
-    "StepRewards": "evogrpo.envs.step_rewards",
+    "StepRewards": "evogrpo.envs.prompts.step_rewards",
     "Tournament": "evogrpo.evolution.strategies",
     "evolve": "evogrpo.training.evolve",
     "record_video": "evogrpo.training.video",
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
     from evogrpo.agents.grpo import GRPO
     from evogrpo.agents.multi_agent import MultiAgentGRPO
     from evogrpo.agents.population import Population
-    from evogrpo.envs.gymnasium import GymnasiumGroups
-    from evogrpo.envs.huggingface import HuggingFaceGym
-    from evogrpo.envs.pettingzoo import PettingZooGroups
-    from evogrpo.envs.step_rewards import StepRewards
+    from evogrpo.envs.control.gymnasium import GymnasiumGroups
+    from evogrpo.envs.control.pettingzoo import PettingZooGroups
+    from evogrpo.envs.prompts.huggingface import HuggingFaceGym
+    from evogrpo.envs.prompts.step_rewards import StepRewards
     from evogrpo.evolution.strategies import Tournament
     from evogrpo.hyperparameters.space import HyperparameterConfig, RLParameter
     from evogrpo.hyperparameters.values import Hyperparameters
     from evogrpo.objective.record import Objective
-    from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
+    from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.training.evolve import evolve, resume
     from evogrpo.training.video import record_video
 else:  # hidden from type checkers, which would otherwise accept any misspelt name

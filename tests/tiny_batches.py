@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
-from evogrpo.policies.adapters import AdapterBank
 from evogrpo.policies.bank import LossFunction
+from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Rollout, Rows, TokenInputs
 from tests.tiny_models import EOS, PAD

@@ -10,8 +10,8 @@ from gymnasium import spaces
 from torch import Tensor
 
 from evogrpo.objective import Objective
-from evogrpo.policies.architecture import NetworkConfig
-from evogrpo.policies.stacked import StackedBank
+from evogrpo.policies.control.architecture import NetworkConfig
+from evogrpo.policies.control.stacked import StackedBank
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, ObservationInputs
 
@@ -194,7 +194,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Together:
-    """See `evogrpo.agents.learning.LearningShared`."""
+    """See `evogrpo.agents.learning.step.LearningShared`."""
 
     bank: StackedBank
     settings: Settings

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter
-from evogrpo.agents.base import EvolvableAlgorithm
+from evogrpo.agents.agent import EvolvableAlgorithm
 from evogrpo.evolution import Child, NoEvolution, Plan
 from evogrpo.hyperparameters import Hyperparameters
 from tests.tiny_training import (

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournament
-from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution import Strategy
-from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.evolve import Evolution
 from evogrpo.training.rundir import RunDir, open_run
 from evogrpo.training.schedule import Schedule

@@ -12,9 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
-from evogrpo.agents.base import EvolvableAlgorithm
-from evogrpo.agents.experiences import as_batch
-from evogrpo.envs.prompts import Tokenizer
+from evogrpo.agents.agent import EvolvableAlgorithm
+from evogrpo.agents.members.experiences import as_batch
+from evogrpo.envs.prompts.templates import Tokenizer
 from evogrpo.evolution import Strategy
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.persistence.manifest import CheckpointError

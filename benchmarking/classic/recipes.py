@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
-from evogrpo.policies.architecture import NetworkConfig
+from evogrpo.policies.control.architecture import NetworkConfig
 
 
 @dataclass(frozen=True, kw_only=True)

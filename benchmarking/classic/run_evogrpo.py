@@ -14,8 +14,8 @@ from tasks import Task
 
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.population import Population
-from evogrpo.envs.episodes import Played
-from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.episodes import Played
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.training.evolve import evolve
 
 SIZES = {"grpo": 1, "grpo-8": 8}

@@ -19,7 +19,7 @@ import torch
 from recipes import RECIPES
 from run_evogrpo import CountedGroups, make_population
 
-from evogrpo.agents.collecting import evaluate
+from evogrpo.agents.rollout.collecting import evaluate
 from evogrpo.evolution.strategies import Tournament
 from evogrpo.training.evolve import Evolution
 from evogrpo.training.schedule import Schedule

@@ -11,12 +11,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import nn
 
-from evogrpo.agents.base import EvolvableAlgorithm
-from evogrpo.agents.collecting import check_groups, evaluate
-from evogrpo.agents.learning import learn
+from evogrpo.agents.agent import EvolvableAlgorithm
+from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
+from evogrpo.agents.learning.step import learn
 from evogrpo.agents.options import Options, open_shared
 from evogrpo.agents.population import Population
-from evogrpo.agents.saving import load_agent, read_agent, save_agent
+from evogrpo.agents.rollout.collecting import check_groups, evaluate
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.mutation import spread_members
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, common_samples

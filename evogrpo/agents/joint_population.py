@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any, cast
 
-from evogrpo.agents.coefficients import Learner
-from evogrpo.agents.joint_body import JointBody
-from evogrpo.agents.joint_learning import learn_joint
-from evogrpo.agents.joint_play import JointBatch
+from evogrpo.agents.learning.coefficients import Learner
+from evogrpo.agents.learning.joint import learn_joint
+from evogrpo.agents.members.joint_body import JointBody
+from evogrpo.agents.members.joint_play import JointBatch
+from evogrpo.agents.members.shared import Shared
 from evogrpo.agents.population import Population
-from evogrpo.agents.shared import Shared
 from evogrpo.records import LearnReport
 
 

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, Unpack, cast
 
-from evogrpo.agents.base import EvolvableAlgorithm
-from evogrpo.agents.collecting import Collected, collect
+from evogrpo.agents.agent import EvolvableAlgorithm
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.joint_body import Spaces
-from evogrpo.agents.joint_options import JointOptions, open_with_options
 from evogrpo.agents.joint_population import MultiAgentPopulation, learn_members
-from evogrpo.envs.pettingzoo import PettingZooGroups
+from evogrpo.agents.members.joint_body import Spaces
+from evogrpo.agents.rollout.collecting import Collected, collect
+from evogrpo.agents.team_options import JointOptions, open_with_options
+from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.evolution.mutation import spread_members
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, common_samples
 from evogrpo.randomness import generator
@@ -29,7 +29,7 @@ class MultiAgentGRPO(GRPO):
     Args:
         observation_spaces: What each agent sees, by its name, as `PettingZooGroups.observation_spaces` has it.
         action_spaces: Where each agent acts, by its name.
-        options: Everything else, with defaults: see `evogrpo.agents.joint_options.JointOptions`.
+        options: Everything else, with defaults: see `evogrpo.agents.team_options.JointOptions`.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or agents of one policy differ in their spaces.

@@ -10,12 +10,12 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 
-from evogrpo.agents.language import LanguageBody, LanguageSettings, device_of
-from evogrpo.agents.networks import NETWORK_DEFAULTS, NetworkBody, NetworkSettings
-from evogrpo.agents.prompting import LanguagePlay
-from evogrpo.agents.shaping import refuse_for_transitions
-from evogrpo.agents.shared import Settings, Shared
-from evogrpo.agents.stepping import StepPlay
+from evogrpo.agents.learning.shaping import refuse_for_transitions
+from evogrpo.agents.members.language import LanguageBody, LanguageSettings, device_of
+from evogrpo.agents.members.networks import NETWORK_DEFAULTS, NetworkBody, NetworkSettings
+from evogrpo.agents.members.prompting import LanguagePlay
+from evogrpo.agents.members.shared import Settings, Shared
+from evogrpo.agents.members.stepping import StepPlay
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
     AdvantageType,
@@ -25,14 +25,15 @@ from evogrpo.hyperparameters import (
     refuse_unknown,
 )
 from evogrpo.objective import Objective, Optimizer
-from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 
 
 class Options(TypedDict, total=False):
     """Optional arguments of `GRPO` and `GRPO.population`.
 
     Some defaults are others for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
-    of loss_type "dapo" with advantage "return_to_go_timestep" (`evogrpo.agents.networks.NETWORK_DEFAULTS`, `STEPWISE`).
+    of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
+    `evogrpo.agents.members.networks`).
 
     Attributes:
         hp_config: What evolution may change; nothing by default.
@@ -152,7 +153,7 @@ def open_shared(
         return _open_networks(size, given, actor_network, pad_token_id, options)
     raise ValueError(
         f"actor_network must be a transformers model, got {type(actor_network).__name__} beside the spaces {given}: "
-        "load one with evogrpo.policies.models.load_base or AutoModelForCausalLM.from_pretrained; or, for small "
+        "load one with evogrpo.policies.tokens.models.load_base or AutoModelForCausalLM.from_pretrained; or, for small "
         "networks, give both observation_space and action_space, and no actor_network or a torch module"
     )
 

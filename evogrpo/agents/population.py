@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from evogrpo.agents.collecting import Collected, check_groups, collect, evaluate
-from evogrpo.agents.learning import learn
-from evogrpo.agents.shared import Shared
+from evogrpo.agents.learning.step import learn
+from evogrpo.agents.members.shared import Shared
+from evogrpo.agents.rollout.collecting import Collected, check_groups, collect, evaluate
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import NETWORK, Lineage
@@ -18,7 +18,7 @@ from evogrpo.randomness import generator
 from evogrpo.records import Batch, LearnReport
 
 if TYPE_CHECKING:
-    from evogrpo.agents.base import EvolvableAlgorithm
+    from evogrpo.agents.agent import EvolvableAlgorithm
 
 
 class Population(Sequence[Any]):

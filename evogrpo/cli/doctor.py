@@ -149,7 +149,7 @@ def _memory() -> int | None:
 
 def check_model() -> Iterator[Finding]:
     """Look for the demo's base model: the wheel, the package that reads it, and the converted copy."""
-    from evogrpo.policies.models import DEMO_MODEL, DEMO_WHEEL, cache_folder
+    from evogrpo.policies.tokens.models import DEMO_MODEL, DEMO_WHEEL, cache_folder
 
     try:
         wheel = importlib.metadata.version(DEMO_WHEEL)
@@ -172,7 +172,7 @@ def check_model() -> Iterator[Finding]:
 
 def check_folders() -> Iterator[Finding]:
     """Try to write where runs and models go, and look at the space left."""
-    from evogrpo.policies.models import cache_folder
+    from evogrpo.policies.tokens.models import cache_folder
 
     for what, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
         existing = folder.absolute()

@@ -10,8 +10,8 @@ from rich.text import Text
 
 from evogrpo.cli.tables import changes_text
 from evogrpo.persistence.journal import read_journal
+from evogrpo.report.family import Ancestor, ancestors, winner
 from evogrpo.report.html import write_html
-from evogrpo.report.lineage import Ancestor, ancestors, winner
 from evogrpo.report.summary import MemberResult, RunSummary, summarise
 from evogrpo.report.text import number_text, printable, score_text
 from evogrpo.training.schedule import Schedule

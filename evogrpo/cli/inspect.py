@@ -27,8 +27,8 @@ def report(chosen: argparse.Namespace) -> int:
 
 def tasks(chosen: argparse.Namespace) -> int:
     """List the tasks."""
-    from evogrpo.envs.classic_control import native_ids
-    from evogrpo.envs.tasks import TASKS
+    from evogrpo.envs.control.classic import native_ids
+    from evogrpo.envs.prompts.builtin import TASKS
 
     console = make_console()
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
@@ -55,8 +55,8 @@ def tasks(chosen: argparse.Namespace) -> int:
 def video(chosen: argparse.Namespace) -> int:
     """Record the run's best member from the first starts of the test split."""
     from evogrpo.agents.grpo import GRPO
-    from evogrpo.training.config import CONFIG_FILE, load_config
-    from evogrpo.training.environment_tasks import EnvironmentTask
+    from evogrpo.training.configuration.environment_tasks import EnvironmentTask
+    from evogrpo.training.configuration.record import CONFIG_FILE, load_config
     from evogrpo.training.prepared import PreparedNetworks, prepare
     from evogrpo.training.video import record_video
 
@@ -90,7 +90,7 @@ def video(chosen: argparse.Namespace) -> int:
 
 def export(chosen: argparse.Namespace) -> int:
     """Copy the two files that PEFT needs, after checking that they are whole."""
-    from evogrpo.agents.saving import class_name
+    from evogrpo.agents.checkpoints.saving import class_name
     from evogrpo.persistence.checkpoint import read_checkpoint
     from evogrpo.persistence.durable import make_folder, write_synced
     from evogrpo.persistence.placement import stored_at

@@ -9,7 +9,7 @@ from rich.text import Text
 from evogrpo.hyperparameters import Value
 from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text
 from evogrpo.report.words import Words
-from evogrpo.training.reports import GenerationReport, MemberReport, StepReport
+from evogrpo.training.run_reports import GenerationReport, MemberReport, StepReport
 
 NARROW = 100  # columns below which a table leaves out what the report page shows as well
 _ARROWS = {True: "↑", False: "↓"}

@@ -18,21 +18,21 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
 from evogrpo.cli.console import clean_warnings, make_console, say_error, say_warning
+from evogrpo.cli.dry_run import show_arithmetic, show_plan
 from evogrpo.cli.ending import command, show_command, show_ending
-from evogrpo.cli.plan import show_arithmetic, show_plan
-from evogrpo.cli.progress import RunDisplay, outcome_lines
-from evogrpo.envs.rewards import RewardError
+from evogrpo.cli.live import RunDisplay, outcome_lines
+from evogrpo.envs.prompts.reward_functions import RewardError
 from evogrpo.evolution.strategies import NoEvolution
-from evogrpo.training.config import Config, load_config
-from evogrpo.training.environment_tasks import reward_threshold
+from evogrpo.training.configuration.environment_tasks import reward_threshold
+from evogrpo.training.configuration.record import Config, load_config
+from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.evolve import AllFailedError, Evolution
+from evogrpo.training.forecast import compute
 from evogrpo.training.launch import free_run_dir, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
-from evogrpo.training.planning import compute
 from evogrpo.training.prepared import Prepared, PreparedNetworks, prepare
-from evogrpo.training.reports import TestReport as TestOutcome
+from evogrpo.training.run_reports import TestReport as TestOutcome
 from evogrpo.training.rundir import RunDir
-from evogrpo.training.sources import user_line
 
 TERMINATED = 128 + signal.SIGTERM
 
@@ -42,7 +42,7 @@ def demo(chosen: argparse.Namespace) -> int:
     overrides = list(chosen.overrides)
     if chosen.seed is not None:
         overrides.insert(0, f"seed={chosen.seed}")
-    with as_file(files("evogrpo.training") / "demo.yaml") as path:
+    with as_file(files("evogrpo.training.configuration") / "demo.yaml") as path:
         config = load_config(path, overrides)
     if chosen.fixed:
         population = dataclasses.replace(config.population, spread=False)
@@ -68,7 +68,7 @@ def _environment_config(env: str, overrides: list[str]) -> Config:
     """Return the packaged configuration for an environment; it ends where the environment counts as solved."""
     threshold = reward_threshold(env)
     solved = [] if threshold is None else [f"schedule.target_fitness={threshold}"]
-    with as_file(files("evogrpo.training") / "environment.yaml") as path:
+    with as_file(files("evogrpo.training.configuration") / "environment.yaml") as path:
         return load_config(path, [*solved, *overrides, f"task.env={env}"])
 
 

@@ -20,26 +20,26 @@ __all__ = [
 
 _HOMES = {
     "SPLITS": "groups",
-    "TASKS": "tasks",
+    "TASKS": "prompts.builtin",
     "Episodes": "groups",
-    "Filtered": "splits",
+    "Filtered": "prompts.splits",
     "GroupEnvironment": "groups",
-    "HuggingFaceGym": "huggingface",
-    "RewardError": "rewards",
+    "HuggingFaceGym": "prompts.huggingface",
+    "RewardError": "prompts.reward_functions",
     "Scores": "groups",
     "Split": "groups",
-    "StepRewards": "step_rewards",
-    "Task": "tasks",
+    "StepRewards": "prompts.step_rewards",
+    "Task": "prompts.builtin",
     "deal_starts": "groups",
 }
 
 if TYPE_CHECKING:
     from evogrpo.envs.groups import SPLITS, Episodes, GroupEnvironment, Scores, Split, deal_starts
-    from evogrpo.envs.huggingface import HuggingFaceGym
-    from evogrpo.envs.rewards import RewardError
-    from evogrpo.envs.splits import Filtered
-    from evogrpo.envs.step_rewards import StepRewards
-    from evogrpo.envs.tasks import TASKS, Task
+    from evogrpo.envs.prompts.builtin import TASKS, Task
+    from evogrpo.envs.prompts.huggingface import HuggingFaceGym
+    from evogrpo.envs.prompts.reward_functions import RewardError
+    from evogrpo.envs.prompts.splits import Filtered
+    from evogrpo.envs.prompts.step_rewards import StepRewards
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 
     def __getattr__(name: str) -> object:

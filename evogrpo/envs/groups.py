@@ -81,7 +81,7 @@ class GroupEnvironment(Protocol):
 
         Returns:
             `Episodes`, or for environments that are played step by step something with their `play`, such as
-            `evogrpo.envs.gymnasium.StepEpisodes`.
+            `evogrpo.envs.control.gymnasium.StepEpisodes`.
         """
 
 

@@ -9,7 +9,7 @@ from evogrpo.functional.returns import (
     return_to_go_timestep,
     returns_to_go,
 )
-from evogrpo.functional.rewards import clip_rewards, penalise_kl, place_on_actions
+from evogrpo.functional.reward_shaping import clip_rewards, penalise_kl, place_on_actions
 from evogrpo.functional.statistics import group_statistics, numbered, numbered_groups
 
 Coefficient = float | Tensor

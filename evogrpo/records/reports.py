@@ -38,8 +38,9 @@ class LearnReport:
     """What one `learn` call did to one member; unpacks as `loss, kl = agent.learn(...)`.
 
     Attributes:
-        metrics: Everything measured, under TRL's names where TRL has one: see `evogrpo.agents.metrics.NAMES`. What was
-            not measured is missing. Those below are attributes as well, NaN where they are missing.
+        metrics: Everything measured, under TRL's names where TRL has one: see `NAMES` of
+            `evogrpo.agents.learning.metrics`. What was not measured is missing. Those below are attributes as well, NaN
+            where they are missing.
         advantages: Of the member's samples, in the order of its rows in the batch; the mean over a sample's actions.
         optimizer_steps: Steps taken.
         tokens: Tokens (or environment steps) that the updates processed, passes without gradient included.

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.hyperparameters import draw_hyperparameter
 from evogrpo.report.marks import Drawing, draw_legend, drawing
 from evogrpo.report.panels import draw_fitness, generation_ticks
 from evogrpo.report.summary import RunSummary, summarise
 from evogrpo.report.text import count_text, duration_text, printable, shorten
+from evogrpo.report.trajectories import draw_hyperparameter
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ from typing import Any
 
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
+from evogrpo.report.family import ancestors, winner
 from evogrpo.report.figures import draw_report
-from evogrpo.report.lineage import ancestors, winner
 from evogrpo.report.summary import Example, GenerationResult, RunSummary, Score, summarise
 from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text, shorten
 from evogrpo.report.words import Words

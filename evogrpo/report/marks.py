@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.report.lineage import LineageLine, ancestors, lineage_lines, winner
+from evogrpo.report.family import LineageLine, ancestors, lineage_lines, winner
 from evogrpo.report.summary import RunSummary
 
 if TYPE_CHECKING:

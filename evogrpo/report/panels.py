@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from evogrpo.report.lineage import LineageLine
+from evogrpo.report.family import LineageLine
 from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch
 from evogrpo.report.summary import Score
 from evogrpo.report.text import score_text

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from evogrpo.agents.collecting import Collected
+from evogrpo.agents.rollout.collecting import Collected
 from evogrpo.persistence.durable import make_folder, replace_file
 from evogrpo.records import LearnReport
-from evogrpo.training.reports import Example
+from evogrpo.training.run_reports import Example
 
 COMPLETIONS = "completions"
 CompletionsFormat = Literal["jsonl", "parquet"]

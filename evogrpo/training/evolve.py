@@ -15,7 +15,7 @@ from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat, examples_of, first_of_each
 from evogrpo.training.observing import costs, member_reports, metrics, score
 from evogrpo.training.progress import Best, Progress
-from evogrpo.training.reports import GenerationReport, StepReport, TestReport
+from evogrpo.training.run_reports import GenerationReport, StepReport, TestReport
 from evogrpo.training.rundir import RunDir, open_run
 from evogrpo.training.sb3_names import of_members
 from evogrpo.training.schedule import LIMITS, Schedule

@@ -10,14 +10,14 @@ from evogrpo.agents.population import Population
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.training.config import CONFIG_FILE, Config, override, parse_config, write_config
+from evogrpo.training.configuration.record import CONFIG_FILE, Config, override, parse_config, write_config
+from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file
+from evogrpo.training.configuration.typed import typed
 from evogrpo.training.evolve import Evolution
 from evogrpo.training.prepared import Prepared
 from evogrpo.training.progress import Progress
 from evogrpo.training.rundir import JOURNAL, RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
-from evogrpo.training.strict_yaml import parse_override, read_yaml_file
-from evogrpo.training.typed import typed
 
 
 def free_run_dir(name: str, folder: Path | None = None) -> Path:

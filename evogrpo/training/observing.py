@@ -7,7 +7,7 @@ from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.records import LearnReport
 from evogrpo.training.progress import Progress
-from evogrpo.training.reports import MemberReport
+from evogrpo.training.run_reports import MemberReport
 
 
 def member_reports(population: Population, progress: Progress) -> tuple[MemberReport, ...]:

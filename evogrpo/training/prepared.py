@@ -7,20 +7,20 @@ import torch
 from peft import LoraConfig
 
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.networks import NetworkBody, NetworkSettings
+from evogrpo.agents.members.networks import NetworkBody, NetworkSettings
 from evogrpo.agents.population import Population
-from evogrpo.envs.gymnasium import GymnasiumGroups
-from evogrpo.envs.huggingface import HuggingFaceGym
-from evogrpo.policies.encoding import Encoding
-from evogrpo.policies.lora import Target, check_supported, find_targets, lora_from_json
-from evogrpo.policies.models import BaseModel, load_base, load_outline
-from evogrpo.training.agent_config import AgentConfig, NetworkAgentConfig
-from evogrpo.training.config import Config
-from evogrpo.training.environment_tasks import EnvironmentTask
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.prompts.huggingface import HuggingFaceGym
+from evogrpo.policies.control.encoding import Encoding
+from evogrpo.policies.tokens.lora import Target, check_supported, find_targets, lora_from_json
+from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask
+from evogrpo.training.configuration.members import AgentConfig, NetworkAgentConfig
+from evogrpo.training.configuration.question_tasks import QuestionTask
+from evogrpo.training.configuration.record import Config
+from evogrpo.training.configuration.typed import plain
 from evogrpo.training.progress import Progress
 from evogrpo.training.rundir import Saved
-from evogrpo.training.tasks import QuestionTask
-from evogrpo.training.typed import plain
 
 ONE_THREAD = 1 << 15
 """Parameters of a member up to which a second thread gains little: measured for 8 members, 9 % at 4,500 and 5 % at

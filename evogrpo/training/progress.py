@@ -7,7 +7,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.training.reports import Example
+from evogrpo.training.run_reports import Example
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 import evogrpo
+from evogrpo.agents.checkpoints.saving import learnt, population_state, restore_population, save_agent
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.population import Population
-from evogrpo.agents.saving import learnt, population_state, restore_population, save_agent
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy, strategy_from_json
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint

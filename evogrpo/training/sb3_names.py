@@ -44,7 +44,7 @@ def sb3_names(
     """Return one member's learning step under the names of Stable-Baselines3; what was not measured is missing.
 
     Args:
-        measured: Under the names of `evogrpo.agents.metrics.NAMES`; None = not finite.
+        measured: Under the names of `evogrpo.agents.learning.metrics.NAMES`; None = not finite.
         hyperparameters: That the member learnt with.
         iterations: Learning steps since the run began.
         seconds: Wall-clock time since then.

@@ -16,8 +16,8 @@ import numpy as np
 from gymnasium.wrappers import RecordVideo
 
 from evogrpo.agents.grpo import GRPO
-from evogrpo.envs.gymnasium import GymnasiumGroups
-from evogrpo.envs.making import EnvMaker
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.making import EnvMaker
 
 MODE = "rgb_array"
 INSTALL = 'pip install "evogrpo[video]"'

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evogrpo import Objective
-from evogrpo.agents.learning import learn
+from evogrpo.agents.learning.step import learn
 from tests.oracles.objective_by_hand import rows_of
 from tests.oracles.scalar_grpo import advantages
 from tests.tiny_routes import DECAY, same

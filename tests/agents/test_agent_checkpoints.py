@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save
 
 from evogrpo import GRPO
-from evogrpo.agents.saving import population_state
+from evogrpo.agents.checkpoints.saving import population_state
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from tests.tiny_batches import lora
 from tests.tiny_models import tiny_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, Objective
-from evogrpo.agents.learning import learn
+from evogrpo.agents.learning.step import learn
 from evogrpo.evolution import Child, Plan
 from tests.tiny_training import (
     equal_states,

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter
-from evogrpo.agents.base import NetworkGroup
+from evogrpo.agents.agent import NetworkGroup
 from evogrpo.evolution import Mutation
 from tests.tiny_models import PAD
 from tests.tiny_training import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.agents.collecting import collect, evaluate
-from evogrpo.agents.learning import learn
+from evogrpo.agents.learning.step import learn
+from evogrpo.agents.rollout.collecting import collect, evaluate
 from evogrpo.randomness import generator
 from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo import Objective
-from evogrpo.agents.learning import Learner, learn, minibatches
+from evogrpo.agents.learning.step import Learner, learn, minibatches
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
 from evogrpo.records import Batch

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from evogrpo.agents.collecting import collect
-from evogrpo.agents.experiences import as_batch
-from evogrpo.agents.learning import minibatches
+from evogrpo.agents.learning.step import minibatches
+from evogrpo.agents.members.experiences import as_batch
+from evogrpo.agents.rollout.collecting import collect
 from evogrpo.randomness import generator
 from tests.oracles.scalar_grpo import advantages
 from tests.tiny_routes import DECAY, answered, same

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from evogrpo import Objective
-from evogrpo.agents.learning import learn
-from evogrpo.agents.metrics import NAMES
+from evogrpo.agents.learning.metrics import NAMES
+from evogrpo.agents.learning.step import learn
 from evogrpo.persistence.journal import read_journal
 from tests.oracles.objective_by_hand import divergence, rows_of
 from tests.tiny_training import finish, peft_twin, sampled, scatter, tiny_agent, tiny_run

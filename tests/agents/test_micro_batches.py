@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evogrpo import Objective
-from evogrpo.agents.learning import learn
+from evogrpo.agents.learning.step import learn
 from evogrpo.functional.losses import AGGREGATIONS, LOSS_TYPES
 from tests.tiny_training import sampled, scatter, state_of, tiny_agent
 

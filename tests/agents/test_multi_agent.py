@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 import torch
 
+from evogrpo.agents.checkpoints.saving import population_state, restore_population
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.joint_options import JointOptions
-from evogrpo.agents.joint_play import JointBatch
 from evogrpo.agents.joint_population import MultiAgentPopulation
+from evogrpo.agents.members.joint_play import JointBatch
+from evogrpo.agents.members.networks import NETWORK_DEFAULTS
 from evogrpo.agents.multi_agent import MultiAgentGRPO
-from evogrpo.agents.networks import NETWORK_DEFAULTS
 from evogrpo.agents.options import Options
-from evogrpo.agents.saving import population_state, restore_population
-from evogrpo.envs.gymnasium import GymnasiumGroups
-from evogrpo.envs.pettingzoo import PettingZooGroups
+from evogrpo.agents.team_options import JointOptions
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.evolution.strategies import Child, Plan
 from evogrpo.functional.advantages import advantages
 from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.objective import Objective
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from tests.envs import joint_probes
 
 SMALL = {"network": NetworkConfig(hidden=(16,)), "lr": 2e-2, "batch_size": 256, "group_size": 4}

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from evogrpo import Objective
-from evogrpo.agents.learning import learn, minibatches
+from evogrpo.agents.learning.step import learn, minibatches
 from evogrpo.functional.losses import LOSS_TYPES
 from evogrpo.objective import CLIPPED_LOSSES, Optimizer
 from evogrpo.records import Batch

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter
-from evogrpo.agents.saving import population_state, restore_population
+from evogrpo.agents.checkpoints.saving import population_state, restore_population
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (

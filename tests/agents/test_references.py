@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, Objective
-from evogrpo.agents.learning import learn, minibatches
+from evogrpo.agents.learning.step import learn, minibatches
 from evogrpo.evolution import Child, Plan
 from evogrpo.objective import Optimizer
 from evogrpo.persistence.manifest import CheckpointError

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from evogrpo import Objective, StepRewards
-from evogrpo.agents.collecting import collect
-from evogrpo.agents.refilling import idle_groups
+from evogrpo.agents.rollout.collecting import collect
+from evogrpo.agents.rollout.refilling import idle_groups
 from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.statistics import numbered
 from evogrpo.records import Batch, TokenInputs

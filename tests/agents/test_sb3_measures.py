@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from evogrpo.agents.learning import Learner, learn
+from evogrpo.agents.learning.step import Learner, learn
 from evogrpo.hyperparameters import Hyperparameters
 from tests.tiny_networks import CASES, acted_batch, together
 

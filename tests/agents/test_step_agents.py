@@ -9,9 +9,9 @@ import torch
 from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
-from evogrpo.agents.networks import NETWORK_DEFAULTS, STEPWISE
-from evogrpo.envs.gymnasium import GymnasiumGroups
-from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.agents.members.networks import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator
 from tests.envs.probes import Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete
 from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent
@@ -205,7 +205,7 @@ def test_a_loop_of_ones_own_teaches():
 
 
 def test_learning_by_hand_equals_learning_from_the_environments_own_rows():
-    from evogrpo.agents.learning import learn
+    from evogrpo.agents.learning.step import learn
 
     agent = step_agent(normalise_observations=True, beta=0.1)
     agent.learn(played(agent))  # so that there are statistics

@@ -8,11 +8,11 @@ import torch
 from gymnasium import spaces
 
 from evogrpo import GRPO
-from evogrpo.agents.saving import population_state, restore_population
-from evogrpo.agents.stored_spaces import space_from_json, space_to_json
-from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.agents.checkpoints.saving import population_state, restore_population
+from evogrpo.agents.checkpoints.stored_spaces import space_from_json, space_to_json
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.policies.architecture import NetworkConfig
+from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.randomness import generator
 from tests.envs.probes import PROBES, MatchDict
 from tests.tiny_networks import MIXED

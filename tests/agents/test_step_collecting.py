@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from evogrpo import HyperparameterConfig, Objective, RLParameter
-from evogrpo.agents.collecting import collect, evaluate
-from evogrpo.agents.learning import learn
-from evogrpo.agents.networks import STEPWISE
-from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.agents.learning.step import learn
+from evogrpo.agents.members.networks import STEPWISE
+from evogrpo.agents.rollout.collecting import collect, evaluate
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.randomness import generator
 from tests.envs.probes import ConstantReward, Masked, MatchDict, NoisyWalk
 from tests.tiny_steps import cart_pole, step_agent, step_population

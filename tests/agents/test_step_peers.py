@@ -15,7 +15,7 @@ from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from evogrpo import GRPO, evolve
-from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution import NoEvolution
 from tests.envs.probes import MatchDict
 from tests.tiny_steps import cart_pole, step_agent

@@ -3,9 +3,9 @@
 import pytest
 
 from evogrpo import GRPO, evolve
-from evogrpo.envs.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution import NoEvolution
-from evogrpo.policies.architecture import NetworkConfig
+from evogrpo.policies.control.architecture import NetworkConfig
 from tests.envs.probes import (
     DelayedCredit,
     Masked,

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from evogrpo.agents.learning import Learner, learn, minibatches
+from evogrpo.agents.learning.step import Learner, learn, minibatches
 from evogrpo.functional.losses import AGGREGATION_OF, LOSS_TYPES
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import SEQUENCE_LOSSES

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from evogrpo.cli.completions import completions_table, one_line, shortened
+from evogrpo.cli.completions_table import completions_table, one_line, shortened
 from evogrpo.cli.console import make_console
-from evogrpo.training.reports import Example
+from evogrpo.training.run_reports import Example
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,9 @@ import yaml
 from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups, Population, evolve
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.config import load_config, parse_config
+from evogrpo.training.configuration.record import load_config, parse_config
 from evogrpo.training.evolve import Evolution
-from evogrpo.training.planning import compute
+from evogrpo.training.forecast import compute
 from evogrpo.training.prepared import prepare
 from evogrpo.training.rundir import open_run
 from tests.cli.project import command

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training import launch, prepared
-from evogrpo.training.config import load_config
-from evogrpo.training.planning import compute
+from evogrpo.training.configuration.record import load_config
+from evogrpo.training.forecast import compute
 from evogrpo.training.prepared import prepare
 from tests.cli.project import CONFIG, command
 
@@ -265,7 +265,7 @@ def test_the_control_differs_from_the_demo_in_evolution_alone(here, project, cap
 
 
 def test_the_demo_is_packaged():
-    assert (importlib.resources.files("evogrpo.training") / "demo.yaml").is_file()
+    assert (importlib.resources.files("evogrpo.training.configuration") / "demo.yaml").is_file()
 
 
 def test_the_second_run_gets_a_folder_of_its_own(here):

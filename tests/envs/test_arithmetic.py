@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo.envs import TASKS
-from evogrpo.envs.arithmetic import accuracy, final_number, two_digit_questions, two_digit_sums
+from evogrpo.envs.prompts.arithmetic import accuracy, final_number, two_digit_questions, two_digit_sums
 
 ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
 

@@ -6,7 +6,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo.envs.classic_control import CartPole, native_class
+from evogrpo.envs.control.classic import CartPole, native_class
 
 IDS = ["CartPole-v1", "CartPole-v0", "Acrobot-v1", "MountainCar-v0", "MountainCarContinuous-v0", "Pendulum-v1"]
 LANES = 24

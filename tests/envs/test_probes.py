@@ -8,7 +8,7 @@ from gymnasium import spaces
 from gymnasium.utils.env_checker import check_env
 from gymnasium.wrappers import PassiveEnvChecker
 
-from evogrpo.envs.making import Parked, ReseededNoise
+from evogrpo.envs.control.making import Parked, ReseededNoise
 from tests.envs import probes
 
 CHANCE = [probe for probe in probes.PROBES if getattr(probe, "chance", None) is not None]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.envs.splits import Filtered, check_table, make_splits
+from evogrpo.envs.prompts.splits import Filtered, check_table, make_splits
 
 NONE = {"validation": None, "test": None}
 

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from evogrpo import HuggingFaceGym, StepRewards
-from evogrpo.envs.rewards import RewardError
-from evogrpo.envs.step_rewards import character_ends, token_positions
+from evogrpo.envs.prompts.reward_functions import RewardError
+from evogrpo.envs.prompts.step_rewards import character_ends, token_positions
 
 ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(6) for b in range(5)]
 TEST = [{"prompt": "9*9", "answer": "81"}]

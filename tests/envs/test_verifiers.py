@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.rewards import Answers, RewardError, make_rewards, make_runner
-from evogrpo.envs.scoring import evaluate
-from evogrpo.envs.verifiers.pool import VerifierPool
-from evogrpo.training.sources import load_function
+from evogrpo.envs.prompts.reward_functions import Answers, RewardError, make_rewards, make_runner
+from evogrpo.envs.prompts.scoring import evaluate
+from evogrpo.envs.prompts.verifiers.pool import VerifierPool
+from evogrpo.training.configuration.sources import load_function
 from tests.envs import verifier_functions as functions
 
 ROOT = Path(__file__).parents[2]
@@ -342,8 +342,8 @@ PROGRAM = """
 import os, signal, sys, time, warnings
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore Ctrl-C, which is inherited
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.rewards import Answers, make_rewards, make_runner
-from evogrpo.envs.scoring import evaluate
+from evogrpo.envs.prompts.reward_functions import Answers, make_rewards, make_runner
+from evogrpo.envs.prompts.scoring import evaluate
 
 def reward(completions, **_):
     if completions[0] == "hang":

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.rewards import (
+from evogrpo.functional.reward_shaping import (
     NORMS,
     clip_rewards,
     normalise_rewards,

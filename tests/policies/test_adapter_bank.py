@@ -5,7 +5,7 @@ import torch
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
-from evogrpo.policies.adapters import AdapterBank
+from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.records import Rows
 from tests.conformance.policy_bank import PolicyBankTestCase
 from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state, sampled_batch

@@ -9,7 +9,7 @@ from gymnasium import spaces
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
-from evogrpo.policies.architecture import (
+from evogrpo.policies.control.architecture import (
     ACTIVATIONS,
     ArchitectureLimits,
     NetworkConfig,
@@ -18,7 +18,7 @@ from evogrpo.policies.architecture import (
     mutate_architecture,
     remove_layer,
 )
-from evogrpo.policies.networks import DefaultNetwork
+from evogrpo.policies.control.networks import DefaultNetwork
 from evogrpo.randomness import generator
 from tests.tiny_batches import same_state
 from tests.tiny_networks import CASES, MIXED, VECTOR, Case, acted_batch, observe, stacked, tensors

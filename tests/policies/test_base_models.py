@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 
-from evogrpo.policies import models
-from evogrpo.policies.models import cache_folder, convert_gguf, demo_model_folder, fingerprint, load_base
+from evogrpo.policies.tokens import models
+from evogrpo.policies.tokens.models import cache_folder, convert_gguf, demo_model_folder, fingerprint, load_base
 from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 4, 5, 60]])

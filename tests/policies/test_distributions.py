@@ -8,7 +8,7 @@ import torch
 from gymnasium import spaces
 from torch import distributions as laws
 
-from evogrpo.policies.distributions import distribution_for
+from evogrpo.policies.control.distributions import distribution_for
 
 GRID = 20_000
 UNIFORMS = ((np.arange(GRID) + 0.5) / GRID).astype(np.float32)[:, None]

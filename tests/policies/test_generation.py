@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from evogrpo.policies import adapters
+from evogrpo.policies.tokens import adapters
 from evogrpo.records import Rows
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import (

@@ -7,8 +7,8 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
-from evogrpo.policies.adapters import AdapterBank
-from evogrpo.policies.lora import (
+from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.policies.tokens.lora import (
     check_supported,
     default_lora_config,
     find_targets,

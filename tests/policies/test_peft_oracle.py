@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
-from evogrpo.policies.lora import peft_files
+from evogrpo.policies.tokens.lora import peft_files
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.scalar_grpo import member_loss
 from tests.tiny_batches import CLIPS, different_members, grpo_loss, lora, off_policy, sampled_batch

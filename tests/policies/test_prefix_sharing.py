@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.policies.adapters import AdapterBank
+from evogrpo.policies.tokens.adapters import AdapterBank
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, lora, make_rows, sampled_batch
 from tests.tiny_models import ARCHITECTURES, COMMON, EOS, PAD, VOCABULARY, tiny_model

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.policies.architecture import NetworkConfig
-from evogrpo.policies.stacks import lay_out
+from evogrpo.policies.control.architecture import NetworkConfig
+from evogrpo.policies.control.stacks import lay_out
 from evogrpo.randomness import generator
 from tests.tiny_networks import CASES, Case, acted_batch, observe, stacked
 

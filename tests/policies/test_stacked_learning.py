@@ -9,8 +9,8 @@ from gymnasium import spaces
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
-from evogrpo.policies import stacks
-from evogrpo.policies.architecture import NetworkConfig
+from evogrpo.policies.control import stacks
+from evogrpo.policies.control.architecture import NetworkConfig
 from tests.oracles.torch_members import TorchMember
 from tests.tiny_batches import same_state
 from tests.tiny_networks import CASES, Case, acted_batch

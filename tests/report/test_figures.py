@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.figures import draw_report
-from evogrpo.report.hyperparameters import draw_hyperparameter
 from evogrpo.report.marks import BASE, BEST, drawing
 from evogrpo.report.panels import draw_fitness, generation_ticks, spread_out
 from evogrpo.report.summary import summarise
+from evogrpo.report.trajectories import draw_hyperparameter
 
 ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm")
 
@@ -172,7 +172,7 @@ def test_matplotlib_keeps_its_settings_and_torch_stays_unloaded(tmp_path, fake_r
     fake_run(tmp_path, generations=2)
     code = f"""
 import sys
-import evogrpo.report.figures, evogrpo.report.html, evogrpo.report.lineage
+import evogrpo.report.figures, evogrpo.report.html, evogrpo.report.family
 assert "matplotlib" not in sys.modules
 import matplotlib
 matplotlib.rcParams["font.size"] = 17

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from evogrpo.persistence.journal import Journal, read_journal
+from evogrpo.report.family import ancestors, winner
 from evogrpo.report.html import changes_text, html_page, write_html
-from evogrpo.report.lineage import ancestors, winner
 from evogrpo.report.summary import summarise
 from evogrpo.report.text import number_text, printable, score_text
 

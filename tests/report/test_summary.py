@@ -3,7 +3,7 @@
 import pytest
 
 from evogrpo.persistence.journal import Journal, read_journal
-from evogrpo.report.lineage import ancestors, lineage_lines, winner
+from evogrpo.report.family import ancestors, lineage_lines, winner
 from evogrpo.report.summary import summarise
 
 RUN = {"event": "run", "time": 0.0, "evolvable": {"lr": {"min": 1e-6, "max": 1e-3, "scale": "log"}}}

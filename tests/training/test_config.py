@@ -7,9 +7,9 @@ import yaml
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Objective
-from evogrpo.training.config import CONFIG_FILE, Config, load_config, override, parse_config, write_config
-from evogrpo.training.strict_yaml import read_yaml, read_yaml_file
-from evogrpo.training.tasks import BuiltinTask, DatasetTask
+from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask
+from evogrpo.training.configuration.record import CONFIG_FILE, Config, load_config, override, parse_config, write_config
+from evogrpo.training.configuration.strict_yaml import read_yaml, read_yaml_file
 
 MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
 OWN = {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}
@@ -280,7 +280,7 @@ def test_a_model_that_is_no_folder_here_keeps_its_name(tmp_path, name):
 
 
 def test_the_packaged_demo_is_valid_and_starts_at_the_poor_end():
-    source = importlib.resources.files("evogrpo.training") / "demo.yaml"
+    source = importlib.resources.files("evogrpo.training.configuration") / "demo.yaml"
     config = parse_config(read_yaml(source.read_text(encoding="utf-8"), "demo.yaml"))
     assert isinstance(config.task, BuiltinTask)
     assert config.task.test_size >= 128

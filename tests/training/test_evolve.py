@@ -10,10 +10,10 @@ from peft import PeftModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
-from evogrpo.agents.collecting import evaluate
+from evogrpo.agents.rollout.collecting import evaluate
 from evogrpo.evolution import Plan
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.reports import GenerationReport, StepReport, TestReport
+from evogrpo.training.run_reports import GenerationReport, StepReport, TestReport
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     QUESTIONS,

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from evogrpo import Tournament
-from evogrpo.envs.rewards import RewardError
+from evogrpo.envs.prompts.reward_functions import RewardError
 from evogrpo.evolution import NoEvolution
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.reports import GenerationReport, StepReport
+from evogrpo.training.run_reports import GenerationReport, StepReport
 from tests.tiny_training import (
     equal_states,
     final_states,

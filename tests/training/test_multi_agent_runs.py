@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from evogrpo.agents.multi_agent import MultiAgentGRPO
-from evogrpo.envs.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.evolution.strategies import Tournament
 from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.persistence.journal import read_journal
-from evogrpo.policies.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.evolve import Evolution, evolve, resume
 from evogrpo.training.rundir import RunDir, open_run
 from evogrpo.training.schedule import Schedule

@@ -13,7 +13,7 @@ from evogrpo.evolution import NoEvolution
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.persistence.generations import generation_folder
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.reports import GenerationReport, StepReport
+from evogrpo.training.run_reports import GenerationReport, StepReport
 from evogrpo.training.rundir import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (

@@ -7,7 +7,7 @@ from evogrpo import evolve
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.progress import Progress
-from evogrpo.training.reports import StepReport
+from evogrpo.training.run_reports import StepReport
 from evogrpo.training.sb3_names import sb3_names
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run

@@ -1,0 +1,73 @@
+"""Base models of checkpoints: recognised by fingerprint, saved beside adapters, or named and loaded again."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from safetensors.torch import save as tensor_bytes
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from evogrpo.agents.members.shared import Files
+from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.policies.tokens.models import load_base
+
+BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
+
+
+def base_files(model: PreTrainedModel) -> Files:
+    """Return the files that `saved_base` reads, made when they are written."""
+    return {
+        # Tied weights are one parameter, so nothing is stored twice.
+        BASE_WEIGHTS: lambda: tensors_file({name: value.detach() for name, value in model.named_parameters()}),
+        BASE_CONFIG: model.config.to_json_string(use_diff=False).encode(),
+    }
+
+
+def check_base(record: Mapping[str, Any], actual: str, where: object) -> None:
+    """Refuse a base model whose fingerprint is not the recorded one."""
+    if record["fingerprint"] != actual:
+        raise CheckpointError(
+            f"{where} was trained on the base model {record['source']!r} with fingerprint {record['fingerprint']}, but "
+            f"the model given has {actual}: adapters mean nothing on another base, so give the same model"
+        )
+
+
+def named_base(record: Mapping[str, Any]) -> PreTrainedModel:
+    """Load the base model that a record names, unless that name is a path: paths in checkpoints are never followed.
+
+    Raises:
+        ValueError: If it is a path or cannot be loaded; the message names the argument to give instead.
+    """
+    source = str(record["source"])
+    remedy = "give the base model as actor_network=, loaded with evogrpo.policies.tokens.models.load_base"
+    if source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf"):
+        raise ValueError(f"the checkpoint's base model came from the path {source!r}, which is not followed: {remedy}")
+    try:
+        return load_base(source).model
+    except ValueError as error:
+        raise ValueError(f"the checkpoint's base model {source!r} cannot be loaded: {remedy}. {error}") from error
+
+
+def saved_base(folder: Path) -> PreTrainedModel | None:
+    """Load the base model saved inside a checked checkpoint, or return None."""
+    if not (folder / BASE_WEIGHTS).is_file():
+        return None
+    values = json.loads((folder / BASE_CONFIG).read_text())
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    weights = load_file(folder / BASE_WEIGHTS)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)
+    missing = set(dict(model.named_parameters())) ^ set(weights)
+    if missing:
+        raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {sorted(missing)[:3]} are unmatched")
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model
+
+
+def tensors_file(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the bytes of a safetensors file, as PEFT and transformers write them."""
+    plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    return tensor_bytes(plain, metadata={"format": "pt"})

@@ -1,0 +1,1 @@
+"""One learning step, from rewarded actions to optimizer steps."""

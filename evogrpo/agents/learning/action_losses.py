@@ -1,0 +1,146 @@
+"""The loss of an optimizer step's rows: every row by its own member's loss type and coefficients."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from evogrpo.agents.learning.coefficients import Coefficients
+from evogrpo.agents.learning.known_log_probs import Scores
+from evogrpo.functional.corrections import importance_weights
+from evogrpo.functional.kl import kl_estimate
+from evogrpo.functional.losses import bias_corrected, clipped_actions, loss_weights, policy_loss
+from evogrpo.objective import Objective
+
+MEASURES = ("kl", "entropy", "low", "high", "actions", "approx_kl", "outside")
+"""What is added up over a row's actions while the loss is computed; the last two of transitions only, NaN otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionLosses:
+    """Losses of a batch's actions, for any of its rows at a time.
+
+    Attributes:
+        scores: The rows, and what is known about them without gradient.
+        objectives: The members' own objectives, one for each loss type.
+        coefficients: Of the rows.
+        advantages: `[n, t]`.
+        kl_in_loss: Whether beta times KL is part of the loss.
+        transitions: Whether rows are single actions; only then is it measured how far the policy has moved.
+    """
+
+    scores: Scores
+    objectives: Mapping[str, Objective]
+    coefficients: Coefficients
+    advantages: Tensor
+    kl_in_loss: bool
+    transitions: bool
+
+    def rows_with_gradient(self) -> Tensor:
+        """Return `[n]`: which rows can have a gradient. The others need no forward pass; denominators count them."""
+        always = self.coefficients.entropy_coef > 0
+        if self.kl_in_loss:
+            always = always | (self.coefficients.beta > 0)
+        return (((self.advantages != 0) | always) & self.scores.batch.action_mask).any(1)
+
+    def __call__(self, rows: Tensor, log_probs: Tensor, entropies: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses `[k, t]`, to minimise, and sums over each row's actions `[k, 7]` float64: `MEASURES`.
+
+        Args:
+            rows: `[k]` numbers of rows.
+            log_probs: `[k, t]` of the current policy.
+            entropies: `[k, t]`, with a gradient where the bonus is to act.
+            kept: `[k, t]` which actions the policy loss is taken of.
+        """
+        batch, objective = self.scores.batch, next(iter(self.objectives.values()))
+        mask = batch.action_mask[rows]
+        losses, low, high = self._policy(rows, log_probs)
+        losses = torch.where(kept, losses, 0.0)
+        if objective.importance_correction is not None and batch.sampler_log_probs is not None:
+            losses = losses * importance_weights(
+                objective.importance_correction,
+                self.scores.old[rows],
+                batch.sampler_log_probs[rows],
+                mask,
+                objective.importance_cap,
+            )
+        beta, entropy_coef = self.coefficients.beta[rows], self.coefficients.entropy_coef[rows]
+        kl = torch.zeros_like(losses)
+        if self.kl_in_loss:
+            # Where beta is 0 there is no reference pass, so there is no estimate either.
+            estimate = kl_estimate(objective.kl_estimator, log_probs, self.scores.reference[rows])
+            if objective.kl_bias_correction:
+                estimate = self._bias_corrected(estimate, rows, log_probs)
+            kl = torch.where(mask & (beta > 0), estimate, 0.0)
+            losses = losses + beta * kl
+        losses = losses - entropy_coef * entropies
+        measured = (kl, entropies, low, high, mask, *self._moved(rows, log_probs))
+        return losses, torch.stack([each.detach().sum(1, dtype=torch.float64) for each in measured], 1)
+
+    def _moved(self, rows: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how far each action's ratio rho = exp(d) lies from 1, `[k, t]` each, as Stable-Baselines3 measures it.
+
+        The estimate (rho - 1) - d of KL(old || new), and whether |rho - 1| exceeds the clip, whatever the advantage.
+
+        Source: Schulman, http://joschu.net/blog/kl-approx.html (k3); `PPO.train` of Stable-Baselines3 2.9.
+        """
+        if not self.transitions:
+            unknown = torch.full_like(log_probs, torch.nan)
+            return unknown, unknown
+        difference = log_probs.detach() - self.scores.old[rows]
+        excess = torch.expm1(difference)  # near 1 a ratio in float32 has lost the digits that its KL is made of
+        outside = (excess < -self.coefficients.clip_low[rows]) | (excess > self.coefficients.clip_high[rows])
+        return excess - difference, outside
+
+    def _bias_corrected(self, estimate: Tensor, rows: Tensor, log_probs: Tensor) -> Tensor:
+        """Multiply the KL of each row by the ratio of its loss type."""
+        old, mask = self.scores.old[rows], self.scores.batch.action_mask[rows]
+        result = torch.zeros_like(estimate)
+        for name, flag in self.coefficients.loss_types.items():
+            own = flag[rows].nonzero()[:, 0]
+            result = result.index_copy(0, own, bias_corrected(estimate[own], name, log_probs[own], old[own], mask[own]))
+        return result
+
+    def _policy(self, rows: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return policy losses and where the lower and the upper clip bind, `[k, t]` each."""
+        if len(self.objectives) == 1:
+            return self._of_type(next(iter(self.objectives)), rows, log_probs)
+        losses = torch.zeros_like(log_probs)
+        low = torch.zeros(log_probs.shape, dtype=torch.bool, device=log_probs.device)
+        high = torch.zeros_like(low)
+        for name, flag in self.coefficients.loss_types.items():
+            own = flag[rows].nonzero()[:, 0]
+            if len(own):
+                part, low[own], high[own] = self._of_type(name, rows[own], log_probs[own])
+                losses = losses.index_copy(0, own, part)
+        return losses, low, high
+
+    def _of_type(self, name: str, rows: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        objective = self.objectives[name]
+        given = (name, log_probs, self.scores.old[rows], self.advantages[rows], self.scores.batch.action_mask[rows])
+        low, high = self.coefficients.clip_low[rows], self.coefficients.clip_high[rows]
+        floor = objective.cispo_clip_low
+        losses = policy_loss(
+            *given,
+            clip_low=low,
+            clip_high=high,
+            dual_clip=objective.dual_clip,
+            delta=objective.delta,
+            sapo_tau_positive=objective.sapo_tau_positive,
+            sapo_tau_negative=objective.sapo_tau_negative,
+            cispo_clip_low=floor,
+        )
+        return losses, *clipped_actions(*given, clip_low=low, clip_high=high, cispo_clip_low=floor)
+
+    def weights(self, rows: Tensor, max_completion_length: int) -> Tensor:
+        """Return `[k, t]` what every action weighs in its member's loss, in an optimizer step of these rows."""
+        mask, member_ids = self.scores.batch.action_mask[rows], self.scores.batch.member_ids[rows]
+        if len(self.objectives) == 1:
+            ((name, objective),) = self.objectives.items()
+            return loss_weights(name, objective.aggregation, mask, member_ids, max_completion_length)
+        result = torch.zeros(mask.shape, device=mask.device)
+        for name, objective in self.objectives.items():
+            own = self.coefficients.loss_types[name][rows]
+            result[own] = loss_weights(name, objective.aggregation, mask[own], member_ids[own], max_completion_length)
+        return result

@@ -1,0 +1,134 @@
+"""From rewards to advantages, in the order of `Objective`: every member's from its own rows and statistics."""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from evogrpo.agents.learning.coefficients import Coefficients
+from evogrpo.functional.advantages import OF_ACTIONS, advantages, zero_variance_groups
+from evogrpo.functional.losses import AGGREGATION_OF
+from evogrpo.functional.reward_shaping import normalise_rewards, update_running
+from evogrpo.functional.statistics import numbered
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.objective import SEQUENCE_LOSSES, Objective
+from evogrpo.records import Batch
+
+
+def refuse_whole_completions(objective: Objective) -> None:
+    """Refuse an objective that cannot learn from single transitions.
+
+    Raises:
+        ValueError: If its loss is not a plain mean over actions: episodes are taken apart before they are dealt into
+            optimizer steps, so none is ever whole. Or if its advantage needs several rewards of one episode.
+    """
+    if objective.advantage == "gdpo":
+        raise ValueError(
+            "advantage 'gdpo' compares every reward function apart, but an environment gives one reward: choose "
+            "'return_to_go_timestep' or 'outcome'"
+        )
+    mode = objective.aggregation or AGGREGATION_OF[objective.loss_type]
+    if objective.loss_type in SEQUENCE_LOSSES:
+        problem = f"loss_type {objective.loss_type!r} has one ratio per completion"
+    elif mode != "token-mean":
+        problem = f"loss_type {objective.loss_type!r} with aggregation {mode!r} weighs actions by their completion"
+    else:
+        return
+    raise ValueError(
+        f"{problem}, but small networks learn from single transitions: choose loss_type 'dapo', 'bnpo' or 'cispo', or "
+        "aggregation 'token-mean'"
+    )
+
+
+def refuse_for_transitions(objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> None:
+    """Refuse what one of the members could come to have that cannot learn from single transitions.
+
+    Raises:
+        ValueError: See `refuse_whole_completions`.
+    """
+    for name in ("loss_type", "advantage"):
+        for kind in (getattr(hyperparameters, name), *(space[name].names if name in space else ())):
+            refuse_whole_completions(objective.with_types(**{name: kind}))
+
+
+def shaped_advantages(
+    batch: Batch, objective: Objective, coefficients: Coefficients, carried: Tensor, kl_penalty: Tensor | None
+) -> Tensor:
+    """Return the advantage of every action.
+
+    Args:
+        batch: Whole groups of whole episodes.
+        objective: The run's; the kind of advantage is each member's own.
+        coefficients: Of the batch's rows.
+        carried: `[p, 4]` running statistics by slot; those of rewards are brought up to date in place where
+            `reward_norm` is "running".
+        kl_penalty: `[n, t]` beta times KL, for KL in rewards; None = KL is not in rewards.
+
+    Returns:
+        `[n, t]` float32; 0 where `action_mask` is False.
+    """
+    rewards = batch.rewards
+    if objective.reward_norm is not None:
+        rewards = _normalised(batch, objective, carried)
+    result = torch.zeros(batch.action_mask.shape, dtype=rewards.dtype, device=rewards.device)
+    for kind, flag in coefficients.advantages.items():
+        rows = flag.nonzero()[:, 0]
+        own, gamma, bound = batch.select(rows), coefficients.gamma[rows], coefficients.advantage_clip[rows]
+        if kind in OF_ACTIONS:
+            _warn_of_equal_steps(kind, own)
+        result[rows] = advantages(
+            kind,
+            rewards=rewards[rows],
+            step_rewards=own.step_rewards,
+            components=own.reward_components,
+            component_weights=torch.tensor(own.component_weights) if own.component_weights else None,
+            group_ids=own.group_ids,
+            member_ids=own.member_ids,
+            mask=_compared(own) if kind in OF_ACTIONS else own.action_mask,
+            gamma=gamma,
+            eps=objective.advantage_eps,
+            kl_penalty=None if kl_penalty is None else kl_penalty[rows],
+            reward_clip=objective.reward_clip,
+            whiten_advantages=objective.whiten_advantages,
+            advantage_clip=bound if bool(bound.isfinite().any()) else None,
+        )
+    return torch.where(batch.action_mask, result, 0.0)
+
+
+def _normalised(batch: Batch, objective: Objective, carried: Tensor) -> Tensor:
+    assert objective.reward_norm is not None
+    running = None
+    if objective.reward_norm == "running":
+        carried[:, 1:] = update_running(carried[:, 1:], batch.rewards.cpu(), batch.member_ids.cpu())
+        running = carried[:, 1:].to(batch.rewards.device)
+    return normalise_rewards(
+        batch.rewards,
+        objective.reward_norm,
+        group_ids=batch.group_ids,
+        member_ids=batch.member_ids,
+        running=running,
+        shift=objective.reward_shift,
+        scale=objective.reward_scale,
+        eps=objective.advantage_eps,
+    )
+
+
+def _compared(batch: Batch) -> Tensor:
+    """Return `[n, t]` which actions take part in statistics: an episode left out of the loss keeps its place there."""
+    left_out = ~batch.action_mask.any(1, keepdim=True)
+    return batch.action_mask | (batch.present & left_out)
+
+
+def _warn_of_equal_steps(kind: str, batch: Batch) -> None:
+    """Say so when the process variant is 0 everywhere although episodes differ, as where every step earns 1."""
+    if kind != "process" or batch.step_rewards is None:
+        return
+    given = batch.step_rewards[_compared(batch) & ~batch.step_rewards.isnan()]
+    group, count = numbered(batch.group_ids)
+    differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
+    if differ and len(given) and bool(given.min() == given.max()):
+        warnings.warn(
+            f"every step earned {float(given[0]):g}, so advantage 'process', which compares single steps, is 0 "
+            "everywhere and nothing is learnt: choose 'return_to_go_timestep' or 'outcome'",
+            stacklevel=2,
+        )

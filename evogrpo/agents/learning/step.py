@@ -1,0 +1,278 @@
+"""One learning step: from a batch of rewarded actions to optimizer steps, for any members at once."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from evogrpo.agents.learning.action_losses import MEASURES, ActionLosses
+from evogrpo.agents.learning.coefficients import Coefficients, Learner, row_coefficients
+from evogrpo.agents.learning.known_log_probs import Scores
+from evogrpo.agents.learning.metrics import length_metrics, measured, reward_metrics, sampling_metrics, update_metrics
+from evogrpo.agents.learning.shaping import refuse_whole_completions, shaped_advantages
+from evogrpo.functional.corrections import high_entropy_mask
+from evogrpo.functional.kl import adaptive_kl, kl_estimate
+from evogrpo.functional.statistics import numbered
+from evogrpo.objective import Objective
+from evogrpo.policies.bank import PolicyBank
+from evogrpo.randomness import generator
+from evogrpo.records import Batch, LearnReport, UpdateReport
+
+__all__ = ["Learner", "learn", "minibatches"]
+
+
+class LearningSettings(Protocol):
+    """What a learning step reads of the settings that members share."""
+
+    @property
+    def objective(self) -> Objective:
+        """What members minimise, where they have no kind of their own."""
+
+    @property
+    def seed(self) -> int:
+        """Root of every random stream."""
+
+    @property
+    def max_output_tokens(self) -> int:
+        """The longest possible completion, which some losses divide by."""
+
+
+class LearningShared(Protocol):
+    """What members that learn together share."""
+
+    @property
+    def bank(self) -> PolicyBank:
+        """Their policies and optimisers."""
+
+    @property
+    def settings(self) -> LearningSettings:
+        """What does not evolve."""
+
+
+def learn(shared: LearningShared, learners: Sequence[Learner], batch: Batch) -> dict[int, LearnReport]:
+    """Let members learn from a batch: each from its own rows, with its own objective and hyperparameters.
+
+    Each member passes over its rows `update_epochs` times, `batch_size` rows per optimizer step; the members' first
+    optimizer steps run together, then their second ones, until each has taken its own number.
+
+    Args:
+        shared: The bank and the objective.
+        learners: The members that learn.
+        batch: Rows of these members and of no others.
+
+    Returns:
+        One report per member, by slot.
+
+    Raises:
+        ValueError: If a member has no rows, or a row belongs to none of them; or if the objective cannot be used with
+            this bank or batch.
+    """
+    by_slot = {learner.slot: learner for learner in learners}
+    present = set(batch.member_ids.tolist())
+    if present != set(by_slot):
+        raise ValueError(f"a batch must hold rows of every member that learns, got slots {sorted(present)}")
+    step = _LearningStep(shared, by_slot, batch)
+    alone = shared.bank.rows_are_transitions
+    plans = {
+        learner.slot: minibatches(learner, step.batch, shared.settings.seed, keep_groups=not alone)
+        for learner in learners
+    }
+    step.prepare(plans)
+    for number in range(max(map(len, plans.values()))):
+        step.take({slot: plan[number] for slot, plan in plans.items() if number < len(plan)}, first=number == 0)
+    return step.reports()
+
+
+def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool = True) -> list[Tensor]:
+    """Deal one member's rows into optimizer steps: whole passes, shuffled.
+
+    Args:
+        learner: The member.
+        batch: Rows of all members.
+        seed: Root seed.
+        keep_groups: Whether the rows of a group stay together; otherwise rows are shuffled one by one.
+
+    Returns:
+        Row numbers of each optimizer step, `update_epochs` passes of ceil(rows / batch_size) steps; none without rows.
+    """
+    rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
+    size = learner.hyperparameters.batch_size
+    rng = generator(seed, "minibatches", learner.step, learner.index)
+    group, groups = numbered(batch.group_ids[rows]) if keep_groups else (None, len(rows))
+    steps: list[Tensor] = []
+    for _ in range(learner.hyperparameters.update_epochs if len(rows) else 0):
+        place = torch.from_numpy(rng.permutation(groups)).to(rows.device)
+        if group is None:
+            dealt = torch.empty_like(rows)
+            dealt[place] = rows
+        else:
+            dealt = rows[torch.argsort(place[group], stable=True)]
+        steps.extend(dealt.split(size))
+    return steps
+
+
+class _LearningStep:
+    """The tensors of one learning step, shared by its optimizer steps.
+
+    Attributes:
+        batch: What minibatches are dealt from: the episodes, or their single actions.
+    """
+
+    def __init__(self, shared: LearningShared, learners: Mapping[int, Learner], batch: Batch) -> None:
+        self._bank, self._settings, self._learners = shared.bank, shared.settings, learners
+        self._objective = objective = shared.settings.objective
+        self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
+        self._check(batch)
+        self._episodes = batch.outcomes()
+        self._steps: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
+        self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)
+        self._counted = torch.zeros(self._bank.size, dtype=torch.float64)
+        exact = self._bank.sampler_is_exact and objective.importance_correction is None
+        self._scores = Scores(self._bank, batch, trust_sampler=exact)
+        coefficients = self._coefficients(batch)
+        held = ((coefficients.beta > 0)[:, 0] & batch.action_mask.any(1)).nonzero()[:, 0]
+        self._scores.find_reference(held)
+        penalty = self._kl_penalty(held, coefficients) if objective.kl_placement == "reward" else None
+        self._worth = shaped_advantages(self._episodes, objective, coefficients, self._bank.carried, penalty)
+        advantages = self._worth
+        if self._bank.rows_are_transitions:
+            advantages = advantages.flatten()[batch.counted()[0]][:, None]
+            self._scores.take_apart()
+            coefficients = self._coefficients(self._scores.batch)
+        self.batch = self._scores.batch
+        self._losses = ActionLosses(
+            scores=self._scores,
+            objectives={own.loss_type: own for own in self._objectives.values()},
+            coefficients=coefficients,
+            advantages=advantages,
+            kl_in_loss=len(held) > 0 and objective.kl_placement == "loss",
+            transitions=self._bank.rows_are_transitions,
+        )
+        self._needed = self._losses.rows_with_gradient()
+
+    def _check(self, batch: Batch) -> None:
+        """Refuse an objective that this bank or batch cannot serve."""
+        if self._bank.rows_are_transitions:
+            for objective in self._objectives.values():
+                refuse_whole_completions(objective)
+        if self._objective.importance_correction is not None and batch.sampler_log_probs is None:
+            raise ValueError(
+                "importance_correction compares the sampler's log-probabilities with the trainer's, but this batch has "
+                "none: give sampler_log_probs, or leave importance_correction out"
+            )
+
+    def _coefficients(self, batch: Batch) -> Coefficients:
+        return row_coefficients(self._learners, self._objectives, self._bank.carried[:, 0], batch.member_ids)
+
+    def _kl_penalty(self, held: Tensor, coefficients: Coefficients) -> Tensor:
+        """Return `[n, t]` beta times the estimate of KL under the policy that acted, for KL in rewards."""
+        scores, batch = self._scores, self._scores.batch
+        scores.find_old(held)
+        estimate = kl_estimate(self._objective.kl_estimator, scores.old, scores.reference)
+        estimate = torch.where(batch.action_mask & (coefficients.beta > 0), estimate, 0.0)
+        amounts = estimate.double().sum(1).cpu()
+        self._sums[:, MEASURES.index("kl")].index_add_(0, batch.member_ids.cpu(), amounts)
+        return coefficients.beta * estimate
+
+    def prepare(self, plans: Mapping[int, Sequence[Tensor]]) -> None:
+        """Find the old log-probabilities of rows that are first used after an optimizer step has been taken."""
+        later = self._needed.clone()
+        for plan in plans.values():
+            for first in plan[:1]:
+                later[first] = False
+        self._scores.find_old(later.nonzero()[:, 0])
+
+    # ---- optimizer steps
+
+    def take(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
+        """Take one optimizer step of every member in `steps`, which gives its row numbers."""
+        rows = torch.cat(list(steps.values()))
+        # Over all rows of the step, needed or not: skipping a row must change neither a denominator nor a quantile.
+        weights = self._losses.weights(rows, self._settings.max_output_tokens)
+        kept = self._high_entropy(rows)
+        needed = self._needed[rows]
+        run = rows
+        if not bool(needed.all()):
+            run, weights, kept = rows[needed], weights[needed], kept[needed]
+        sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
+
+        def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+            own = run[chosen]
+            if first:
+                # Nothing has been updated since sampling: the policy's own values are the old ones, at no extra pass.
+                self._scores.take(own, log_probs)
+            losses, sums[chosen] = self._losses(own, log_probs, entropies, kept[chosen])
+            return (weights[chosen] * losses).sum(1)
+
+        part = self.batch.select(run)
+        hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
+        bonus = any(h.entropy_coef > 0 for h in hyperparameters.values())
+        for slot, report in self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus).items():
+            self._steps[slot].append(report)
+            self._sync_reference(slot, report)
+        self._scores.charge(part)
+        self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
+        counted = self.batch.action_mask[rows].sum(1).double()
+        self._counted.index_add_(0, self.batch.member_ids[rows].cpu(), counted.cpu())
+
+    def _high_entropy(self, rows: Tensor) -> Tensor:
+        """Return `[k, t]` which actions of an optimizer step the policy loss is taken of."""
+        quantile = self._objective.top_entropy_quantile
+        if quantile == 1.0:
+            return self.batch.action_mask[rows]
+        part = self.batch.select(rows)
+        self._scores.charge(part)
+        return high_entropy_mask(self._bank.entropies(part), part.action_mask, part.member_ids, quantile)
+
+    def _sync_reference(self, slot: int, report: UpdateReport) -> None:
+        every = self._objective.reference_sync_steps
+        if every is not None and math.isfinite(report.grad_norm) and report.step % every == 0:
+            self._bank.mix_reference(slot, self._objective.reference_mixing)
+
+    # ---- afterwards
+
+    def reports(self) -> dict[int, LearnReport]:
+        """Return a report for each member, then adapt its KL factor to what was measured."""
+        reports = {slot: self._report(slot) for slot in self._learners}
+        target, horizon = self._objective.kl_target, self._objective.kl_horizon
+        for slot, report in reports.items():
+            if target is not None and math.isfinite(report.kl):
+                # More samples than the horizon would not speed the factor up but turn it around.
+                samples = min(len(report.advantages), horizon)
+                kl = torch.tensor(report.kl, dtype=torch.float64)
+                factors = self._bank.carried[:, 0]
+                factors[slot] = adaptive_kl(factors[slot], kl, target, horizon, samples)
+        return reports
+
+    def _report(self, slot: int) -> LearnReport:
+        steps, h = self._steps[slot], self._learners[slot].hyperparameters
+        mine = self._episodes.member_ids == slot
+        episodes, worth = self._episodes.select(mine.nonzero()[:, 0]), self._worth[mine].double()
+        sums = dict(zip(MEASURES, self._sums[slot].tolist(), strict=True))
+        found = reward_metrics(episodes) | length_metrics(episodes)
+        found |= update_metrics(steps, sums, float(self._counted[slot])) | self._sampling(slot)
+        if h.beta > 0:
+            in_reward = self._objective.kl_placement == "reward"
+            actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
+            found["kl"] = sums["kl"] / max(actions, 1.0)
+            if self._objective.kl_target is not None:
+                found["kl_coef"] = h.beta * float(self._bank.carried[slot, 0])
+        bad = [step for step in steps if not math.isfinite(step.grad_norm)]
+        return LearnReport(
+            metrics=measured(found),
+            advantages=tuple((worth.sum(1) / episodes.action_mask.sum(1).clamp(min=1)).tolist()),
+            optimizer_steps=len(steps) - len(bad),
+            tokens=self._scores.tokens.get(slot, 0),
+            failed=f"no finite gradient or weights in {len(bad)} of {len(steps)} updates" if bad else None,
+        )
+
+    def _sampling(self, slot: int) -> dict[str, float]:
+        """Return how the sampler differs from the trainer, over the rows that the trainer has scored."""
+        sampler = self.batch.sampler_log_probs
+        if sampler is None:
+            return {}
+        rows = self._scores.of_trainer.nonzero()[:, 0]
+        rows = rows[self.batch.member_ids[rows] == slot]
+        return sampling_metrics(self._objective, self._scores.old[rows], sampler[rows], self.batch.action_mask[rows])

@@ -1,0 +1,1 @@
+"""What members are: one class per kind, behind one protocol."""

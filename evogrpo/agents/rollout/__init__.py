@@ -1,0 +1,1 @@
+"""Acting to learn from, and to be evaluated."""

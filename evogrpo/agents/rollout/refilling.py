@@ -1,0 +1,92 @@
+"""Dynamic sampling: groups that teach nothing make room for groups on further questions, a bounded number of times."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from evogrpo.agents.learning.coefficients import Learner
+from evogrpo.agents.members.play import Sampled
+from evogrpo.agents.members.shared import Shared
+from evogrpo.agents.rollout.groups import Groups, joined, sample_groups
+from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.functional.advantages import zero_variance_groups
+from evogrpo.functional.statistics import numbered
+from evogrpo.objective import STEP_ADVANTAGES
+from evogrpo.records import Batch
+
+
+def refill(
+    shared: Shared, env: GroupEnvironment, learners: Sequence[Learner], sampled: Sampled, *, block: int, most: int
+) -> Sampled:
+    """Replace groups that teach nothing, as often as allowed.
+
+    Each time every member samples as many new groups as it still has idle ones, on the questions of the step's block
+    that it has not asked yet, in order; those of the new groups that teach something take the places of idle ones, the
+    first first. What is left in the end stays as it was. What a member asks, draws and keeps depends on itself alone.
+
+    Args:
+        shared: The bank and the objective.
+        env: Where to act.
+        learners: The members.
+        sampled: What they have sampled so far, on the first questions of the block.
+        block: Length of the step's block: `1 + most` times the questions that any member asks at first.
+        most: How often, at least 1.
+
+    Returns:
+        As many rows as before; `tokens` with everything sampled, discarded groups included.
+
+    Source: DAPO (arXiv:2503.14476), section 3.2, there without a bound.
+    """
+    kinds = {each.slot: shared.settings.objective.of(each.hyperparameters).advantage for each in learners}
+    asked = {slot: len(own.group_ids.unique()) for slot, own in _members(sampled.batch).items()}
+    for number in range(1, most + 1):
+        idle = idle_groups(sampled.batch, kinds)
+        wanted = [
+            Groups(learner=learner, first=asked[learner.slot], count=len(idle[learner.slot]))
+            for learner in learners
+            if idle[learner.slot]
+        ]
+        if not wanted:
+            break
+        drawn = sample_groups(shared, env, wanted, block=block, purpose="refill", number=number)
+        useless = idle_groups(drawn.batch, kinds)
+        order = torch.arange(len(sampled.batch), device=sampled.batch.group_ids.device)
+        for each in wanted:
+            slot = each.learner.slot
+            asked[slot] += each.count
+            own = _members(drawn.batch)[slot]
+            fresh = [group for group in own.group_ids.unique().tolist() if group not in useless[slot]]
+            for old, new in zip(idle[slot], fresh, strict=False):
+                order[_rows_of(sampled.batch, slot, old)] = len(order) + _rows_of(drawn.batch, slot, new)
+        sampled = joined(sampled, drawn, order)
+    return sampled
+
+
+def idle_groups(batch: Batch, kinds: Mapping[int, str]) -> dict[int, list[int]]:
+    """Return each member's groups that teach nothing: whatever its advantages are made from is equal throughout.
+
+    Args:
+        batch: Whole groups.
+        kinds: Kind of advantage by slot.
+    """
+    idle: dict[int, list[int]] = {}
+    for slot, own in _members(batch).items():
+        groups, (number, count) = own.group_ids.unique(), numbered(own.group_ids)
+        equal = zero_variance_groups(own.rewards, number, count)
+        if kinds[slot] in STEP_ADVANTAGES and own.step_rewards is not None:
+            given = own.present & ~own.step_rewards.isnan()
+            everywhere = number[:, None].expand(given.shape)
+            equal &= zero_variance_groups(own.step_rewards[given], everywhere[given], count)
+        if kinds[slot] == "gdpo" and own.reward_components is not None:
+            for values in own.reward_components.unbind(1):
+                equal &= zero_variance_groups(values, number, count)
+        idle[slot] = groups[equal].tolist()
+    return idle
+
+
+def _members(batch: Batch) -> dict[int, Batch]:
+    return {slot: batch.of_members([slot]) for slot in batch.member_ids.unique().tolist()}
+
+
+def _rows_of(batch: Batch, slot: int, group: int) -> torch.Tensor:
+    return ((batch.member_ids == slot) & (batch.group_ids == group)).nonzero()[:, 0]

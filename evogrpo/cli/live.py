@@ -1,0 +1,242 @@
+"""Live progress of a run: a bar with the time left on a terminal, plain lines in a log."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from evogrpo.cli.completions_table import completions_table
+from evogrpo.cli.tables import generation_table, plan_lines, rewards_text, step_text
+from evogrpo.report.text import count_text, decimals, duration_text, score_text
+from evogrpo.report.words import Words, words_of
+from evogrpo.training.evolve import Evolution, Report
+from evogrpo.training.run_reports import GenerationReport, StepReport
+from evogrpo.training.run_reports import TestReport as TestOutcome
+
+SECONDS_BETWEEN_LINES = 1.0  # of a log: the steps of small networks take a fraction of that
+SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")
+
+
+class Pace:
+    """How long the parts of a run take, and what is left of it.
+
+    Args:
+        evolution: The run.
+    """
+
+    def __init__(self, evolution: Evolution) -> None:
+        self._evolution = evolution
+        self._members = len(evolution.population)
+        self._steps: list[float] = []
+        self._evaluation: float | None = None
+        self._last = time.monotonic()
+
+    def note(self, report: Report) -> None:
+        """Take the time of the part that just ended."""
+        now = time.monotonic()
+        passed, self._last = now - self._last, now
+        if isinstance(report, StepReport):
+            self._steps.append(report.seconds)
+            if self._evaluation is None:  # the base alone answered the validation questions before this step
+                self._evaluation = max(passed - report.seconds, 0.0) * self._members
+        elif isinstance(report, GenerationReport):
+            self._evaluation = passed
+
+    def fraction(self) -> float:
+        """Return how much of the run is done, from 0 to 1, by the limit that is nearest."""
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        parts = [0.0]
+        if schedule.generations is not None:
+            whole = schedule.generations * (schedule.steps_per_generation + 1)
+            done = progress.generation * (schedule.steps_per_generation + 1) + progress.step_in_generation
+            parts.append(done / whole)
+        if schedule.max_tokens is not None:
+            parts.append(progress.tokens / schedule.max_tokens)
+        if schedule.max_seconds is not None:
+            parts.append(progress.seconds / schedule.max_seconds)
+        return min(max(parts), 1.0)
+
+    def left(self) -> float | None:
+        """Return about how many seconds are left, or None before the first step."""
+        if not self._steps:
+            return None
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        recent = self._steps[-8:]
+        per_step, evaluation = sum(recent) / len(recent), self._evaluation or 0.0
+        bounds = []
+        if schedule.generations is not None:
+            generations = schedule.generations - progress.generation
+            steps = generations * schedule.steps_per_generation - progress.step_in_generation
+            bounds.append(max(steps, 0) * per_step + generations * evaluation)
+        if schedule.max_seconds is not None:
+            bounds.append(max(schedule.max_seconds - progress.seconds, 0.0))
+        if schedule.max_tokens is not None and progress.tokens:
+            bounds.append(max(schedule.max_tokens / progress.tokens - 1.0, 0.0) * progress.seconds)
+        waited = min(time.monotonic() - self._last, per_step)
+        return max(min(bounds) - waited, 0.0) + self._test(evaluation)
+
+    def _test(self, evaluation: float) -> float:
+        """Estimate the final test: two passes over its questions, where an evaluation makes one per member."""
+        schedule, env = self._evolution.schedule, self._evolution.env
+        if schedule.test_questions == 0:
+            return 0.0
+        test = min(schedule.test_questions or env.size("test"), env.size("test"))
+        validation = min(schedule.validation_questions or env.size("validation"), env.size("validation"))
+        return evaluation * 2 * test / (validation * self._members)
+
+
+class RunDisplay:
+    """Shows a run while it goes on; a context manager.
+
+    Args:
+        console: Where to.
+        evolution: The run.
+    """
+
+    def __init__(self, console: Console, evolution: Evolution) -> None:
+        self._console, self._evolution = console, evolution
+        self._pace = Pace(evolution)
+        self.words = words_of(evolution.population.shared.body.kind)
+        self._spinner = Spinner("dots")
+        self._began = time.monotonic() - evolution.progress.seconds
+        self._step: StepReport | None = None
+        self._logged = -SECONDS_BETWEEN_LINES
+        self._baseline_shown = evolution.progress.baseline is not None
+        self._live = Live(
+            self, console=console, refresh_per_second=8, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
+        self.stopping = False
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._live.start()
+        else:
+            self._console.print(self._phase())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.stop()
+
+    def show(self, report: Report) -> None:
+        """Show a report of the run."""
+        self._pace.note(report)
+        self._show_baseline()
+        if isinstance(report, StepReport):
+            self._step = report
+            if not self._console.is_terminal:
+                self._log_step(report)
+        elif isinstance(report, GenerationReport):
+            self._show_generation(report)
+
+    def _log_step(self, report: StepReport) -> None:
+        """Write a line into a log: for the last step of a generation, and else if none was written for a second."""
+        last = self._evolution.progress.step_in_generation == self._evolution.schedule.steps_per_generation
+        if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
+            left = self._pace.left()
+            line = step_text(report, self._position(report.step + 1))
+            self._console.print(line.append("" if left is None else f"  {_about(left)} left", "dim"), soft_wrap=True)
+            self._logged = time.monotonic()
+
+    def _show_baseline(self) -> None:
+        baseline, questions = self._evolution.progress.baseline, self._questions("validation")
+        if not self._baseline_shown and baseline is not None:
+            score = score_text(baseline.mean, baseline.standard_error)
+            words = self.words
+            self._console.print(f"{words.untrained}: fitness {score} on {questions} validation {words.questions}\n")
+            self._baseline_shown = True
+
+    def _show_generation(self, report: GenerationReport) -> None:
+        console, width = self._console, self._console.width
+        total = self._evolution.schedule.generations
+        head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
+        spent = f"{duration_text(report.seconds)} · {count_text(report.tokens)} {self.words.tokens} processed"
+        facts = f" · step {report.step} · {spent}"
+        console.print(Text.assemble((head, "bold"), (facts, "dim")))
+        evolving = list(self._evolution.population.space) or SHOWN_IF_NOTHING_EVOLVES
+        console.print(generation_table(report, evolving, width, self.words))
+        for line in plan_lines(report):
+            console.print(line)
+        table = completions_table(report.examples, report.best.index, width)
+        if table is not None:
+            console.print()
+            console.print(table)
+        console.print()
+
+    def _questions(self, split: str) -> int:
+        schedule, env = self._evolution.schedule, self._evolution.env
+        limit = schedule.validation_questions if split == "validation" else schedule.test_questions
+        available = env.size("validation" if split == "validation" else "test")
+        return available if limit is None else min(limit, available)
+
+    def _position(self, step: int) -> str:
+        schedule = self._evolution.schedule
+        if schedule.generations is None:
+            return str(step)
+        return f"{step}/{schedule.generations * schedule.steps_per_generation}"
+
+    # ---- the live region
+
+    def __rich__(self) -> RenderableType:
+        row = Table.grid(padding=(0, 1, 0, 0), expand=True)
+        row.add_column(no_wrap=True)
+        row.add_column(no_wrap=True)
+        row.add_column(ratio=1, min_width=8)
+        row.add_column(no_wrap=True, justify="right")
+        self._spinner.style = "yellow" if self.stopping else "cyan"
+        bar = ProgressBar(total=1.0, completed=self._pace.fraction(), complete_style="cyan", finished_style="green")
+        left = self._pace.left()
+        gone = duration_text(time.monotonic() - self._began)
+        row.add_row(
+            self._spinner, self._phase(), bar, Text(gone if left is None else f"{gone}, {_about(left)} left", "dim")
+        )
+        lines: list[RenderableType] = [row]
+        if self._step is not None:
+            rewards = Text.assemble(("  mean reward", "dim"), rewards_text(self._step))
+            lines.append(rewards.append(f"   {self._step.seconds:.1f} s a step", "dim"))
+        if self.stopping:
+            lines.append(Text("  stopping after this step… Ctrl-C again aborts at once", "yellow"))
+        return Group(*lines)
+
+    def _phase(self) -> Text:
+        """Say what is being computed right now."""
+        evolution, schedule = self._evolution, self._evolution.schedule
+        progress = evolution.progress
+        total = "" if schedule.generations is None else f"/{schedule.generations}"
+        if progress.baseline is None:
+            return Text(f"measuring the {self.words.untrained}")
+        if evolution.finished():
+            return Text(f"testing on {self._questions('test')} {self.words.questions}")
+        where = f"generation {progress.generation + 1}{total}"
+        if progress.step_in_generation >= schedule.steps_per_generation:
+            return Text(f"{where} · validating")
+        return Text(f"{where} · step {progress.step_in_generation + 1}/{schedule.steps_per_generation}")
+
+
+def _about(seconds: float) -> str:
+    """Write an estimate of time as roughly as it is known."""
+    if seconds < 90:
+        return f"about {max(5, 5 * round(seconds / 5))} s"
+    return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {duration_text(60 * round(seconds / 60))}"
+
+
+def outcome_lines(report: TestOutcome, words: Words) -> list[Text]:
+    """Write the test: before training, the best member after, and the difference."""
+    (before, before_error), (after, after_error) = report.before, report.after
+    gain = after - before
+    return [
+        Text(f"Test: {report.questions} {words.questions} that neither training nor selection saw", "bold"),
+        Text(f"  {words.untrained:<17}  {score_text(before, before_error)}"),
+        Text.assemble(
+            f"  {f'member #{report.index}':<17}  ",
+            (score_text(after, after_error), "bold"),
+            (f"   {gain:+.{decimals(gain)}f}", "bold green" if gain > 0 else "bold red"),
+        ),
+    ]

@@ -1,0 +1,1 @@
+"""Environments that are played step by step, by one agent or several."""

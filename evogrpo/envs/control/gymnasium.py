@@ -1,0 +1,295 @@
+"""GymnasiumGroups: groups of episodes of any Gymnasium environment, all members' at once."""
+
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import gymnasium
+import numpy as np
+from numpy.typing import ArrayLike
+
+from evogrpo.envs.control.actions import check_action_space
+from evogrpo.envs.control.classic import ClassicControl, native_class
+from evogrpo.envs.control.episodes import Played
+from evogrpo.envs.control.lanes import Lanes, NativeLanes, ProcessLanes, SerialLanes
+from evogrpo.envs.control.making import Distinct, EnvMaker, carries_over, registered, time_limit
+from evogrpo.envs.control.normalisation import ObservationStatistics
+from evogrpo.envs.control.playing import LONGEST, Actor, Uniforms, Work, play_episodes, replicas_of
+from evogrpo.envs.control.starts import SeededGroups
+from evogrpo.envs.control.trees import flatten, leaf_spaces
+from evogrpo.envs.groups import Split
+
+Vectorization = Literal["auto", "native", "serial", "processes"]
+
+_NATIVE_LANES = 4096
+_SERIAL_LANES = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepEpisodes:
+    """Opened starts, from each of which any number of episodes can be played.
+
+    Attributes:
+        env: The environment.
+        seeds: Reset seed of each opened start.
+    """
+
+    env: "GymnasiumGroups"
+    seeds: tuple[int, ...]
+
+    def play(
+        self,
+        actor: Actor,
+        start_of_row: Sequence[int],
+        member_ids: Sequence[int],
+        *,
+        uniforms: Uniforms | None = None,
+        temperature: ArrayLike | None = None,
+        statistics: ObservationStatistics | None = None,
+        reference: bool = False,
+    ) -> Played:
+        """Play one episode per row to its end; the environment drives, the actor acts for all living rows at once.
+
+        An episode depends on its start, its place in its group (which names its noise) and its draws alone: not on
+        the other rows, nor on how many lanes there are. Rows of one member with one start are a group, in this order.
+
+        Args:
+            actor: The members' policies.
+            start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
+            member_ids: For each row, the slot of the member that acts, at least 0.
+            uniforms: Numbers to draw actions with, by row and step (`StepDraws`); None acts greedily.
+            temperature: `[n]` sampling temperatures; None means 1.
+            statistics: Normalise observations with these, one row per slot; they stay as they are, and the result's
+                `observed` is what to merge into them afterwards. None = observations as they are.
+            reference: Let the actor's reference policy act.
+
+        Returns:
+            The episodes, in the order of the rows.
+
+        Raises:
+            ValueError: If the arguments do not fit each other, the actor's actions or the environment's masks do not
+                fit the action space, a reward or an observation is not finite, or an episode does not end.
+        """
+        if len(start_of_row) != len(member_ids) or len(start_of_row) == 0:
+            raise ValueError(f"play takes one member per row, got {len(member_ids)} for {len(start_of_row)} rows")
+        if not all(0 <= start < len(self.seeds) for start in start_of_row):
+            raise ValueError(
+                f"starts must lie in [0, {len(self.seeds) - 1}], got {sorted({int(start) for start in start_of_row})}"
+            )
+        members = np.asarray(member_ids, dtype=np.int64)
+        limit = np.inf if statistics is None else len(statistics.count)
+        if members.min() < 0 or members.max() >= limit:
+            raise ValueError(f"member_ids must lie in [0, {limit}), got {sorted(set(members.tolist()))}")
+        heat = None if temperature is None else np.asarray(temperature, dtype=np.float32)
+        if heat is not None and heat.shape != members.shape:
+            raise ValueError(f"temperature must give one number per row {members.shape}, got {heat.shape}")
+        work = Work(
+            seeds=np.array([self.seeds[start] for start in start_of_row], dtype=np.int64),
+            member_ids=members,
+            replicas=replicas_of(start_of_row, member_ids),
+            uniforms=uniforms,
+            temperature=heat,
+            statistics=statistics,
+            reference=reference,
+            longest=max(self.env.max_episode_steps or 0, LONGEST),
+        )
+        return self.env._play(actor, work)
+
+
+class GymnasiumGroups(SeededGroups):
+    """Groups of episodes of a Gymnasium environment; the initial state of a group is a reset seed.
+
+    Train, validation and test starts are seeds of three disjoint ranges, the same seed never twice, so a training
+    seed is not even another run's test seed. (Environments that ignore their seed start alike everywhere.) All rows of
+    a call, of all members, run side by side; a lane whose episode ends is refilled at once from the waiting rows. Ended
+    episodes cost no steps, and CartPole, Acrobot, MountainCar (both) and Pendulum run on native vectorised
+    environments that equal gymnasium's bit for bit.
+
+    Episodes of a group share their reset seed and so, in gymnasium, all later randomness of the environment too:
+    common random numbers. That takes noise out of the comparison of actions, but the group then never sees
+    how its start fares under other noise; `reseed_noise` gives every place in a group its own noise after reset, the
+    same for all members.
+
+    An episode must be a function of its reset seed and its actions. An environment that carries something over from one
+    episode to the next, as running statistics of `NormalizeObservation` or the world of BipedalWalker, needs `remake`.
+
+    Args:
+        env: The id of a registered environment, or a callable that makes one.
+        env_kwargs: Keyword arguments of the environment or the callable.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
+        vectorization: "native" (numpy), "serial" (one environment after the other in this process), "processes" (one
+            process per lane), or "auto": native where there is one, serial otherwise.
+        lanes: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
+        reseed_noise: Whether the replicas of a start get their own noise after reset.
+        remake: Whether every episode gets an environment made anew, rather than one that is reset; None = where that
+            is known to matter, as for BipedalWalker. Native environments carry nothing over in any case.
+        train_size: Number of training starts.
+        validation_size: Number of starts for selection.
+        test_size: Number of starts for the final report.
+        seed: Seed of the starts, of their order and of noise.
+
+    Attributes:
+        seed: As given.
+        name: The id, or the name of the callable.
+        native: Whether a native environment runs.
+        remake: Whether every episode gets an environment made anew.
+        max_episode_steps: Steps after which an episode is truncated; None if nothing says so.
+        observation_space: Of one environment.
+        action_space: Of one environment.
+
+    Raises:
+        ValueError: If an argument does not fit, a space is not supported, or no native environment is equal.
+    """
+
+    def __init__(
+        self,
+        env: "str | Callable[..., gymnasium.Env[Any, Any]]",
+        *,
+        env_kwargs: Mapping[str, Any] | None = None,
+        max_episode_steps: int | None = None,
+        vectorization: Vectorization = "auto",
+        lanes: int | None = None,
+        reseed_noise: bool = False,
+        remake: bool | None = None,
+        train_size: int = 100_000,
+        validation_size: int = 64,
+        test_size: int = 256,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
+        _check_options(max_episode_steps, vectorization, lanes)
+        self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
+        kwargs = dict(env_kwargs or {})
+        self._make = EnvMaker(
+            env=env,
+            env_kwargs=kwargs,
+            max_episode_steps=max_episode_steps,
+            noise_seed=seed if reseed_noise else None,
+        )
+        self._distinct = Distinct()
+        example = self._made()
+        self.observation_space: gymnasium.Space[Any] = example.observation_space
+        self.action_space: gymnasium.Space[Any] = example.action_space
+        limits = (time_limit(example), None if example.spec is None else example.spec.max_episode_steps)
+        self.max_episode_steps = max_episode_steps or next((limit for limit in limits if limit is not None), None)
+        self.remake = carries_over(example) if remake is None else remake
+        native = _native(env, kwargs, max_episode_steps) if vectorization in ("auto", "native") else None
+        leaf_spaces(self.observation_space)
+        check_action_space(self.action_space)
+        if native is None:
+            _warn_of_deaf_seeds(example, self.name)
+        example.close()
+        if vectorization == "native" and native is None:
+            raise ValueError(
+                f"no native environment equals {self.name} with {kwargs}: "
+                'set vectorization to "auto", "serial" or "processes"'
+            )
+        self._native = native
+        self.native = native is not None
+        self._processes = vectorization == "processes"
+        default = _NATIVE_LANES if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_LANES
+        self._count = default if lanes is None else lanes
+        self._lanes: Lanes | None = None
+
+    def close(self) -> None:
+        """Close environments and processes; the next `play` makes new ones."""
+        lanes, self._lanes = self._lanes, None
+        if lanes is not None:
+            lanes.close()
+
+    def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
+        """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
+
+        Raises:
+            ValueError: If the split or a start does not exist.
+        """
+        return StepEpisodes(env=self, seeds=self._starts.of(split, starts))
+
+    def play(
+        self,
+        actor: Actor,
+        starts: Sequence[int],
+        start_of_row: Sequence[int],
+        member_ids: Sequence[int],
+        *,
+        split: Split = "train",
+        uniforms: Uniforms | None = None,
+        temperature: ArrayLike | None = None,
+        statistics: ObservationStatistics | None = None,
+        reference: bool = False,
+    ) -> Played:
+        """Open starts of a split and play one episode per row; see `StepEpisodes.play`."""
+        return self.open(split, starts).play(
+            actor,
+            start_of_row,
+            member_ids,
+            uniforms=uniforms,
+            temperature=temperature,
+            statistics=statistics,
+            reference=reference,
+        )
+
+    def _play(self, actor: Actor, work: Work) -> Played:
+        if self._lanes is None:
+            self._lanes = self._open_lanes()
+        try:
+            return play_episodes(self._lanes, self._count, (self.observation_space, self.action_space), actor, work)
+        except BaseException:
+            with suppress(Exception):  # what broke the play is the error to see
+                self.close()  # half-played episodes must not meet the next call
+            raise
+
+    def _open_lanes(self) -> Lanes:
+        if self._native is not None:
+            return NativeLanes(self._native())
+        options: dict[str, Any] = {
+            "remake": self.remake,
+            "reseed": self._make.noise_seed is not None,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+        }
+        if self._processes:
+            return ProcessLanes(self._make, count=self._count, **options)
+        return SerialLanes(self._made, **options)
+
+    def _made(self) -> "gymnasium.Env[Any, Any]":
+        made = self._make()
+        self._distinct.add(made)
+        return made
+
+
+def _native(
+    env: object, kwargs: Mapping[str, Any], max_episode_steps: int | None
+) -> Callable[[], ClassicControl] | None:
+    """Return what makes the native environment that equals the one named, or None."""
+    if not isinstance(env, str):
+        return None
+    spec = registered(env)
+    native, limit = native_class(spec, kwargs), max_episode_steps or spec.max_episode_steps
+    if native is None or limit is None:
+        return None
+    return lambda: native(max_episode_steps=limit, **{**spec.kwargs, **kwargs})
+
+
+def _warn_of_deaf_seeds(example: "gymnasium.Env[Any, Any]", name: str) -> None:
+    """Say so where a reset seed does not decide how an episode starts: then groups have no common start."""
+    (first, _), (second, _) = (example.reset(seed=1) for _ in range(2))
+    leaves = (flatten(example.observation_space, seen) for seen in (first, second))
+    if not all(np.array_equal(one, other) for one, other in zip(*leaves, strict=True)):
+        warnings.warn(
+            f"{name} starts differently from one reset seed: episodes of a group are compared as if they began alike, "
+            "so let reset(seed=...) seed everything that is random in it",
+            stacklevel=3,
+        )
+
+
+def _check_options(max_episode_steps: int | None, vectorization: str, lanes: int | None) -> None:
+    if max_episode_steps is not None and max_episode_steps < 1:
+        raise ValueError(f"max_episode_steps must be at least 1 or None, got {max_episode_steps}")
+    if vectorization not in ("auto", "native", "serial", "processes"):
+        raise ValueError(f'vectorization must be "auto", "native", "serial" or "processes", got {vectorization!r}')
+    if lanes is not None and lanes < 1:
+        raise ValueError(f"lanes must be at least 1 or None, got {lanes}")

@@ -1,0 +1,201 @@
+"""Making environments, and the two wrappers that lanes put around them."""
+
+import importlib
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
+from gymnasium.utils import seeding
+from gymnasium.wrappers import TimeLimit
+
+from evogrpo.envs.control.trees import flatten, leaf_spaces, numbers, stack, unflatten
+from evogrpo.randomness import generator
+
+_SEED_BITS = 31
+_NOT_RESET = ("gymnasium.envs.box2d.bipedal_walker",)  # its reset keeps the simulated world, and what is stored there
+
+MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
+
+
+def registered(env: str) -> EnvSpec:
+    """Return what is registered under an id, found as `gymnasium.make` finds it: with or without module and version.
+
+    Raises:
+        gymnasium.error.Error: If nothing is.
+        ImportError: If there is no such module.
+    """
+    module, _, name = env.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    namespace, plain, version = parse_env_id(name)
+    if version is None:
+        version = find_highest_version(namespace, plain)
+    return gymnasium.spec(get_env_id(namespace, plain, version))
+
+
+def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
+    """Return the steps after which an environment's wrappers truncate an episode; None if they never do."""
+    limits = []
+    while isinstance(env, gymnasium.Wrapper):
+        if isinstance(env, TimeLimit):
+            limits.append(env._max_episode_steps)
+        env = env.env
+    return min(limits, default=None)
+
+
+def carries_over(env: "gymnasium.Env[Any, Any]") -> bool:
+    """Tell whether an environment is known to go on differently after a reset than when it is made anew."""
+    return type(env.unwrapped).__module__ in _NOT_RESET
+
+
+class Distinct:
+    """Sees to it that a callable makes a new environment at each call."""
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[Any]] = []
+
+    def add(self, env: Any) -> None:
+        """Remember an environment; ValueError if it is one that was made before."""
+        self._known = [each for each in self._known if each() is not None]
+        if any(each() is env.unwrapped for each in self._known):
+            raise ValueError(
+                "env must make a new environment at each call, but returned the same one twice: make it inside the "
+                "callable"
+            )
+        self._known.append(weakref.ref(env.unwrapped))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvMaker:
+    """Makes one environment, in this process or another.
+
+    Attributes:
+        env: A registered id, or a callable.
+        env_kwargs: Keyword arguments of either.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
+        noise_seed: Root seed of noise after reset; None leaves the environment its own.
+
+    Raises:
+        ValueError: If `env` is neither.
+    """
+
+    env: "str | Callable[..., gymnasium.Env[Any, Any]]"
+    env_kwargs: Mapping[str, Any]
+    max_episode_steps: int | None
+    noise_seed: int | None
+
+    def __post_init__(self) -> None:
+        env = self.env
+        if not isinstance(env, str) and (isinstance(env, gymnasium.Env) or not callable(env)):
+            raise ValueError(
+                f"env must be the id of an environment or a callable that makes one, got {type(env).__name__}: give "
+                "the class or a function instead"
+            )
+
+    def __call__(self) -> "gymnasium.Env[Any, Any]":
+        """Make one environment.
+
+        Raises:
+            ValueError: If the callable returns something else, or an environment with a smaller limit of its own.
+        """
+        if isinstance(self.env, str):
+            made = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
+        else:
+            made = self.env(**self.env_kwargs)
+            if not isinstance(made, gymnasium.Env):
+                raise ValueError(f"an environment factory must return a gymnasium.Env, got {type(made).__name__}")
+            if self.max_episode_steps is not None:
+                own = time_limit(made)
+                if own is not None and own < self.max_episode_steps:
+                    raise ValueError(
+                        f"max_episode_steps must be at most the environment's own limit of {own}, got "
+                        f"{self.max_episode_steps}: raise that limit where the environment is made"
+                    )
+                made = TimeLimit(made, self.max_episode_steps)
+        return made if self.noise_seed is None else ReseededNoise(made, self.noise_seed)
+
+
+class ReseededNoise(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Gives an environment its own noise after reset, so that the episodes of a group share their start and no more.
+
+    The generator in `unwrapped.np_random` is replaced by the one named by (seed, "noise", reset seed, replica).
+    Environments that keep their randomness elsewhere are not reached. A reset seed carries the replica in the bits
+    above its own 31, since vector environments hand nothing else to a single lane.
+
+    Args:
+        env: The environment.
+        seed: Root seed of the run.
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]", seed: int) -> None:
+        super().__init__(env)
+        self._seed = seed
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Reset to the start that the lower 31 bits of the seed name; None draws a start as the environment does."""
+        if seed is None:
+            return self.env.reset(seed=None, options=options)
+        replica, start = divmod(seed, 1 << _SEED_BITS)
+        result = self.env.reset(seed=start, options=options)
+        noise = int(generator(self._seed, "noise", start, replica).integers(2**63))
+        self.env.unwrapped.np_random, _ = seeding.np_random(noise)  # the kind of generator that environments expect
+        return result
+
+
+class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Stands still from the end of an episode until the next reset, so that a lane with nothing to do costs no step.
+
+    A vector environment steps all its lanes or none; here a lane without an episode answers at once, with a blank
+    observation and no reward. What passes is what lanes read, in the shapes and types that the spaces say: vector
+    environments flatten, cast and join everything else without a word.
+
+    Args:
+        make: Makes the environment.
+        remake: Whether every episode gets an environment made anew.
+    """
+
+    def __init__(self, make: MakeEnv, *, remake: bool = False) -> None:
+        super().__init__(make())
+        self._make, self._remake, self._used = make, remake, False
+        self._standing = True
+        space = self.env.observation_space
+        self._parts = leaf_spaces(space)
+        self._blank = unflatten(space, [np.zeros(part.shape or (), part.dtype) for part in self._parts])
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode; the empty options of a masked reset are passed on as none, as in a single environment."""
+        if self._remake and self._used:
+            self.env.close()
+            self.env = self._make()
+        self._standing, self._used = False, True
+        observation, info = self.env.reset(seed=seed, options=options or None)
+        return self._checked(observation), _mask_only(info)
+
+    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]:
+        """Step the episode, if one is running."""
+        if self._standing:
+            return self._blank, 0.0, False, False, {}
+        observation, reward, terminated, truncated, info = self.env.step(action)
+        flags = [bool(numbers([flag], np.bool_, what)[0]) for flag, what in ((terminated, "end"), (truncated, "cut"))]
+        self._standing = any(flags)
+        return self._checked(observation), numbers([reward], np.float64, "reward")[0], *flags, _mask_only(info)
+
+    def _checked(self, observation: Any) -> Any:
+        space = self.env.observation_space
+        leaves = stack(self._parts, [flatten(space, observation)])
+        return unflatten(space, [leaf[0] for leaf in leaves])
+
+
+def _mask_only(info: Mapping[str, Any]) -> dict[str, Any]:
+    mask = info.get("action_mask")
+    return {} if mask is None else {"action_mask": mask}
+
+
+def lane_seeds(seeds: Sequence[int], replicas: Sequence[int], reseed: bool) -> list[int]:
+    """Return reset seeds as Python integers, as gymnasium demands, with the replica above them where it counts."""
+    pairs = zip(seeds, replicas, strict=True)
+    return [int(seed) + (int(replica) << _SEED_BITS) * reseed for seed, replica in pairs]

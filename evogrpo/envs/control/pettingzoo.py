@@ -1,0 +1,244 @@
+"""PettingZooGroups: groups of joint episodes of any parallel PettingZoo environment, all members' at once."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pettingzoo import ParallelEnv
+
+from evogrpo.envs.control.assignment import Assignment, assign
+from evogrpo.envs.control.joint_episodes import JointPlayed
+from evogrpo.envs.control.joint_lanes import JointLane
+from evogrpo.envs.control.joint_playing import AgentUniforms, JointWork, play_joint_episodes
+from evogrpo.envs.control.making import Distinct
+from evogrpo.envs.control.playing import LONGEST, Actor
+from evogrpo.envs.control.starts import SeededGroups
+from evogrpo.envs.groups import Split
+
+_LANES = 64
+
+Score = Callable[[Mapping[str, float]], float]
+"""(what each agent earned in a joint episode) -> what the episode is worth to whoever selects members."""
+
+
+def summed(returns: Mapping[str, float]) -> float:
+    """Return what all agents earned together."""
+    return float(sum(returns.values()))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JointEpisodes:
+    """Opened starts, from each of which any number of joint episodes can be played.
+
+    Attributes:
+        env: The environment.
+        seeds: Joint reset seed of each opened start.
+    """
+
+    env: "PettingZooGroups"
+    seeds: tuple[int, ...]
+
+    def play(
+        self,
+        actors: Mapping[str, Actor],
+        assignment: Assignment,
+        start_of_row: Sequence[int],
+        member_ids: Sequence[int],
+        *,
+        uniforms: AgentUniforms | None = None,
+        temperature: ArrayLike | None = None,
+        reference: bool = False,
+    ) -> JointPlayed:
+        """Play one joint episode per row to its end; each policy acts for all its living agents at once.
+
+        An episode depends on its start and its draws alone: not on the other rows, nor on how many lanes there are.
+        Rows of one member with one start are a group.
+
+        Args:
+            actors: The members' policies, by name.
+            assignment: Which policy acts for which agent.
+            start_of_row: For each of the n rows, its position in `seeds`; any order, any group sizes.
+            member_ids: For each row, the slot of the member all of whose policies act, at least 0.
+            uniforms: Numbers to draw actions with, by agent, row and step (`AgentDraws`); None acts greedily.
+            temperature: `[n]` sampling temperatures; None means 1.
+            reference: Let the reference policies act.
+
+        Returns:
+            The agents' episodes by policy.
+
+        Raises:
+            ValueError: If the arguments do not fit each other, an agent has no policy, actions or masks do not fit the
+                action space, a reward or an observation is not finite, or an episode does not end.
+        """
+        if len(start_of_row) != len(member_ids) or len(start_of_row) == 0:
+            raise ValueError(f"play takes one member per row, got {len(member_ids)} for {len(start_of_row)} rows")
+        if not all(0 <= start < len(self.seeds) for start in start_of_row):
+            raise ValueError(
+                f"starts must lie in [0, {len(self.seeds) - 1}], got {sorted({int(start) for start in start_of_row})}"
+            )
+        missing = sorted(set(assignment.roles) - set(actors))
+        if missing:
+            raise ValueError(f"an actor is missing for the policies {missing}")
+        members = np.asarray(member_ids, dtype=np.int64)
+        heat = None if temperature is None else np.asarray(temperature, dtype=np.float32)
+        if members.min() < 0 or (heat is not None and heat.shape != members.shape):
+            raise ValueError(
+                f"play takes one slot of at least 0 and one temperature per row, got members {members.tolist()} and "
+                f"temperatures of shape {None if heat is None else heat.shape}"
+            )
+        work = JointWork(
+            seeds=np.array([self.seeds[start] for start in start_of_row], dtype=np.int64),
+            member_ids=members,
+            groups=_numbered(list(zip(members.tolist(), map(int, start_of_row), strict=True))),
+            uniforms=uniforms,
+            temperature=heat,
+            reference=reference,
+            longest=max(self.env.max_episode_steps or 0, LONGEST),
+        )
+        return self.env._play(actors, assignment, work)
+
+
+class PettingZooGroups(SeededGroups):
+    """Groups of joint episodes of a parallel PettingZoo environment; a group's initial state is a joint reset seed.
+
+    Train, validation and test starts are seeds of three disjoint ranges, the same seed never twice. All rows of a
+    call, of all members, run side by side, one environment after the other in this process; an ended episode's lane is
+    reset for the next row. Agents may be born and may end at any step. Action masks are understood where PettingZoo
+    puts them: `infos[agent]["action_mask"]`, or an observation Dict of exactly "observation" and "action_mask". An
+    agent whose mask leaves nothing is not asked to act, as happens to whoever is not to move in a turn-based game.
+
+    The environment must be a function of its reset seed. Episodes of a group share that seed and so all later
+    randomness of the environment: common random numbers.
+
+    Args:
+        env: Makes a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
+        env_kwargs: Its keyword arguments.
+        max_episode_steps: Steps after which all living agents are truncated; None = the environment's own limit.
+        lanes: Most joint episodes at a time.
+        score: What a joint episode is worth as fitness, from what each agent earned; the sum by default. In a
+            competition, where the sum says nothing, name what counts.
+        train_size: Number of training starts.
+        validation_size: Number of starts for selection.
+        test_size: Number of starts for the final report.
+        seed: Seed of the starts and of their order.
+
+    Attributes:
+        seed: As given.
+        name: What the environment calls itself.
+        score: As given.
+        max_episode_steps: As given.
+        agents: Names of the agents known beforehand: all where the environment has `possible_agents`, otherwise those
+            of the first training start.
+        observation_spaces: Of these agents, by name.
+        action_spaces: Of these agents, by name.
+
+    Raises:
+        ValueError: If an argument does not fit, or the callable makes something else.
+    """
+
+    def __init__(
+        self,
+        env: "Callable[..., ParallelEnv[Any, Any, Any]]",
+        *,
+        env_kwargs: Mapping[str, Any] | None = None,
+        max_episode_steps: int | None = None,
+        lanes: int = _LANES,
+        score: Score = summed,
+        train_size: int = 100_000,
+        validation_size: int = 64,
+        test_size: int = 256,
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("max_episode_steps", max_episode_steps), ("lanes", lanes)):
+            if (value is None and name == "lanes") or (value is not None and value < 1):
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not callable(env):
+            raise ValueError(f"env must make environments, such as a module's parallel_env, got {type(env).__name__}")
+        super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
+        self.score = score
+        self._make, self._kwargs = env, dict(env_kwargs or {})
+        self.max_episode_steps, self._count = max_episode_steps, lanes
+        self._lanes: list[JointLane] = []
+        self._distinct = Distinct()
+        example = self._made()
+        self.name = str(example)
+        known = getattr(example, "possible_agents", None)
+        if not known:
+            example.reset(seed=self._starts.of("train", [0])[0])
+            known = example.agents
+        self.agents: tuple[str, ...] = tuple(str(agent) for agent in known)
+        self.observation_spaces: dict[str, gymnasium.Space[Any]] = {
+            str(agent): example.observation_space(agent) for agent in known
+        }
+        self.action_spaces: dict[str, gymnasium.Space[Any]] = {
+            str(agent): example.action_space(agent) for agent in known
+        }
+        example.close()
+        assign(self.observation_spaces, self.action_spaces, "independent")  # refuses spaces no policy can act in
+
+    def close(self) -> None:
+        """Close environments; the next `play` makes new ones."""
+        lanes, self._lanes = self._lanes, []
+        with ExitStack() as closing:  # every one, whatever one of them raises
+            for lane in lanes:
+                closing.callback(lane.close)
+
+    @property
+    def observation_space(self) -> gymnasium.spaces.Dict:
+        """What all agents see together, by name."""
+        return gymnasium.spaces.Dict(self.observation_spaces)
+
+    @property
+    def action_space(self) -> gymnasium.spaces.Dict:
+        """What all agents do together, by name."""
+        return gymnasium.spaces.Dict(self.action_spaces)
+
+    def open(self, split: Split, starts: Sequence[int]) -> JointEpisodes:
+        """Open starts of a split, each in [0, size(split)); the same start may occur repeatedly.
+
+        Raises:
+            ValueError: If the split or a start does not exist.
+        """
+        return JointEpisodes(env=self, seeds=self._starts.of(split, starts))
+
+    def scores(self, played: JointPlayed) -> NDArray[np.float64]:
+        """Return what each of n joint episodes is worth, `[n]`.
+
+        Raises:
+            ValueError: If `score` gives something that is not finite.
+        """
+        values = np.array([self.score(returns) for returns in played.returns], dtype=np.float64)
+        if not np.isfinite(values).all():
+            worst = played.returns[int(np.flatnonzero(~np.isfinite(values))[0])]
+            raise ValueError(f"score must return a finite number for every joint episode, not for {dict(worst)}")
+        return values
+
+    def _play(self, actors: Mapping[str, Actor], assignment: Assignment, work: JointWork) -> JointPlayed:
+        try:
+            return play_joint_episodes(self._lanes, self._lane, self._count, assignment, actors, work)
+        except BaseException:
+            with suppress(Exception):  # what broke the play is the error to see
+                self.close()  # half-played episodes must not meet the next call
+            raise
+
+    def _lane(self) -> JointLane:
+        return JointLane(self._made, self.max_episode_steps)
+
+    def _made(self) -> "ParallelEnv[Any, Any, Any]":
+        env = self._make(**self._kwargs)
+        if not isinstance(env, ParallelEnv):
+            raise ValueError(
+                f"env must make a pettingzoo ParallelEnv, got {type(env).__name__}: for an AECEnv wrap it with "
+                "pettingzoo.utils.conversions.aec_to_parallel, or turn_based_aec_to_parallel for a turn-based game"
+            )
+        self._distinct.add(env)
+        return env
+
+
+def _numbered(names: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    return np.array([numbers[name] for name in names], dtype=np.int64)

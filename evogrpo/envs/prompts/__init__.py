@@ -1,0 +1,1 @@
+"""Environments that ask: prompt datasets, reward functions and verifiers."""

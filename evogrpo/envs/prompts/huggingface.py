@@ -1,0 +1,276 @@
+"""HuggingFaceGym: a prompt dataset and reward functions as a group environment."""
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import gymnasium
+from torch import Tensor
+
+from evogrpo.envs.groups import SPLITS, Split, deal_starts
+from evogrpo.envs.prompts.episodes import PromptEpisodes
+from evogrpo.envs.prompts.facade import Facade, PromptTensors, StepResult
+from evogrpo.envs.prompts.reasoning import reasoning_tables
+from evogrpo.envs.prompts.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards, make_runner
+from evogrpo.envs.prompts.splits import Table, check_table, make_splits
+from evogrpo.envs.prompts.templates import (
+    Message,
+    Prompt,
+    Tokenizer,
+    check_messages,
+    check_template,
+    fill_template,
+    tokenize,
+)
+from evogrpo.envs.prompts.verifiers.pool import VerifierPool
+
+
+class HuggingFaceGym:
+    """A prompt dataset and reward functions as an environment: one completion answers one prompt.
+
+    Rewards come in exactly one of two forms. AgileRL's: columns `question` and `answer`, and
+    `reward_fn(completion, answer, question) -> float`; `conversation_template` turns a question into messages. TRL's:
+    a column `prompt` (text, or a list of messages) and `reward_funcs`, each called with all completions at once as
+    `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None means not applicable.
+    A prompt that ends with an assistant message is continued; completions hold only what was sampled.
+
+    Either form may be `async def`: such functions run concurrently, of AgileRL's form the calls for all completions.
+    Instead of a number, `StepRewards` gives rewards inside a completion. With `reward_workers` the functions run in
+    worker processes, and each call in TRL's form takes one worker's share of the completions; a call that exceeds
+    `reward_timeout` is killed, and repeated completion by completion to find the one to blame.
+
+    Train, validation (selection) and test (reported once) are disjoint and deduplicated: two rows are the same
+    question when the model reads the same tokens. What is not given is drawn from the training dataset, so neither
+    selection nor the final report ever sees a training question, and selection never sees the test split.
+
+    Args:
+        train_dataset: A `datasets.Dataset` or any sequence of mappings with the same keys.
+        test_dataset: Questions for the final report; None draws them from the training dataset.
+        tokenizer: A transformers tokenizer; with a chat template where prompts are messages.
+        reward_fn: Reward in AgileRL's form.
+        reward_funcs: One or several rewards in TRL's form.
+        reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
+        conversation_template: Messages with the fields {question} and {answer}, for AgileRL's form. None asks the
+            question as the one user message, or as plain text where the tokenizer has no chat template.
+        validation_dataset: Questions for selection; None draws them from the training dataset.
+        validation_size: How many to draw; None means 64, or a fifth of the training questions if that is fewer.
+        test_size: How many to draw; None means 256, or a fifth of the training questions if that is fewer.
+        max_prompt_length: Longest prompt used, in tokens: the model's context minus the longest completion. Longer
+            ones are left out and counted in `filtered`; None keeps all.
+        data_batch_size: Prompts that `reset` and `step` serve; 8 unless given.
+        data_batch_size_per_gpu: AgileRL's name for `data_batch_size`.
+        group_size: Completions per prompt that training `step`s must bring; None takes any number from 2.
+        on_reward_error: "raise" stops with a `RewardError`; "exclude" gives the completion a NaN reward and warns.
+        reward_timeout: Seconds that one call of a reward function may take; None = no limit.
+        reward_workers: Processes in which rewards are computed, for functions that are slow or crash; 0 = in this one.
+            None = none, or, where a timeout is given for functions that are not async, one per core up to 8.
+        seed: Seed of the training order and of drawn splits.
+
+    Attributes:
+        tokenizer: As given.
+        seed: As given.
+        filtered: How many rows each split left out, and why: `Filtered` counts by split.
+        observation_space: One prompt, as a sequence of token ids.
+        action_space: One completion, as a sequence of token ids.
+
+    Raises:
+        ValueError: If an argument, a column or a split does not fit, with the rule, what was found and what to do.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Table,
+        test_dataset: Table | None = None,
+        tokenizer: Tokenizer | None = None,
+        *,
+        reward_fn: RewardFn | None = None,
+        reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
+        reward_weights: Sequence[float] | None = None,
+        conversation_template: Sequence[Mapping[str, str]] | None = None,
+        validation_dataset: Table | None = None,
+        validation_size: int | None = None,
+        test_size: int | None = None,
+        max_prompt_length: int | None = None,
+        data_batch_size: int | None = None,
+        data_batch_size_per_gpu: int | None = None,
+        group_size: int | None = None,
+        on_reward_error: OnRewardError = "raise",
+        reward_timeout: float | None = None,
+        reward_workers: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if tokenizer is None:
+            raise ValueError("tokenizer must be given: the environment turns prompts into token ids and back")
+        _check_options(on_reward_error, max_prompt_length, data_batch_size, data_batch_size_per_gpu)
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self._on_reward_error: OnRewardError = on_reward_error
+        self._rewards = make_rewards(reward_fn, reward_funcs, reward_weights)
+        self._runner = make_runner(self._rewards, reward_timeout, reward_workers)
+        self._columns = ("prompt",) if reward_fn is None else ("question", "answer")
+        self._template = _template(conversation_template, tokenizer, asked=reward_fn is not None)
+        given = zip(SPLITS, (train_dataset, validation_dataset, test_dataset), strict=True)
+        tables = {split: table for split, table in given if table is not None}
+        for split, table in tables.items():
+            check_table(table, self._columns, f"{split}_dataset")
+        sizes: dict[Split, int | None] = {"validation": validation_size, "test": test_size}
+        for split, size in sizes.items():
+            if size is not None and split in tables:
+                raise ValueError(f"{split}_size says how many questions to draw where {split}_dataset is not given")
+        self._splits, self.filtered = make_splits(
+            tables, self._tokens, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+        )
+        self._facade = Facade(
+            self,
+            batch_size=next((size for size in (data_batch_size, data_batch_size_per_gpu) if size is not None), 8),
+            group_size=group_size,
+            seed=seed,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
+        self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
+        self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
+        if isinstance(self._runner, VerifierPool):
+            self._runner.check()  # it has been starting since its making
+
+    @classmethod
+    def from_reasoning_gym(
+        cls,
+        name: str,
+        *,
+        tokenizer: Tokenizer,
+        sizes: Mapping[Split, int] | None = None,
+        seed: int = 0,
+        system_prompt: str | None = None,
+        answer_tag: str | None = None,
+        gym_options: Mapping[str, Any] | None = None,
+        **task_options: Any,
+    ) -> "HuggingFaceGym":
+        """Return a reasoning-gym task as an environment; its own `score_answer` is the reward.
+
+        Args:
+            name: A task of reasoning-gym, e.g. "chain_sum".
+            tokenizer: A transformers tokenizer with a chat template.
+            sizes: Questions generated per split, before duplicates are left out: 2000 train, 64 validation and 256
+                test unless given.
+            seed: Seed of the questions and of the training order.
+            system_prompt: Text of a system message before each question.
+            answer_tag: Scores what stands in the last <tag>...</tag> of a completion; None scores all of it, stripped.
+            gym_options: Further arguments of HuggingFaceGym, e.g. {"max_prompt_length": 512}.
+            task_options: Settings of the task, e.g. min_terms=2.
+
+        Raises:
+            ValueError: If the task or one of its settings is unknown.
+            ImportError: If reasoning-gym is not installed.
+        """
+        tables, reward = reasoning_tables(
+            name, sizes=sizes, seed=seed, system_prompt=system_prompt, answer_tag=answer_tag, task_options=task_options
+        )
+        return cls(
+            tables["train"],
+            tables["test"],
+            tokenizer,
+            validation_dataset=tables["validation"],
+            reward_funcs=reward,
+            seed=seed,
+            **(gym_options or {}),
+        )
+
+    def __len__(self) -> int:
+        """Return the number of questions of the split being served: train, unless inside `eval_mode`."""
+        return self.size(self._facade.split)
+
+    def size(self, split: Split) -> int:
+        """Return the number of distinct questions of a split."""
+        return len(self._splits[split].rows)
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        """Return the first `count` training questions of learning step `step`; see `deal_starts`."""
+        return deal_starts(self.seed, self.size("train"), step, count, block)
+
+    def open(self, split: Split, starts: Sequence[int]) -> PromptEpisodes:
+        """Open questions of a split, each in [0, size(split)).
+
+        Raises:
+            ValueError: If the split or a start does not exist.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
+        questions = self._splits[split]
+        if not all(0 <= start < len(questions.rows) for start in starts):
+            raise ValueError(f"starts of {split} must lie in [0, {len(questions.rows) - 1}], got {list(starts)}")
+        return PromptEpisodes(
+            prompts=tuple(questions.prompts[start].tolist() for start in starts),
+            rows=[questions.table[questions.rows[start]] for start in starts],
+            rewards=self._rewards,
+            runner=self._runner,
+            tokenizer=self.tokenizer,
+            on_reward_error=self._on_reward_error,
+        )
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[list[PromptTensors], dict[str, Any]]:
+        """Serve the prompts at the cursor; see `Facade.reset`."""
+        return self._facade.reset(seed, options)
+
+    def step(self, completion_ids: Sequence[Tensor]) -> StepResult:
+        """Reward the served prompts' completions and serve the next prompts; see `Facade.step`."""
+        return self._facade.step(completion_ids)
+
+    def eval_mode(self, split: Split = "validation") -> AbstractContextManager[None]:
+        """Serve a held-out split from its first question inside a `with`; the training cursor does not move."""
+        return self._facade.eval_mode(split)
+
+    def close(self) -> None:
+        """End the worker processes of reward functions; the next score would start new ones."""
+        self._runner.close()
+
+    def _tokens(self, split: Split, table: Table) -> "Sequence[array[int]]":
+        return tokenize(self._prompts(table, f"{split}_dataset"), self.tokenizer, f"{split}_dataset")
+
+    def _prompts(self, table: Table, where: str) -> Iterator[Prompt]:
+        columns = set(table[0])
+        for number in range(len(table)):
+            row = table[number]
+            if set(row) != columns:
+                raise ValueError(
+                    f"every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}"
+                )
+            if self._columns == ("prompt",):
+                prompt = row["prompt"]
+                yield prompt if isinstance(prompt, str) else check_messages(prompt, f"prompt {number} of {where}")
+            elif self._template is None:
+                yield str(row["question"])
+            else:
+                yield fill_template(self._template, row["question"], row["answer"])
+
+
+def _check_options(
+    on_reward_error: str,
+    max_prompt_length: int | None,
+    data_batch_size: int | None,
+    data_batch_size_per_gpu: int | None,
+) -> None:
+    if on_reward_error not in ("raise", "exclude"):
+        raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}')
+    if max_prompt_length is not None and max_prompt_length < 1:
+        raise ValueError(f"max_prompt_length must be at least 1 token or None, got {max_prompt_length}")
+    if data_batch_size is not None and data_batch_size_per_gpu is not None:
+        raise ValueError(
+            "data_batch_size_per_gpu is another name for data_batch_size, "
+            f"got both ({data_batch_size_per_gpu} and {data_batch_size}): give one of the two"
+        )
+
+
+def _template(
+    template: Sequence[Mapping[str, str]] | None, tokenizer: Tokenizer, *, asked: bool
+) -> tuple[Message, ...] | None:
+    """Return the checked conversation template, or None where questions are plain texts or prompts are given."""
+    if template is not None and not asked:
+        raise ValueError("conversation_template goes with reward_fn: with reward_funcs, put messages into prompt")
+    if template is None and getattr(tokenizer, "chat_template", None) is not None:
+        template = [{"role": "user", "content": "{question}"}]
+    return None if template is None else check_template(template)

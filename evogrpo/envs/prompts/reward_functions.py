@@ -1,0 +1,177 @@
+"""Reward functions of the user in one form: what they are given, and what calls them."""
+
+import functools
+import math
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from evogrpo.envs.prompts.step_rewards import StepRewards
+from evogrpo.envs.prompts.verifiers.calling import Call, InProcess, Job, Runner, is_async
+from evogrpo.envs.prompts.verifiers.pool import VerifierPool
+
+OnRewardError = Literal["raise", "exclude"]
+Value = float | StepRewards
+RewardFn = Callable[[str, Any, Any], Value | Awaitable[Value]]
+RewardFunc = Callable[..., Sequence[Value | None] | Awaitable[Sequence[Value | None]]]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_TRL_OWN = ("prompt", "completion", "completion_ids")
+MOST_WORKERS = 8  # when their number is not given
+
+
+class RewardError(ValueError):
+    """A reward function raised, returned something that is no reward, took too long, or ended its process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers:
+    """What reward functions may see, one entry per completion.
+
+    Attributes:
+        rows: Dataset row that each completion answers.
+        texts: Decoded completions.
+        token_ids: Token ids of the completions, without padding.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    texts: Sequence[str]
+    token_ids: Sequence[list[int]]
+
+    def only(self, positions: Sequence[int]) -> "Answers":
+        """Return the answers at the given positions."""
+        return Answers(
+            rows=[self.rows[position] for position in positions],
+            texts=[self.texts[position] for position in positions],
+            token_ids=[self.token_ids[position] for position in positions],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """One reward function.
+
+    Attributes:
+        name: What it is called in reports.
+        weight: Its factor in the sum.
+        batched: Whether one call takes all completions (TRL's form) rather than one (AgileRL's).
+        function: The user's.
+    """
+
+    name: str
+    weight: float
+    batched: bool
+    function: Callable[..., Any]
+
+    def jobs(self, answers: Answers, rows: Sequence[int], shares: int) -> list[Job]:
+        """Return the calls that reward the given rows; completions that one call takes are divided into `shares`."""
+        if self.batched or is_async(self.function):
+            size = -(-len(rows) // shares)
+            parts = [tuple(rows[first : first + size]) for first in range(0, len(rows), size)]
+        else:
+            parts = [(row,) for row in rows]
+        return [Job(name=self.name, rows=part, calls=self._calls(answers.only(part))) for part in parts]
+
+    def _calls(self, answers: Answers) -> tuple[Call, ...]:
+        if not self.batched:
+            pairs = zip(answers.texts, answers.rows, strict=True)
+            return tuple(((text, row["answer"], row["question"]), {}) for text, row in pairs)
+        prompts = [row["prompt"] for row in answers.rows]
+        completions: list[Any] = list(answers.texts)
+        if not isinstance(prompts[0], str):
+            completions = [[{"role": "assistant", "content": text}] for text in answers.texts]
+        columns = {key: [row[key] for row in answers.rows] for key in answers.rows[0] if key not in _TRL_OWN}
+        given = {"prompts": prompts, "completions": completions, "completion_ids": list(answers.token_ids)}
+        return (((), {**given, **columns}),)
+
+
+def make_rewards(
+    reward_fn: RewardFn | None,
+    reward_funcs: RewardFunc | Sequence[RewardFunc] | None,
+    reward_weights: Sequence[float] | None,
+) -> tuple[Reward, ...]:
+    """Return the reward functions in one form.
+
+    Args:
+        reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per completion.
+        reward_funcs: TRL's form, one or several `f(prompts=, completions=, completion_ids=, **columns)` that return
+            one float or None (not applicable) per completion, each called with many completions at once.
+        reward_weights: One factor per function of `reward_funcs`; None means 1 each.
+
+    Raises:
+        ValueError: If not exactly one form is given, a function cannot be called, or the weights do not fit.
+    """
+    if (reward_fn is None) == (reward_funcs is None):
+        raise ValueError(
+            "exactly one of reward_fn and reward_funcs must be given, got "
+            f"{'none' if reward_fn is None else 'both'}: reward_fn(completion, answer, question) is AgileRL's form, "
+            "reward_funcs=[f(prompts=, completions=, **columns)] is TRL's"
+        )
+    if reward_fn is not None:
+        if reward_weights is not None:
+            raise ValueError("reward_weights go with reward_funcs, got reward_fn: scale its value instead")
+        return (Reward(name=_name(_checked(reward_fn)), weight=1.0, batched=False, function=reward_fn),)
+    assert reward_funcs is not None
+    functions: list[RewardFunc] = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
+    if not functions:
+        raise ValueError("reward_funcs must hold at least one function, got none")
+    weights = [1.0] * len(functions) if reward_weights is None else [float(weight) for weight in reward_weights]
+    if len(weights) != len(functions) or not all(math.isfinite(weight) for weight in weights):
+        raise ValueError(f"reward_weights must be {len(functions)} finite numbers, one per function, got {weights}")
+    made: dict[str, Reward] = {}
+    for weight, function in zip(weights, functions, strict=True):
+        base = name = _name(_checked(function))
+        while name in made:
+            name = f"{base}_{len(made) + 1}"
+        made[name] = Reward(name=name, weight=weight, batched=True, function=function)
+    return tuple(made.values())
+
+
+def make_runner(rewards: Sequence[Reward], timeout: float | None, workers: int | None) -> Runner:
+    """Return what calls the reward functions.
+
+    Args:
+        rewards: The reward functions.
+        timeout: Seconds that one call may take; None = no limit.
+        workers: Worker processes; 0 = none, all calls are made in this process; None = as many as cores, at most 8,
+            where a timeout is given and a function is not async, and none otherwise.
+
+    Raises:
+        ValueError: If a number is out of range, a plain function is to be stopped without a process of its own, or a
+            function cannot be sent to another process.
+    """
+    check_limits(timeout, workers)
+    functions = {reward.name: reward.function for reward in rewards}
+    plain = [name for name, function in functions.items() if not is_async(function)]
+    if workers is None:
+        workers = min(MOST_WORKERS, os.cpu_count() or 1) if timeout is not None and plain else 0
+    if workers > 0:
+        return VerifierPool(functions, workers=workers, timeout=timeout)
+    if timeout is not None and plain:
+        raise ValueError(
+            f"reward_timeout needs reward_workers of at least 1 for {plain[0]!r}, got 0: a function that is not async "
+            "can only be stopped together with a process of its own"
+        )
+    return InProcess(functions, timeout)
+
+
+def check_limits(timeout: float | None, workers: int | None) -> None:
+    """Refuse a time limit or a number of worker processes that is out of range."""
+    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"reward_timeout must be a finite number of seconds above 0, or None, got {timeout}")
+    if workers is not None and workers < 0:
+        raise ValueError(f"reward_workers must be at least 0, or None, got {workers}")
+
+
+def _checked(function: F) -> F:
+    if not callable(function):
+        raise ValueError(f"a reward function must be a function, plain or async, got {function!r:.200}")
+    return function
+
+
+def _name(function: Callable[..., Any]) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))

@@ -1,0 +1,175 @@
+"""From calls of reward functions to one checked reward per completion."""
+
+import math
+import numbers
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from evogrpo.envs.prompts.reward_functions import Answers, OnRewardError, Reward, RewardError
+from evogrpo.envs.prompts.step_rewards import StepRewards
+from evogrpo.envs.prompts.verifiers.calling import CallFailedError, InProcess, Job, Outcome, Runner
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluated:
+    """What completions have earned.
+
+    Attributes:
+        rewards: Weighted sum of the reward functions [n]; NaN where none applies or the completion is excluded.
+        components: Values of each function [n], before its weight; NaN where it does not apply.
+        steps: Of each function that looked inside a completion: what it returned there, None elsewhere.
+    """
+
+    rewards: NDArray[np.float64]
+    components: dict[str, NDArray[np.float64]]
+    steps: dict[str, list[StepRewards | None]] = field(default_factory=dict)
+
+
+def evaluate(
+    rewards: Sequence[Reward], answers: Answers, on_error: OnRewardError, runner: Runner | None = None
+) -> Evaluated:
+    """Reward completions.
+
+    Args:
+        rewards: The reward functions.
+        answers: The n completions and what they answer.
+        on_error: "raise", or "exclude": a completion whose reward fails gets NaN, with one warning per call.
+        runner: Calls the functions; by default in this process.
+
+    Raises:
+        RewardError: If a function returns the wrong number of values; and, where on_error is "raise", if it raises,
+            takes too long, ends its process, or returns something other than a finite number, StepRewards or None.
+            Shows the function and the (escaped) completion.
+    """
+    runner = runner or InProcess({reward.name: reward.function for reward in rewards})
+    outcomes = _outcomes(rewards, answers, runner, stop_at_first=on_error == "raise")
+    components: dict[str, NDArray[np.float64]] = {}
+    steps: dict[str, list[StepRewards | None]] = {}
+    failures: dict[int, RewardError] = {}
+    for reward in rewards:
+        values = np.full(len(answers.texts), np.nan)
+        inside: list[StepRewards | None] = [None] * len(answers.texts)
+        for row, outcome in sorted(outcomes[reward.name].items()):
+            try:
+                values[row], inside[row] = _checked_value(reward.name, outcome, answers, row)
+            except RewardError as error:
+                if on_error == "raise":
+                    raise
+                failures.setdefault(row, error)
+        components[reward.name] = values
+        if any(each is not None for each in inside):
+            steps[reward.name] = inside
+    table = np.stack(list(components.values()))
+    weights = np.array([reward.weight for reward in rewards])[:, None]
+    total = np.where(np.isnan(table).all(axis=0), np.nan, np.nansum(weights * table, axis=0))
+    total[list(failures)] = np.nan
+    if failures:
+        first = failures[min(failures)]
+        warnings.warn(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", stacklevel=2)
+    return Evaluated(rewards=total, components=components, steps=steps)
+
+
+def _outcomes(
+    rewards: Sequence[Reward], answers: Answers, runner: Runner, *, stop_at_first: bool
+) -> dict[str, dict[int, Any]]:
+    """Return, by function and row, a value or the exception that stands in for it."""
+    by_name = {reward.name: reward for reward in rewards}
+    everyone = range(len(answers.texts))
+    jobs = [job for reward in rewards for job in reward.jobs(answers, everyone, runner.shares)]
+    values: dict[str, dict[int, Any]] = {reward.name: {} for reward in rewards}
+    suspects: list[tuple[Job, Exception]] = []
+    for job, outcome in zip(jobs, runner.run(jobs, stop_at_first=stop_at_first), strict=True):
+        error = _spread(job, outcome, values[job.name], batched=by_name[job.name].batched)
+        if error is not None:
+            suspects.append((job, error))
+    for job, error in suspects:
+        # A call for several completions failed as a whole: made one by one, it shows which is to blame.
+        alone = [each for row in job.rows for each in by_name[job.name].jobs(answers, [row], 1)]
+        again = runner.run(alone, stop_at_first=stop_at_first)
+        for single, outcome in zip(alone, again, strict=True):
+            failed = _spread(single, outcome, values[job.name], batched=by_name[job.name].batched)
+            if failed is not None:
+                values[job.name][single.rows[0]] = failed
+        if not any(isinstance(values[job.name].get(row), BaseException) for row in job.rows):
+            note = f" (with {len(job.rows)} completions at once; alone, none fails)"
+            raise _failed(job.name, error, answers.texts[job.rows[0]], note=note)
+    return values
+
+
+def _spread(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool) -> Exception | None:
+    """Note a job's values by row; return the error of a call for several completions that failed as a whole."""
+    if outcome is None:
+        return None
+    whole = outcome if isinstance(outcome, CallFailedError) else outcome[0] if batched else None
+    if isinstance(whole, BaseException):
+        error = whole if isinstance(whole, Exception) else CallFailedError(f"raised {type(whole).__name__}")
+        if len(job.rows) > 1:
+            return error
+        values[job.rows[0]] = error
+        return None
+    assert isinstance(outcome, list)
+    listed = _listed(job.name, outcome[0], len(job.rows)) if batched else outcome
+    values.update(zip(job.rows, listed, strict=False))  # fewer where the first failure ended the job
+    return None
+
+
+def _checked_value(name: str, value: Any, answers: Answers, row: int) -> tuple[float, StepRewards | None]:
+    text = answers.texts[row]
+    if isinstance(value, BaseException):
+        raise _failed(name, value, text)
+    if value is None:
+        return math.nan, None
+    if isinstance(value, StepRewards):
+        length, what = len(text), "characters"
+        if value.unit == "token":
+            length, what = len(answers.token_ids[row]), "tokens"
+        if any(position >= length for position in value.positions):
+            raise RewardError(
+                f"reward function {name!r} must return step rewards at positions inside the completion, got position "
+                f"{max(value.positions)} for one of {length} {what}: {_shown(text)}"
+            )
+        return value.total, value
+    if hasattr(value, "tolist"):  # numpy and torch scalars
+        value = value.tolist()
+    if not isinstance(value, numbers.Real):
+        raise RewardError(
+            f"reward function {name!r} must return numbers or None, got {_shown(value)} "
+            f"for the completion {_shown(text)}"
+        )
+    if not math.isfinite(value):
+        raise RewardError(
+            f"reward function {name!r} must return finite numbers, got {float(value)} for the completion "
+            f"{_shown(text)}: return None where it does not apply"
+        )
+    return float(value), None
+
+
+def _listed(name: str, values: Any, count: int) -> list[Any]:
+    if hasattr(values, "tolist"):  # arrays and tensors
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise RewardError(f"reward function {name!r} must return a list of {count} rewards, got {_shown(values)}")
+    if len(values) != count:
+        raise RewardError(
+            f"reward function {name!r} must return one reward per completion, got {len(values)} for {count}"
+        )
+    return list(values)
+
+
+def _failed(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
+    how = str(error) if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {_shown(str(error))}"
+    raised = RewardError(f"reward function {name!r} {how}{note} for the completion {_shown(text)}")
+    raised.__cause__ = error
+    return raised
+
+
+def _shown(value: object) -> str:
+    """Return a short repr in which control codes are escaped: completions are untrusted text."""
+    if isinstance(value, str) and len(value) > 240:
+        return f"{value[:160]!r} ... {value[-60:]!r}"
+    return f"{value!r:.240}"

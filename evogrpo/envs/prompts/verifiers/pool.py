@@ -1,0 +1,179 @@
+"""Reward functions in processes of their own: one that hangs is killed, one that dies is reported, the run goes on.
+
+`concurrent.futures` cannot kill a worker that hangs, and `multiprocessing` runs the caller's script again in every
+worker; so the workers here are plain child processes (`worker.py`), started afresh and never forked: nothing of
+this process, neither its threads nor torch, reaches them.
+"""
+
+import os
+import queue
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+from evogrpo.envs.prompts.verifiers.calling import (
+    GRACE_SECONDS,
+    CallFailedError,
+    CallTimeoutError,
+    Function,
+    Job,
+    Outcome,
+    failed,
+    is_async,
+)
+from evogrpo.envs.prompts.verifiers.messages import escaped, outcome_of, read_message, request_message, setup_message
+from evogrpo.envs.prompts.verifiers.process import INSIDE_A_WORKER, WorkerProcess
+
+START_SECONDS = 120.0  # for a worker to import what the functions need
+
+
+class VerifierPool:
+    """Runs reward functions in worker processes.
+
+    A worker that exceeds the time limit is killed together with every process it has started, and replaced by a new
+    one; so is one that dies. Processes keep accidents apart from the run; they are no sandbox against hostile code.
+
+    Args:
+        functions: By name; defined at the top level of a module or script, so that another process can find them.
+        workers: Most processes at a time.
+        timeout: Seconds that one call may take; None = no limit.
+
+    Raises:
+        ValueError: If a number is out of range or a function cannot be sent to another process.
+    """
+
+    def __init__(self, functions: Mapping[str, Function], *, workers: int, timeout: float | None) -> None:
+        if INSIDE_A_WORKER in os.environ:
+            raise ValueError(
+                "a script whose reward functions run in worker processes is loaded by each of them: keep what trains "
+                'under `if __name__ == "__main__":`, or put the reward functions into a module of their own'
+            )
+        self.shares = workers
+        self._timeout = timeout
+        self._limits = {
+            name: None if timeout is None else timeout + (GRACE_SECONDS if is_async(function) else 0.0)
+            for name, function in functions.items()
+        }
+        self._setup = setup_message(functions, timeout)
+        self._inbox: queue.SimpleQueue[tuple[WorkerProcess, bytes | None]] = queue.SimpleQueue()
+        self._workers: list[WorkerProcess] = []
+        # At the end of the program, or when the pool is dropped.
+        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+        self._start()
+
+    def check(self) -> None:
+        """Wait until the first worker has loaded the functions.
+
+        Raises:
+            ValueError: If it cannot.
+        """
+        try:
+            while any(not worker.ready for worker in self._workers):
+                self._receive([], [])
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Kill all workers; the next call starts new ones."""
+        _kill_all(self._workers)
+
+    def run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
+        """Run jobs on as many workers as there are; see `Runner.run`.
+
+        Raises:
+            ValueError: If a worker cannot load the functions any more.
+        """
+        outcomes: list[Outcome] = [None] * len(jobs)
+        waiting = deque(range(len(jobs)))
+        for worker in [worker for worker in self._workers if not worker.alive]:
+            self._drop(worker)  # it died while nobody asked it anything
+        try:
+            while waiting or any(worker.job is not None for worker in self._workers):
+                self._dispatch(jobs, waiting, outcomes)
+                number = self._receive(jobs, outcomes)
+                if stop_at_first and number is not None and failed(outcomes[number]):
+                    break
+            return outcomes
+        finally:
+            for worker in [worker for worker in self._workers if worker.job is not None]:
+                self._drop(worker)  # stopped early: whatever it is doing, nobody waits for it
+
+    def _start(self) -> None:
+        self._workers.append(WorkerProcess(self._setup, self._inbox, time.monotonic() + START_SECONDS))
+
+    def _drop(self, worker: WorkerProcess, *, patience: float = 0.0) -> None:
+        self._workers.remove(worker)
+        worker.kill(patience=patience)
+
+    def _dispatch(self, jobs: Sequence[Job], waiting: "deque[int]", outcomes: list[Outcome]) -> None:
+        """Give every idle worker a job, and start workers while there is more to do than they can take."""
+        idle = [worker for worker in self._workers if worker.ready and worker.job is None]
+        while waiting and idle:
+            number = waiting.popleft()
+            job = jobs[number]
+            try:
+                request = request_message(job)
+            except Exception as error:  # noqa: BLE001 (a dataset may hold objects of any class)
+                text = f"cannot be sent its arguments, {type(error).__name__}: {escaped(error)}"
+                outcomes[number] = CallFailedError(text)
+                continue
+            limit = self._limits[job.name]
+            worker = idle.pop()
+            worker.job = number
+            worker.deadline = None if limit is None else time.monotonic() + limit
+            worker.send(request)
+        starting = sum(not worker.ready for worker in self._workers)
+        while len(self._workers) < self.shares and starting < len(waiting):
+            self._start()
+            starting += 1
+
+    def _receive(self, jobs: Sequence[Job], outcomes: list[Outcome]) -> int | None:
+        """Wait for one event and note what it means; returns the job that it ended."""
+        expected = [worker for worker in self._workers if worker.job is not None or not worker.ready]
+        if not expected:
+            return None
+        nearest = min((worker.deadline for worker in expected if worker.deadline is not None), default=None)
+        left = 0.5 if nearest is None else min(max(nearest - time.monotonic(), 0.0), 0.5)  # so that Ctrl-C is heard
+        try:
+            worker, line = self._inbox.get(timeout=left)
+        except queue.Empty:
+            late = [each for each in expected if each.deadline is not None and each.deadline <= time.monotonic()]
+            return self._late(late[0], outcomes) if late else None
+        if worker not in self._workers:
+            return None  # the last words of one that was killed
+        if not worker.ready:
+            self._started(worker, line)
+            return None
+        number, worker.job = worker.job, None
+        outcome = None if line is None else outcome_of(line)
+        if outcome is None:
+            self._drop(worker, patience=1.0)
+            outcome = CallFailedError(f"ended its worker process ({worker.ending})")
+        if number is not None:
+            outcomes[number] = outcome
+        return number
+
+    def _late(self, worker: WorkerProcess, outcomes: list[Outcome]) -> int | None:
+        number = worker.job
+        self._drop(worker)
+        if not worker.ready or number is None:
+            raise ValueError(f"a worker process took longer than {START_SECONDS:g} s to load the reward functions")
+        assert self._timeout is not None  # else nothing is ever late
+        outcomes[number] = CallTimeoutError(self._timeout)
+        return number
+
+    def _started(self, worker: WorkerProcess, line: bytes | None) -> None:
+        message = None if line is None else read_message(line)
+        if message is not None and "ready" in message:
+            worker.ready = True
+            return
+        self._drop(worker, patience=1.0)
+        reason = f"it ended ({worker.ending})" if message is None else escaped(message.get("refused"))
+        raise ValueError(f"a worker process cannot load the reward functions: {reason}")
+
+
+def _kill_all(workers: list[WorkerProcess]) -> None:
+    while workers:
+        workers.pop().kill()

@@ -1,0 +1,1 @@
+"""Members that are small networks, stacked on a member axis."""

@@ -1,0 +1,255 @@
+"""Small networks whose members are stacked on a leading axis: the default one, and any nn.Module of the caller's."""
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from evogrpo.policies.control.architecture import Convolution, NetworkConfig, Parameters
+from evogrpo.policies.control.encoding import Encoding, Image, leaves, zero_observation
+from evogrpo.policies.control.layers import FloatArray, HiddenLayers, convolve, orthogonal
+from evogrpo.randomness import generator
+from evogrpo.records import map_tensors
+from evogrpo.spaces import preprocess_observation
+
+Shapes = dict[str, tuple[int, ...]]
+
+AddGradients = Callable[[Tensor, Parameters], None]
+"""(slope `[q, w, o]` of the outputs, gradients `[q, ...]` of the parameters, to be added to)."""
+
+NATURE: tuple[Convolution, ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # Human-level control (Nature 518, 2015)
+SMALL: tuple[Convolution, ...] = ((16, 3, 1), (32, 3, 1))
+LARGE_IMAGE = 36  # sides from which on NATURE leaves something of an image
+
+
+class Network(Protocol):
+    """A function of parameters and observations, for several members at once.
+
+    Attributes:
+        shapes: Names and shapes of one member's parameters, in the order in which a flat vector holds them.
+        values_kept: Roughly how many numbers one observation keeps in memory until its gradient is known.
+    """
+
+    shapes: Shapes
+    values_kept: int
+
+    def initial(self, seed: int) -> Parameters:
+        """Return the parameters that every member starts from."""
+        ...
+
+    def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
+        ...
+
+    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return the same, and what adds gradients up; to be called at most once."""
+        ...
+
+
+def split(flat: Tensor, shapes: Shapes) -> Parameters:
+    """View flat vectors `[..., k]` as parameters `[..., *shape]` by name."""
+    parameters, start = {}, 0
+    for name, shape in shapes.items():
+        count = int(np.prod(shape))
+        parameters[name] = flat[..., start : start + count].unflatten(-1, shape)
+        start += count
+    return parameters
+
+
+def join(parameters: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
+    """Return parameters `[..., *shape]` as flat vectors `[..., k]`, the inverse of `split`."""
+    return torch.cat([parameters[name].flatten(-len(shape)) for name, shape in shapes.items()], dim=-1)
+
+
+class DefaultNetwork:
+    """Convolutions for images, then hidden layers over all features side by side.
+
+    The hidden layers of all members run as batched products; `layers` says what was measured.
+
+    Args:
+        config: The architecture.
+        space: What is observed.
+        outputs: How many numbers are put out.
+
+    Raises:
+        ValueError: If the space is not supported, or the convolutions leave nothing of an image.
+    """
+
+    def __init__(self, config: NetworkConfig, space: spaces.Space[Any] | None, outputs: int) -> None:
+        self.config, self.encoding = config, Encoding(space)
+        self.shapes: Shapes = {}
+        self.values_kept = self.encoding.features
+        self._hidden, self._images = HiddenLayers(config.activation), list[list[tuple[str, int]]]()
+        features = self.encoding.features
+        for number, image in enumerate(self.encoding.images):
+            layers, size = self._add_image(number, image)
+            self._images.append(layers)
+            features += size
+        sizes = (features, *config.hidden, outputs)
+        self._layers = [*(f"hidden{depth}" for depth in range(len(config.hidden))), "output"]
+        for name, (fan_in, fan_out) in zip(self._layers, pairwise(sizes), strict=True):
+            self.shapes |= {f"{name}.weight": (fan_in, fan_out), f"{name}.bias": (fan_out,)}
+        self.values_kept += 2 * sum(sizes)
+
+    def _add_image(self, number: int, image: Image) -> tuple[list[tuple[str, int]], int]:
+        """Declare one image's convolutions; return their names and strides, and how many features come out."""
+        convolutions = self.config.convolutions
+        if convolutions is None:
+            convolutions = NATURE if min(image[1:]) >= LARGE_IMAGE else SMALL
+        layers, (width, *sides) = [], image
+        self.values_kept += 2 * int(np.prod(image))
+        for depth, (channels, kernel, stride) in enumerate(convolutions):
+            if min(sides) < kernel:
+                raise ValueError(
+                    f"the convolutions {convolutions} do not fit an image of {image} (channels, height, width): layer "
+                    f"{depth} has a kernel of {kernel} but gets {sides}; choose others in NetworkConfig(convolutions=)"
+                )
+            name = f"image{number}.layer{depth}"
+            self.shapes |= {f"{name}.weight": (channels, width, kernel, kernel), f"{name}.bias": (channels,)}
+            layers.append((name, stride))
+            width, sides = channels, [(side - kernel) // stride + 1 for side in sides]
+            self.values_kept += 2 * width * int(np.prod(sides))
+        return layers, width * int(np.prod(sides))
+
+    def initial(self, seed: int) -> Parameters:
+        """Return orthogonal weights of gain sqrt(2), 0.01 for the output, and biases of 0.
+
+        Each layer has a random stream of its own, so architectures that agree on a layer start with the same one.
+        """
+        parameters = {}
+        for name, shape in self.shapes.items():
+            if name.endswith(".bias"):
+                parameters[name] = torch.zeros(shape)
+                continue
+            rng, gain = generator(seed, f"init {name}"), 0.01 if name == "output.weight" else 2**0.5
+            if len(shape) == 4:  # a convolution's units are its first axis, a hidden layer's its last
+                parameters[name] = gain * orthogonal(rng, shape[0], int(np.prod(shape[1:]))).reshape(shape)
+            else:
+                parameters[name] = gain * orthogonal(rng, *shape)
+        return parameters
+
+    def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return outputs `[q, w, o]` without gradient; see `Network`."""
+        with torch.no_grad():
+            device = parameters["output.bias"].device
+            return self._hidden.forward(self._stacked(parameters), self._features(parameters, observations, device))
+
+    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return outputs and what adds gradients up; see `Network`."""
+        names = [f"{name}.{part}" for image in self._images for name, _ in image for part in ("weight", "bias")]
+        own = {name: parameters[name].detach().requires_grad_() for name in names}
+        with torch.set_grad_enabled(bool(names)):
+            features = self._features(own, observations, parameters["output.bias"].device)
+        outputs, backward = self._hidden.record(self._stacked(parameters), features.detach(), below=bool(names))
+
+        def add(slope: Tensor, gradients: Parameters) -> None:
+            below = backward(slope, self._stacked(gradients))
+            if names:
+                slopes = torch.autograd.grad(features, list(own.values()), below)
+                for name, values in zip(names, slopes, strict=True):
+                    gradients[name] += values
+
+        return outputs, add
+
+    def act(self, parameters: Mapping[str, FloatArray], features: FloatArray) -> FloatArray:
+        """Return outputs `[q, w, o]` for features `[q, w, f]` of spaces whose observations are features, in numpy."""
+        layers = [(parameters[f"{name}.weight"], parameters[f"{name}.bias"]) for name in self._layers]
+        return self._hidden.act(layers, features)
+
+    def _features(self, parameters: Parameters, observations: Any, device: torch.device) -> Tensor:
+        """Return features `[q, w, f]`, those of images included."""
+        lead = next(leaves(observations)).shape[:2]
+        vector, images = self.encoding(map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device)
+        parts = [] if vector is None else [vector.unflatten(0, lead)]
+        for layers, image in zip(self._images, images, strict=True):
+            parts.append(convolve(layers, parameters, image.unflatten(0, lead)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _stacked(self, parameters: Parameters) -> list[tuple[Tensor, Tensor]]:
+        return [(parameters[f"{name}.weight"], parameters[f"{name}.bias"]) for name in self._layers]
+
+
+class ModuleNetwork:
+    """A module of the caller's, called once per member with that member's parameters (`torch.func.functional_call`).
+
+    The cost: N members take N forward passes, where the default network takes one batched pass. (`torch.func.vmap`
+    measured no faster, and refuses modules that branch on values.) The module is copied; the copy is in evaluation
+    mode, so dropout is off; its buffers, and parameters that require no gradient, are constants that all members share.
+    Members start from its weights.
+
+    Args:
+        module: Observations as `evogrpo.spaces.preprocess_observation` makes them -> `[batch, outputs]`.
+        space: What is observed.
+        outputs: How many numbers it must put out.
+        device: Where the copy goes.
+
+    Raises:
+        ValueError: If the space is not supported, or the module has no parameters or puts out something else.
+    """
+
+    values_kept = 1 << 14  # unknown: a guess that makes passes of a few thousand observations
+
+    def __init__(
+        self, module: nn.Module, space: spaces.Space[Any] | None, outputs: int, device: torch.device | str = "cpu"
+    ) -> None:
+        Encoding(space)  # refuses a space that is not supported
+        assert space is not None
+        self._module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
+        trained = [pair for pair in self._module.named_parameters() if pair[1].requires_grad]
+        self._first = {name: value.detach().float() for name, value in trained}
+        if not self._first:
+            raise ValueError(f"a network must have parameters to learn, {self.name} has none that require a gradient")
+        self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._first.items()}
+        try:
+            with torch.no_grad():
+                tried = self._member(self._first, zero_observation(space))
+        except Exception as error:
+            raise ValueError(f"{self.name} cannot take an observation of {space}: {error}") from error
+        if tuple(tried.shape) != (1, outputs):
+            raise ValueError(
+                f"{self.name} must return [batch, {outputs}] for this action space, "
+                f"got {list(tried.shape)} for a batch of one observation"
+            )
+
+    def initial(self, seed: int) -> Parameters:
+        """Return copies of the module's own parameters, whatever the seed."""
+        return {name: value.clone() for name, value in self._first.items()}
+
+    def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return outputs `[q, w, o]` without gradient; see `Network`."""
+        with torch.no_grad():
+            return self._stacked(parameters, observations)
+
+    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return outputs and what adds gradients up; see `Network`."""
+        own = {name: parameters[name].detach().requires_grad_() for name in self.shapes}
+        with torch.enable_grad():
+            outputs = self._stacked(own, observations)
+
+        def add(slope: Tensor, gradients: Parameters) -> None:
+            slopes = torch.autograd.grad(outputs, list(own.values()), slope, materialize_grads=True)
+            for name, values in zip(own, slopes, strict=True):
+                gradients[name] += values
+
+        return outputs.detach(), add
+
+    def _stacked(self, parameters: Parameters, observations: Any) -> Tensor:
+        outputs = []
+        for row in range(len(next(leaves(observations)))):
+            own = {name: parameters[name][row] for name in self.shapes}
+            outputs.append(self._member(own, map_tensors(observations, itemgetter(row))))
+        return torch.stack(outputs)
+
+    def _member(self, parameters: Parameters, observations: Any) -> Tensor:
+        device = next(iter(parameters.values())).device
+        outputs: Tensor = functional_call(
+            self._module, parameters, (preprocess_observation(observations, self._space, device),)
+        )
+        return outputs.float()

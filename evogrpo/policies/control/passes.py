@@ -1,0 +1,185 @@
+"""Log-probabilities and gradients of a stacked bank's members, in passes that fit into memory."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evogrpo.policies.bank import LossFunction
+from evogrpo.policies.control.distributions import Distribution
+from evogrpo.policies.control.stacked_states import StackedStates
+from evogrpo.policies.control.stacks import IntArray, Lanes, Stack, lay_out
+from evogrpo.records import Batch, map_tensors
+
+LEAST_MEMORY = 1024  # bytes: a pass of one row cannot be halved
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Recorded:
+    """What one stack put out in a pass, and what adds the gradients up, given the slope of it."""
+
+    outputs: Tensor
+    backward: Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class _Picked:
+    """Picks places of `[n * t]` (None = all, in order) from tensors `[n, t, ...]`, in some shape (None = a list)."""
+
+    places: Tensor | None
+    shape: tuple[int, ...] | None = None
+
+    def __call__(self, values: Tensor) -> Tensor:
+        flat = values.flatten(0, 1)
+        if self.places is not None:
+            places = self.places.to(flat.device)
+            return flat.index_select(0, places.flatten()).view(*places.shape, *flat.shape[1:])
+        return flat if self.shape is None else flat.unflatten(0, self.shape)
+
+
+class Scorer:
+    """Scores batches under what members have learnt.
+
+    Args:
+        states: What they have learnt.
+        distribution: How outputs become actions.
+        memory: Most bytes that one forward pass with gradients keeps, roughly. Halved when memory runs out.
+    """
+
+    def __init__(self, states: StackedStates, distribution: Distribution, memory: int) -> None:
+        self._states, self._distribution, self.memory = states, distribution, memory
+        self._layout: tuple[IntArray, tuple[int, bool], list[tuple[Stack, Lanes]]] | None = None
+
+    @torch.no_grad()
+    def score(self, batch: Batch, name: str) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            name: Under which policies: "weights", "reference" or "base".
+        """
+        log_probs = torch.zeros(batch.action_mask.shape, device=batch.action_mask.device)
+        entropies = torch.zeros_like(log_probs)
+        while True:
+            try:
+                for part in self._parts(batch):
+                    log_probs[part], entropies[part] = self._pass(batch.select(part), name, None)
+                return log_probs, entropies
+            except torch.OutOfMemoryError:
+                if self.memory < LEAST_MEMORY:
+                    raise
+                self.memory //= 2
+
+    def add_gradients(
+        self, batch: Batch, loss_fn: LossFunction, slots: Mapping[int, Any], *, entropy_gradient: bool
+    ) -> list[float]:
+        """Put the gradients of the loss into the stacks, and return the losses by slot.
+
+        Args:
+            batch: Rows of any members, in any order.
+            loss_fn: Weighted losses of rows; their sum is differentiated.
+            slots: Only rows of these members take part.
+            entropy_gradient: Whether the entropies that the loss sees carry a gradient.
+        """
+        while True:
+            losses = torch.zeros(self._states.size)
+            for stack in self._states.stacks:
+                stack.gradient.zero_()
+            try:
+                parts = self._parts(batch, slots)
+                for part in parts:
+                    own = batch if len(part) == len(batch) else batch.select(part)
+                    tape: list[_Recorded] = []
+                    loss = loss_fn(part, *self._pass(own, "weights", tape, entropy_gradient))
+                    slopes = torch.autograd.grad(loss.sum(), [recorded.outputs for recorded in tape])
+                    for recorded, slope in zip(tape, slopes, strict=True):
+                        recorded.backward(slope)
+                    losses.index_add_(0, own.member_ids.cpu(), loss.detach().float().cpu())
+                return losses.tolist()
+            except torch.OutOfMemoryError:
+                if self.memory < LEAST_MEMORY:
+                    raise
+                self.memory //= 2
+
+    def _pass(
+        self, batch: Batch, name: str, tape: "list[_Recorded] | None", entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` of one pass; with a tape, as functions of what is on it."""
+        mask = batch.action_mask
+        counted = np.flatnonzero(mask.cpu().numpy())
+        slots = batch.member_ids.cpu().numpy()[counted // mask.shape[1]]
+        layout = self._lay_out(slots, base=name == "base")
+        # Transitions sorted by member, as they mostly come, need no gathering at all.
+        in_order = len(counted) == mask.numel() and len(layout) == 1 and layout[0][1].items_in_order
+        parts = []
+        for stack, lanes in layout:
+            whole = in_order and lanes.real is None
+            picked = _Picked(None if whole else torch.from_numpy(counted[lanes.index]), lanes.index.shape)
+            seen = map_tensors(batch.inputs.observations, picked)
+            if tape is None:
+                outputs = stack.outputs("weights" if name == "base" else name, lanes.rows, seen)
+            else:
+                outputs, backward = stack.record(lanes.rows, seen)
+                tape.append(_Recorded(outputs=outputs.requires_grad_(), backward=backward))
+            outputs = outputs.flatten(0, 1)
+            if lanes.real is not None:
+                outputs = outputs.index_select(0, torch.from_numpy(lanes.real).to(outputs.device))
+            parts.append(outputs)
+        place = None
+        if not in_order:
+            place = torch.from_numpy(counted[np.concatenate([lanes.items for _, lanes in layout])])
+        outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
+        scored = self._scored(batch, place, outputs, entropy_gradient)
+        log_probs, entropies = (values.to(mask.device) for values in scored)
+        if place is None:
+            return log_probs.view(mask.shape), entropies.view(mask.shape)
+        place, empty = place.to(mask.device), log_probs.new_zeros(mask.numel())
+        filled = empty.index_copy(0, place, log_probs), empty.index_copy(0, place, entropies)
+        return filled[0].view(mask.shape), filled[1].view(mask.shape)
+
+    def _lay_out(self, slots: IntArray, *, base: bool) -> list[tuple[Stack, Lanes]]:
+        """Lay items out; the optimizer steps of one learning step mostly have the same numbers of them."""
+        key = (self._states.changes, base)
+        if self._layout is None or self._layout[1] != key or not np.array_equal(self._layout[0], slots):
+            self._layout = (slots, key, lay_out_slots(self._states, slots, base=base))
+        return self._layout[2]
+
+    def _scored(
+        self, batch: Batch, place: Tensor | None, outputs: Tensor, entropy_gradient: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[c]` of the actions at places of `[n * t]`, given the outputs."""
+        masks, legal, picked = batch.inputs.action_masks, None, _Picked(place)
+        if masks is not None:
+            parts = masks if isinstance(masks, tuple | list) else [masks]
+            legal = torch.cat([picked(part).flatten(1) for part in parts], 1).bool().to(outputs.device)
+        temperature = batch.inputs.temperature
+        if bool((temperature == 1).all()):
+            temperature = None
+        else:
+            temperature = picked(temperature[:, None].expand(batch.action_mask.shape)).to(outputs)
+        actions = picked(batch.actions).to(outputs.device)
+        return self._distribution.score(outputs, actions, temperature, legal, entropy_gradient=entropy_gradient)
+
+    def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
+        """Split the rows with actions (of some members) into parts that each have a share of every member's rows."""
+        counts, member_ids = batch.action_mask.sum(1).cpu().numpy(), batch.member_ids.cpu().numpy()
+        taking_part = counts > 0
+        if slots is not None and len(slots) < self._states.size:
+            taking_part &= np.isin(member_ids, list(slots))
+        rows = np.flatnonzero(taking_part)
+        widest = max(stack.network.values_kept for stack in self._states.stacks)
+        needed = 4 * widest * int(counts[rows].sum())
+        count = min(len(rows), -(-needed // self.memory))
+        if count > 1:
+            rows = rows[np.argsort(member_ids[rows], kind="stable")]
+        return [torch.from_numpy(rows[start::count]).to(batch.actions.device) for start in range(count)]
+
+
+def lay_out_slots(states: StackedStates, slots: IntArray, *, base: bool) -> list[tuple[Stack, Lanes]]:
+    """Lay items of the given slots out by stack and member; under the base policy they are all of one member."""
+    if base:
+        return [(states.base, lanes) for lanes in lay_out(np.zeros_like(slots))]
+    return [(stack, lanes.of(items)) for stack, items, rows in states.placed(slots) for lanes in lay_out(rows)]

@@ -1,0 +1,1 @@
+"""Members that are language models: one frozen base, one adapter each."""

@@ -1,0 +1,154 @@
+"""Low-rank adapters acting on a model through forward hooks, each row of a forward pass through its own member's."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
+from torch.utils.hooks import RemovableHandle
+
+from evogrpo.policies.tokens.lora import Target
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Neighbouring rows of one forward pass that belong to one slot."""
+
+    slot: int
+    rows: int
+
+
+class LowRankAdapters:
+    """The adapters of all members over one model.
+
+    Args:
+        model: The base model.
+        targets: Its adapted modules.
+        weights: `[p, k]` adapters of all members; views of it are what acts.
+        scale: Factor on B A x.
+    """
+
+    def __init__(self, model: nn.Module, targets: Sequence[Target], weights: Tensor, scale: float) -> None:
+        self._model = model
+        self._targets = targets
+        self._weights = weights
+        self._scale = scale
+        self._segments: tuple[_Segment, ...] = ()
+        self._leaves = {target.name: [_leaves(target, row) for row in weights] for target in targets}
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Hook the adapters into the model for the length of a `with`; no rows are routed at its start or end."""
+        modules = dict(self._model.named_modules())
+        handles: list[RemovableHandle] = []
+        try:
+            handles.extend(modules[target.name].register_forward_hook(self._hook(target)) for target in self._targets)
+            yield
+        finally:
+            self._segments = ()
+            for handle in handles:
+                handle.remove()
+
+    def route(self, slots: Tensor | None) -> None:
+        """Set which slot each row of the next forward passes belongs to, sorted; None = adapters off."""
+        self._segments = ()
+        if slots is not None:
+            values, counts = torch.unique_consecutive(slots, return_counts=True)
+            self._segments = tuple(map(_Segment, values.tolist(), counts.tolist()))
+
+    def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
+        """Let backward passes add a member's gradient into `buffer` `[k]`; None ends that."""
+        for target in self._targets:
+            for leaf, view in zip(self._leaves[target.name][slot], (target.a, target.b), strict=True):
+                leaf.grad = None if buffer is None else view(buffer)
+
+    def _hook(self, target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
+        leaves = self._leaves[target.name]
+
+        def add_adapters(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            if not self._segments:
+                return None
+            x = args[0].reshape(-1, target.width_in).to(self._weights.dtype)
+            out = output.view(-1, target.width_out)
+            # Not output.shape[0]: some architectures flatten rows and positions before their linear layers.
+            per_row = len(out) // sum(segment.rows for segment in self._segments)
+            sizes = [segment.rows * per_row for segment in self._segments]
+            if not torch.is_grad_enabled() and self._is_whole_bank(sizes):
+                members = len(self._weights)
+                low = torch.bmm(x.view(members, -1, target.width_in), target.a(self._weights).mT)
+                wide, b = out.view(members, -1, target.width_out), target.b(self._weights).mT
+                if wide.dtype == low.dtype:
+                    wide.baddbmm_(low, b, alpha=self._scale)
+                else:
+                    wide.add_(torch.bmm(low, b).to(wide.dtype), alpha=self._scale)
+                return output
+            if torch.is_grad_enabled():
+                own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
+                added: Tensor = _AddLowRank.apply(output, args[0], sizes, self._scale, *own)
+                return added
+            for segment, part, base in zip(self._segments, x.split(sizes), out.split(sizes), strict=True):
+                _add_low_rank(part, base, *leaves[segment.slot], self._scale)
+            return output
+
+        return add_adapters
+
+    def _is_whole_bank(self, sizes: Sequence[int]) -> bool:
+        """Tell whether the rows are every member's, equally many each: then one batched product serves all."""
+        return len(sizes) == len(self._weights) > 1 and len(set(sizes)) == 1
+
+
+class _AddLowRank(torch.autograd.Function):
+    """output += scale * (x A^T) B^T in place, every segment of rows with its own A and B: no copy of the output.
+
+    What is changed in place comes first, because autograd asks that of functions that change a view.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, output: Tensor, x: Tensor, sizes: Sequence[int], scale: float, *leaves: Tensor
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        parts = zip(rows.split(sizes), output.view(-1, output.shape[-1]).split(sizes), strict=True)
+        low = [
+            _add_low_rank(part, base, a, b, scale)
+            for (part, base), a, b in zip(parts, leaves[::2], leaves[1::2], strict=True)
+        ]
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(rows, *low, *leaves)
+        ctx.sizes, ctx.scale, ctx.shape = sizes, scale, x.shape  # type: ignore[attr-defined]
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        sizes: Sequence[int] = ctx.sizes  # type: ignore[attr-defined]
+        low, leaves = saved[: len(sizes)], saved[len(sizes) :]
+        slopes = grads[0].reshape(-1, grads[0].shape[-1])
+        wanted = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
+        into = rows.new_empty(rows.shape) if wanted else None
+        own: list[Tensor] = []
+        parts = zip(rows.split(sizes), slopes.split(sizes), low, leaves[::2], leaves[1::2], strict=True)
+        for number, (x, slope, narrow, a, b) in enumerate(parts):
+            back = ctx.scale * (slope.to(a.dtype) @ b)  # type: ignore[attr-defined]
+            own += [back.mT @ x.to(a.dtype), ctx.scale * (slope.to(a.dtype).mT @ narrow)]  # type: ignore[attr-defined]
+            if into is not None:
+                into.split(sizes)[number].copy_(back @ a)
+        return grads[0], None if into is None else into.view(ctx.shape), None, None, *own  # type: ignore[attr-defined]
+
+
+def _add_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Add scale * (x A^T) B^T to `out` in place and return x A^T, in the adapters' precision."""
+    with torch.autocast(x.device.type, enabled=False):
+        low = x.to(a.dtype) @ a.mT
+        if out.dtype == low.dtype:
+            out.addmm_(low, b.mT, alpha=scale)
+        else:
+            out.add_((low @ b.mT).to(out.dtype), alpha=scale)
+    return low
+
+
+def _leaves(target: Target, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the autograd leaves of one adapter: views of a member's row, so a step on the row moves them."""
+    return target.a(row).detach().requires_grad_(), target.b(row).detach().requires_grad_()

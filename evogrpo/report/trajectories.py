@@ -1,0 +1,133 @@
+"""The hyperparameter panels of the figure: one line per member, begun where its parent's line was left."""
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from evogrpo.report.family import LineageLine
+from evogrpo.report.marks import BEST, Drawing, draw_lineage_stretch
+from evogrpo.report.text import number_text, printable, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_MEANINGS = {
+    "lr": "AdamW step size",
+    "clip_coef": "half-width of trust region",
+    "group_size": "completions per prompt",
+    "beta": "weight of reference KL",
+    "temperature": "divides the logits",
+    "update_epochs": "passes per learning step",
+    "max_grad_norm": "bound on gradient norm",
+    "batch_size": "samples per optimizer step",
+    "clip_low": "trust region below 1",
+    "clip_high": "trust region above 1",
+    "entropy_coef": "weight of entropy bonus",
+    "advantage_clip": "bound on advantages",
+    "gamma": "discount per action",
+    "loss_type": "loss",
+    "advantage": "advantage estimator",
+}
+
+
+def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: Drawing) -> None:
+    """Draw one hyperparameter of every member: held over the generations it learned in, changed at births.
+
+    Names are drawn at heights of equal distance; a member without a value has no line.
+
+    Args:
+        axes: Where to draw.
+        name: The hyperparameter.
+        parameter: The fields of its range, ladder or set of names.
+        run: What to draw.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    choices = parameter.get("choices")
+    choices = choices if isinstance(choices, list) else []
+    ladder = sorted({v for v in choices if isinstance(v, (int, float))})
+    shown = [r.hyperparameters[name] for line in run.lines for r in line.results if name in r.hyperparameters]
+    # In the order they were declared; a journal may hold others.
+    names = list(dict.fromkeys(value for value in (*choices, *shown) if isinstance(value, str)))
+    if names:
+        _set_names(axes, names)
+    else:
+        numbers = [value for value in shown if not isinstance(value, str)]
+        whole = all(isinstance(value, int) for value in numbers)
+        _set_scale(axes, sorted([*numbers, *ladder]), ladder, log=parameter.get("scale") == "log", whole=whole)
+    spread = min(1.8, 9 / max(1, len(run.slots) - 1))  # points between members with equal values
+    for line in run.lines:
+        slot, until = line.results[0].slot, run.lineage.get(line.index)
+        x, y = _steps(line, name, names)
+        if not x:
+            continue
+        up = spread * (run.slots.index(slot) - (len(run.slots) - 1) / 2) / 72
+        beside = axes.transData + ScaledTranslation(0, up, axes.figure.dpi_scale_trans)
+        look: dict[str, Any] = {"color": run.colour(slot), "transform": beside}
+        if until is None or x[-1] > until:
+            width, alpha = (0.8, 0.5) if run.crowded else (1.4, 0.9)
+            axes.plot(x, y, linewidth=width, alpha=alpha, **look)
+        if until is not None:
+            path = [point for point in zip(x, y, strict=True) if point[0] <= until]
+            draw_lineage_stretch(axes, [point[0] for point in path], [point[1] for point in path])
+            look = {"color": BEST}
+        if line.origin is not None:
+            size = 6.5 if until is not None else 2.5 if run.crowded else 4.5
+            birth = slice(-2 * len(line.results), 1 - 2 * len(line.results))
+            axes.plot(x[birth], y[birth], "o", ms=size, mec="white", mew=0.7, zorder=4 if until else 2.5, **look)
+    axes.set_title(printable(name), loc="left", size=10.5, weight="bold", color="#222222", parse_math=False)
+    axes.set_ylabel(_MEANINGS.get(name, "value"), size=8.5)
+
+
+def _steps(line: LineageLine, name: str, names: Sequence[str]) -> tuple[list[float], list[float]]:
+    """Return the corners of a member's steps: it learned with its value from one generation's end to the next one's."""
+    x: list[float] = []
+    y: list[float] = []
+    if line.origin is not None and name in line.origin.hyperparameters:
+        x.append(line.origin.generation)
+        y.append(_height(line.origin.hyperparameters[name], names))
+    for result in line.results:
+        if name in result.hyperparameters:
+            x += [result.generation - 1, result.generation]
+            y += [_height(result.hyperparameters[name], names)] * 2
+    return x, y
+
+
+def _height(value: float | str, names: Sequence[str]) -> float:
+    """Return where a value is drawn: a number at itself, a name at its place among the names."""
+    return float(names.index(value)) if isinstance(value, str) else value
+
+
+def _set_names(axes: "Axes", names: Sequence[str]) -> None:
+    """Mark one height per name."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator
+
+    axes.set_ylim(-0.5, len(names) - 0.5)
+    axes.yaxis.set_major_locator(FixedLocator(list(range(len(names)))))
+    # A dollar sign is a dollar sign.
+    axes.yaxis.set_major_formatter(FixedFormatter([printable(shorten(name, 24)).replace("$", r"\$") for name in names]))
+
+
+def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *, log: bool, whole: bool) -> None:
+    """Choose the axis, limits and ticks for ascending values."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = shown[0], shown[-1]
+    # A ladder of equal ratios, such as 4, 8, 16, is evenly spaced on a log axis.
+    ratios = [after / before for before, after in pairwise(ladder)] if ladder and ladder[0] > 0 else []
+    log = low > 0 and (log or (len(ratios) > 1 and max(ratios) < 1.01 * min(ratios)))
+    if log:
+        axes.set_yscale("log")
+        margin = max((high / low) ** 0.12, 1.1)
+        axes.set_ylim(low / margin, high * margin)
+    else:
+        space = 0.12 * (high - low) or 0.1 * abs(high) or 0.1
+        axes.set_ylim(low - space, high + space)
+    if 0 < len(ladder) <= 8:
+        axes.yaxis.set_major_locator(FixedLocator(list(ladder)))
+    elif log and high >= 5 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=whole))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(float(value))))

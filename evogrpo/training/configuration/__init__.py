@@ -1,0 +1,1 @@
+"""YAML to a checked configuration."""

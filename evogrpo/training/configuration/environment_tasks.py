@@ -1,0 +1,81 @@
+"""The task section of a run whose members are small networks: a Gymnasium environment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+
+from evogrpo.envs.control.gymnasium import GymnasiumGroups, Vectorization
+from evogrpo.envs.control.making import registered
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentTask:
+    """A registered Gymnasium environment; see `evogrpo.envs.control.gymnasium.GymnasiumGroups`.
+
+    Attributes:
+        env: Its id, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it.
+        env_kwargs: Keyword arguments of the environment.
+        max_episode_steps: Steps after which an episode is truncated; null = the environment's own limit.
+        vectorization: "native", "serial", "processes", or "auto": native where there is one, serial otherwise.
+        lanes: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
+        reseed_noise: Whether the episodes of a group get their own noise after reset.
+        remake: Whether every episode gets an environment made anew; null = where that is known to matter.
+        train_size: Training starts.
+        validation_size: Starts for selection.
+        test_size: Starts for the final report.
+        seed: Of the starts and their order; null = the run's seed.
+    """
+
+    env: str
+    env_kwargs: Mapping[str, Any] | None = None
+    max_episode_steps: int | None = None
+    vectorization: Vectorization = "auto"
+    lanes: int | None = None
+    reseed_noise: bool = False
+    remake: bool | None = None
+    train_size: int = 100_000
+    validation_size: int = 64
+    test_size: int = 256
+    seed: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The task in a few words."""
+        return self.env
+
+    def environment(self, *, seed: int) -> GymnasiumGroups:
+        """Make one environment to look at its spaces, and be ready to make the others.
+
+        Raises:
+            ValueError: If there is no such environment here, or an argument does not fit.
+        """
+        try:
+            return GymnasiumGroups(
+                self.env,
+                env_kwargs=self.env_kwargs,
+                max_episode_steps=self.max_episode_steps,
+                vectorization=self.vectorization,
+                lanes=self.lanes,
+                reseed_noise=self.reseed_noise,
+                remake=self.remake,
+                train_size=self.train_size,
+                validation_size=self.validation_size,
+                test_size=self.test_size,
+                seed=seed if self.seed is None else self.seed,
+            )
+        except (gymnasium.error.Error, ImportError, TypeError) as error:
+            raise ValueError(f"task.env: {self.env!r} cannot be made: {error}") from error
+
+
+def reward_threshold(env: str) -> float | None:
+    """Return the mean return at which an environment counts as solved, as its registration says; None if it does not.
+
+    Raises:
+        ValueError: If there is no such environment here.
+    """
+    try:
+        return registered(env).reward_threshold
+    except (gymnasium.error.Error, ImportError) as error:
+        raise ValueError(f"{env!r} is no environment that Gymnasium knows here: {error}") from error

@@ -1,0 +1,76 @@
+"""The agent section of a configuration: what members share and evolution leaves alone, for each kind of members."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from evogrpo.agents.members.language import LanguageSettings
+from evogrpo.agents.members.networks import STEPWISE, NetworkSettings
+from evogrpo.objective import Objective, Optimizer
+from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """The adapters; peft's names.
+
+    Attributes:
+        r: Rank.
+        lora_alpha: Scale, times the rank.
+        target_modules: What is adapted: "all-linear", a regular expression, or module names.
+        exclude_modules: What is left out of that.
+        use_rslora: Divide by the root of the rank rather than by the rank.
+        init_lora_weights: true, or "gaussian".
+    """
+
+    r: int = 16
+    lora_alpha: int = 32
+    target_modules: str | tuple[str, ...] = "all-linear"
+    exclude_modules: str | tuple[str, ...] | None = None
+    use_rslora: bool = False
+    init_lora_weights: bool | str = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentConfig:
+    """Of language models; see `evogrpo.agents.options.Options`."""
+
+    max_output_tokens: int = 128
+    min_output_tokens: int = 0
+    eos_token_ids: tuple[int, ...] | None = None
+    micro_batch_tokens: int = 1024
+    reduce_memory_peak: bool = True
+    calc_position_embeddings: bool = True
+    objective: Objective = field(default_factory=Objective)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lora: LoraSettings = field(default_factory=LoraSettings)
+
+    def __post_init__(self) -> None:
+        LanguageSettings(pad_token_id=0, eos_token_ids=self.eos_token_ids or (0,), **self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `GRPO.population` among the fields, apart from lora and eos_token_ids."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_SETTINGS}
+
+
+_NOT_SETTINGS = ("lora", "eos_token_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkAgentConfig:
+    """Of small networks; see `evogrpo.agents.options.Options`.
+
+    An objective given in part keeps the rest of the networks' own default, `evogrpo.agents.members.networks.STEPWISE`.
+    """
+
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    evolve_network: ArchitectureLimits | None = None
+    normalise_observations: bool = False
+    objective: Objective = STEPWISE
+    optimizer: Optimizer = field(default_factory=Optimizer)
+
+    def __post_init__(self) -> None:
+        NetworkSettings(**self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of `GRPO.population`."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}

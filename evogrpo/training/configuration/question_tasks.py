@@ -1,0 +1,243 @@
+"""The task section of a configuration: a built-in task, one of reasoning-gym, the user's own, or an environment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from evogrpo.envs.groups import SPLITS, Split
+from evogrpo.envs.prompts.builtin import TASKS
+from evogrpo.envs.prompts.huggingface import HuggingFaceGym
+from evogrpo.envs.prompts.reward_functions import OnRewardError, check_limits
+from evogrpo.envs.prompts.templates import Tokenizer
+from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask
+from evogrpo.training.configuration.sources import load_function, read_rows
+from evogrpo.training.configuration.typed import build, inside, mapping
+
+Messages = tuple[Mapping[str, str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """What every kind of task may set.
+
+    Attributes:
+        seed: Of the splits and the order of questions; null = the run's seed.
+        max_prompt_length: Longest prompt used, in tokens; null = what the model's context leaves beside a completion.
+        on_reward_error: "raise" stops the run; "exclude" leaves the completion out and warns.
+        reward_timeout: Seconds that one call of a reward function may take; null = no limit.
+        reward_workers: Processes in which rewards are computed; 0 = in the run's own; null = that, or, where a timeout
+            is given for functions that are not async, one per core up to 8.
+    """
+
+    seed: int | None = None
+    max_prompt_length: int | None = None
+    on_reward_error: OnRewardError = "raise"
+    reward_timeout: float | None = None
+    reward_workers: int | None = None
+
+    def __post_init__(self) -> None:
+        check_limits(self.reward_timeout, self.reward_workers)
+
+    def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
+        """Return what every kind of task passes on to HuggingFaceGym."""
+        return {
+            "max_prompt_length": max_prompt_length,
+            "on_reward_error": self.on_reward_error,
+            "reward_timeout": self.reward_timeout,
+            "reward_workers": self.reward_workers,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltinTask(_Common):
+    """A task that comes with evogrpo.
+
+    Attributes:
+        name: Which; `evogrpo tasks` lists them.
+        validation_size: Questions for selection.
+        test_size: Questions for the final report.
+        system_prompt: A system message before each question; null = the chat template's own.
+    """
+
+    name: str
+    validation_size: int = 64
+    test_size: int = 256
+    system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_unknown("task", [self.name], TASKS)
+
+    @property
+    def label(self) -> str:
+        """The task in a few words."""
+        return self.name
+
+    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
+        """Build the task's environment."""
+        return TASKS[self.name].build(
+            tokenizer,
+            seed=seed,
+            validation_size=self.validation_size,
+            test_size=self.test_size,
+            conversation_template=_asked(self.system_prompt, None),
+            **self.gym_options(max_prompt_length),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningTask(_Common):
+    """A task of reasoning-gym.
+
+    Attributes:
+        reasoning_gym: Its name.
+        sizes: Questions generated per split.
+        system_prompt: A system message before each question, or null.
+        answer_tag: Scores what stands in the last <tag>...</tag> of a completion; null scores all of it.
+        options: Settings of the task itself.
+    """
+
+    reasoning_gym: str
+    sizes: Mapping[str, int] | None = None
+    system_prompt: str | None = None
+    answer_tag: str | None = None
+    options: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_unknown("split in sizes", self.sizes or (), SPLITS)
+
+    @property
+    def label(self) -> str:
+        """The task in a few words."""
+        return f"reasoning-gym {self.reasoning_gym}"
+
+    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
+        """Build the task's environment."""
+        sizes: dict[Split, int] = {split: self.sizes[split] for split in SPLITS if self.sizes and split in self.sizes}
+        try:
+            return HuggingFaceGym.from_reasoning_gym(
+                self.reasoning_gym,
+                tokenizer=tokenizer,
+                sizes=sizes,
+                seed=seed,
+                system_prompt=self.system_prompt,
+                answer_tag=self.answer_tag,
+                gym_options=self.gym_options(max_prompt_length),
+                **(self.options or {}),
+            )
+        except ImportError as error:
+            raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Dataset files by split; a held-out split without a file is drawn from train."""
+
+    train: str
+    validation: str | None = None
+    test: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetTask(_Common):
+    """The user's own questions and rewards.
+
+    Attributes:
+        dataset: Files: .jsonl, .json, .csv or .parquet.
+        reward: "path.py:function" or "module:function"; the trl form takes a list as well. Its code is run.
+        form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`; "trl": column prompt,
+            `f(prompts=, completions=, **columns) -> list`.
+        reward_weights: One factor per function, trl form only.
+        system_prompt: A system message before each question, agilerl form only.
+        conversation_template: Messages with {question}, agilerl form only, instead of a system_prompt.
+        validation_size: Questions to draw where no validation file is given.
+        test_size: Likewise.
+    """
+
+    dataset: Files
+    reward: str | tuple[str, ...]
+    form: Literal["agilerl", "trl"]
+    reward_weights: tuple[float, ...] | None = None
+    system_prompt: str | None = None
+    conversation_template: Messages | None = None
+    validation_size: int | None = None
+    test_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        asked = self.system_prompt is not None or self.conversation_template is not None
+        if self.form == "trl" and asked:
+            raise ValueError("system_prompt and conversation_template go with form: agilerl; put messages into prompt")
+        if self.system_prompt is not None and self.conversation_template is not None:
+            raise ValueError("give system_prompt or conversation_template, not both")
+        if self.form == "agilerl" and (not isinstance(self.reward, str) or self.reward_weights is not None):
+            raise ValueError("form: agilerl takes one reward function and no reward_weights; several go with form: trl")
+
+    @property
+    def label(self) -> str:
+        """The task in a few words."""
+        return f"{Path(self.dataset.train).name}, {self.reward if isinstance(self.reward, str) else self.reward[0]}"
+
+    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
+        """Read the files, load the reward functions and build the environment."""
+        given = {split: getattr(self.dataset, split) for split in SPLITS}
+        tables = {split: None if path is None else read_rows(Path(path)) for split, path in given.items()}
+        functions = [load_function(name) for name in ([self.reward] if isinstance(self.reward, str) else self.reward)]
+        assert tables["train"] is not None  # the field is required
+        agilerl = self.form == "agilerl"
+        return HuggingFaceGym(
+            tables["train"],
+            tables["test"],
+            tokenizer,
+            validation_dataset=tables["validation"],
+            reward_fn=functions[0] if agilerl else None,
+            reward_funcs=None if agilerl else functions,
+            reward_weights=self.reward_weights,
+            conversation_template=_asked(self.system_prompt, self.conversation_template),
+            validation_size=self.validation_size,
+            test_size=self.test_size,
+            seed=seed,
+            **self.gym_options(max_prompt_length),
+        )
+
+
+QuestionTask = BuiltinTask | ReasoningTask | DatasetTask
+Task = QuestionTask | EnvironmentTask
+KINDS: Mapping[str, type[Task]] = {
+    "name": BuiltinTask,
+    "reasoning_gym": ReasoningTask,
+    "dataset": DatasetTask,
+    "env": EnvironmentTask,
+}
+
+
+def parse_task(values: object, where: str = "task") -> Task:
+    """Build a task from its section, whose kind shows in the key that names it.
+
+    Raises:
+        ValueError: If the section names no task or several, or a key or a value is refused.
+    """
+    section = mapping(values, where)
+    chosen = [key for key in KINDS if section.get(key) is not None]
+    if len(chosen) != 1:
+        known = {field.name for kind in KINDS.values() for field in fields(kind)}
+        for key in section:
+            if key not in known:
+                raise unknown_name_error(f"key in {where}", key, sorted(known))
+        raise ValueError(
+            f"{where} must name a built-in task ({inside(where, 'name')}), a task of reasoning-gym "
+            f"({inside(where, 'reasoning_gym')}), dataset files ({inside(where, 'dataset')}) or a Gymnasium "
+            f"environment ({inside(where, 'env')}): exactly one of the four, got {' and '.join(chosen) or 'none'}"
+        )
+    return build(KINDS[chosen[0]], section, where)
+
+
+def _asked(system_prompt: str | None, template: Messages | None) -> Messages | None:
+    if system_prompt is None:
+        return template
+    # Braces would be read as fields of the template.
+    text = system_prompt.replace("{", "{{").replace("}", "}}")
+    return ({"role": "system", "content": text}, {"role": "user", "content": "{question}"})
