@@ -60,7 +60,7 @@ def run(seed: int, steps: int) -> dict[str, list[float]]:
     for agent, settings in zip(population, VARIANTS.values(), strict=True):
         for name, value in settings.items():
             setattr(agent, name, value)
-    base = evaluate(population.shared, [0], env, "test", reference=True)[0]
+    base = evaluate(population.shared, [0], env, "test", base=True)[0]
     with tempfile.TemporaryDirectory() as run_dir:
         for _ in evolve(
             population,

@@ -184,6 +184,18 @@ class EvolvableAlgorithm:
 
     # ---- looking inside
 
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return copies of everything the agent has learnt, by name: weights, moments, step count, statistics."""
+        return self._shared.bank.state(self.slot)
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put what `state` returned into this agent.
+
+        Raises:
+            ValueError: If names, shapes or types are not this agent's; nothing is changed then.
+        """
+        self._shared.bank.load_state(self.slot, state)
+
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, dict[str, torch.Tensor]]:
         """Return copies of what selection copies: the policy's own weights, its own reference, optimiser, statistics.
 

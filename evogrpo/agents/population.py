@@ -124,19 +124,18 @@ class Population(Sequence[Any]):
                 agent.fitness = Fitness.from_scores(row.tolist())
 
     def baseline(self, env: GroupEnvironment, split: Split, *, questions: int | None = None) -> Fitness:
-        """Return the fitness of the untrained reference."""
-        scores = evaluate(self.shared, [0], env, split, questions=questions, reference=True)
+        """Return the fitness of the untrained base."""
+        scores = evaluate(self.shared, [0], env, split, questions=questions, base=True)
         return Fitness.from_scores(scores[0].tolist())
 
     def compare(
         self, state: Mapping[str, Tensor], env: GroupEnvironment, split: Split, *, questions: int | None = None
     ) -> tuple[Fitness, Fitness]:
-        """Return the fitness of a learner state's reference, and of that state itself."""
+        """Return the fitness of the untrained base, and of a learner state."""
         alone = self.shared.alone()
         alone.bank.load_state(0, state)
         before, after = (
-            evaluate(alone, [0], env, split, questions=questions, reference=reference)[0].tolist()
-            for reference in (True, False)
+            evaluate(alone, [0], env, split, questions=questions, base=base)[0].tolist() for base in (True, False)
         )
         return Fitness.from_scores(before), Fitness.from_scores(after)
 

@@ -29,8 +29,8 @@ CARRIED_AT_BIRTH = (1.0, 0.0, 0.0, 0.0)
 class Sampler(Protocol):
     """Whatever can act for members: the bank itself, or later an external engine."""
 
-    def sample(self, rows: Rows, *, reference: bool = False) -> Rollout:
-        """Sample one completion for each row, from its member's policy or from the reference policy."""
+    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
+        """Sample one completion for each row, from its member's policy or from the untrained base."""
         ...
 
 
@@ -50,7 +50,7 @@ class Actor(Protocol):
         uniforms: NDArray[np.float32] | None,
         temperature: NDArray[np.float32] | None = None,
         action_mask: Any = None,
-        reference: bool = False,
+        base: bool = False,
     ) -> Acted:
         """Choose one action for each observation.
 
@@ -61,7 +61,7 @@ class Actor(Protocol):
             temperature: `[m]` at least 0; 0 means the most likely action. None = 1.
             action_mask: Legal values (True) of Discrete actions `[m, values]`; of MultiDiscrete ones side by side, or a
                 tuple of one per component. None = all.
-            reference: Act from the reference policy instead.
+            base: Act from the untrained base instead.
         """
         ...
 

@@ -1,8 +1,9 @@
 """The small frozen records that rooms exchange: rows of work, rollouts, batches and learning reports."""
 
-from evogrpo.records.batches import Acted, Batch, Rollout, Rows
+from evogrpo.records.batches import Batch
 from evogrpo.records.inputs import Inputs, NoInputs, ObservationInputs, TokenInputs, map_tensors
 from evogrpo.records.reports import LearnReport, UpdateReport
+from evogrpo.records.rollouts import Acted, Rollout, Rows
 
 __all__ = [
     "Acted",

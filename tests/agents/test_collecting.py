@@ -161,7 +161,7 @@ def test_evaluation_is_greedy_and_asks_everyone_the_same(population):
 
 
 def test_the_reference_is_the_base_models_own_greedy_generation(population):
-    prompts, (reference,) = answers([0], population.shared, reference=True)
+    prompts, (reference,) = answers([0], population.shared, base=True)
     model = tiny_model().eval()
     for prompt, (_, tokens) in zip(prompts, reference, strict=True):
         ids = torch.tensor([list(prompt)])

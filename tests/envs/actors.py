@@ -22,7 +22,7 @@ class Scrambler:
         self.space = space
         self.rows = []
 
-    def act(self, observations, member_ids, *, uniforms, temperature, action_mask, reference):
+    def act(self, observations, member_ids, *, uniforms, temperature, action_mask, base):
         assert (np.diff(member_ids) >= 0).all()
         assert member_ids.dtype == np.int64
         m = len(member_ids)
@@ -33,7 +33,7 @@ class Scrambler:
         if uniforms is not None:
             for column in uniforms.T:
                 total = total * 1.3 + column
-        total += 0.37 * member_ids + (0 if temperature is None else temperature) + 0.5 * reference
+        total += 0.37 * member_ids + (0 if temperature is None else temperature) + 0.5 * base
         mixed = np.modf(np.abs(np.sin(total)) * 1000)[0]
         return Acted(actions=self.choose(mixed, m, action_mask), log_probs=-mixed.astype(np.float32))
 
@@ -58,5 +58,5 @@ class Rule:
     def __init__(self, rule):
         self.rule = rule
 
-    def act(self, observations, member_ids, *, uniforms, temperature, action_mask, reference):
+    def act(self, observations, member_ids, *, uniforms, temperature, action_mask, base):
         return Acted(actions=self.rule(observations), log_probs=np.zeros(len(member_ids), np.float32))

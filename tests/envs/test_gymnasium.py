@@ -237,13 +237,13 @@ def test_members_take_turns_at_scarce_lanes():
     assert company == [[0, 0, 2, 2, 4, 4]] * 4
 
 
-def test_temperature_and_reference_reach_the_actor():
+def test_temperature_and_base_reach_the_actor():
     env = GymnasiumGroups("CartPole-v1", lanes=2)
 
     class Watching(Scrambler):
-        def act(self, observations, member_ids, *, temperature, reference, **rest):
-            assert reference
+        def act(self, observations, member_ids, *, temperature, base, **rest):
+            assert base
             assert np.array_equal(temperature, member_ids + 0.5)
-            return super().act(observations, member_ids, temperature=temperature, reference=reference, **rest)
+            return super().act(observations, member_ids, temperature=temperature, base=base, **rest)
 
-    env.play(Watching(env.action_space), [0], [0] * 4, [1, 0, 1, 0], temperature=[1.5, 0.5, 1.5, 0.5], reference=True)
+    env.play(Watching(env.action_space), [0], [0] * 4, [1, 0, 1, 0], temperature=[1.5, 0.5, 1.5, 0.5], base=True)

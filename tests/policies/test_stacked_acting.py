@@ -83,17 +83,15 @@ def test_acting_follows_learning_inheritance_and_rebuilding_at_once():
 
 
 @pytest.mark.parametrize("name", ["discrete", "architectures", "some alike", "images", "module"])
-def test_acting_from_the_reference_is_scored_by_the_reference(name):
+def test_acting_from_the_base_is_scored_by_the_reference_that_members_start_with(name):
     case = CASES[name]
     bank = case.bank(3)
     batch = acted_batch(case, bank, range(3))
     plain = bank.act
-    bank.act = lambda *args, **kwargs: plain(*args, **kwargs, reference=True)
-    from_reference = acted_batch(case, bank, range(3))
-    torch.testing.assert_close(
-        bank.reference_log_probs(from_reference), from_reference.sampler_log_probs, rtol=1e-4, atol=1e-4
-    )
-    assert not torch.allclose(from_reference.sampler_log_probs, batch.sampler_log_probs)
+    bank.act = lambda *args, **kwargs: plain(*args, **kwargs, base=True)
+    from_base = acted_batch(case, bank, range(3))
+    torch.testing.assert_close(bank.reference_log_probs(from_base), from_base.sampler_log_probs, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(from_base.sampler_log_probs, batch.sampler_log_probs)
 
 
 def test_a_member_that_is_not_finite_warns_nobody_and_others_act_on():

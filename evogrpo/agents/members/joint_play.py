@@ -150,9 +150,7 @@ class JointPlay:
         )
         return batch, summary
 
-    def evaluate(
-        self, env: Any, split: Split, count: int, slots: Sequence[int], *, reference: bool
-    ) -> NDArray[np.float64]:
+    def evaluate(self, env: Any, split: Split, count: int, slots: Sequence[int], *, base: bool) -> NDArray[np.float64]:
         """Play the first `count` starts of a split greedily; return what each is worth `[slots * count]`."""
         self.check(env)
         played = env.open(split, range(count)).play(
@@ -160,7 +158,7 @@ class JointPlay:
             self._body.assignment,
             list(range(count)) * len(slots),
             np.repeat(list(slots), count).tolist(),
-            reference=reference,
+            base=base,
         )
         scores: NDArray[np.float64] = env.scores(played)
         return scores

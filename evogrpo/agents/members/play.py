@@ -95,7 +95,7 @@ class Play(Protocol):
         ...
 
     def evaluate(
-        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, reference: bool
+        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
     ) -> NDArray[np.float64]:
         """Act greedily from the first `count` starts of a split; return raw rewards `[slots * count]`, slot by slot."""
         ...

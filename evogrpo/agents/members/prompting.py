@@ -70,7 +70,7 @@ class LanguagePlay:
         )
 
     def evaluate(
-        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, reference: bool
+        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
     ) -> NDArray[np.float64]:
         """Answer the first `count` questions of a split greedily; return raw rewards `[slots * count]`."""
         episodes = self._open(env, split, range(count))
@@ -78,7 +78,7 @@ class LanguagePlay:
         member_ids = torch.tensor(list(slots)).repeat_interleave(count)
         nothing = torch.zeros(len(start_ids), self._settings.max_output_tokens)
         rows = self._rows(episodes, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
-        rollout = self._body.bank.sample(rows, reference=reference)
+        rollout = self._body.bank.sample(rows, base=base)
         return episodes.score(start_ids.tolist(), completions_of(rollout)).rewards
 
     def absorb(self, observed: Sequence[ObservationStatistics]) -> None:

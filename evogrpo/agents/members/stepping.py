@@ -92,7 +92,7 @@ class StepPlay:
         )
 
     def evaluate(
-        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, reference: bool
+        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
     ) -> NDArray[np.float64]:
         """Play the first `count` starts of a split greedily; return undiscounted returns `[slots * count]`."""
         self.check(env)
@@ -101,7 +101,7 @@ class StepPlay:
             list(range(count)) * len(slots),
             np.repeat(list(slots), count).tolist(),
             statistics=self._body.statistics,
-            reference=reference,
+            base=base,
         )
         return played.rewards
 

@@ -97,17 +97,17 @@ def evaluate(
     split: Split,
     *,
     questions: int | None = None,
-    reference: bool = False,
+    base: bool = False,
 ) -> np.ndarray:
     """Act greedily from held-out starts, all members in one batch; training streams and cursors stay where they are.
 
     Args:
         shared: The bank and its settings.
-        slots: Members to evaluate; one entry, of any value, for the reference.
+        slots: Members to evaluate; one entry, of any value, for the base.
         env: Where the questions come from.
         split: "validation" for selection, "test" for the final report.
         questions: Use only the first so many; None = all.
-        reference: Evaluate the reference policy rather than members.
+        base: Evaluate the untrained base rather than members.
 
     Returns:
         `[members, questions]` raw task rewards, float64.
@@ -119,7 +119,7 @@ def evaluate(
     count = available if questions is None else min(questions, available)
     if count < 1:
         raise ValueError(f"the {split} split holds no questions, so nothing can be evaluated on it")
-    rewards = shared.play.evaluate(env, split, count, slots, reference=reference).reshape(len(slots), count)
+    rewards = shared.play.evaluate(env, split, count, slots, base=base).reshape(len(slots), count)
     if not np.isfinite(rewards).all():
         missing = int((~np.isfinite(rewards)).sum())
         raise ValueError(

@@ -49,7 +49,7 @@ class StepEpisodes:
         uniforms: Uniforms | None = None,
         temperature: ArrayLike | None = None,
         statistics: ObservationStatistics | None = None,
-        reference: bool = False,
+        base: bool = False,
     ) -> Played:
         """Play one episode per row to its end; the environment drives, the actor acts for all living rows at once.
 
@@ -64,7 +64,7 @@ class StepEpisodes:
             temperature: `[n]` sampling temperatures; None means 1.
             statistics: Normalise observations with these, one row per slot; they stay as they are, and the result's
                 `observed` is what to merge into them afterwards. None = observations as they are.
-            reference: Let the actor's reference policy act.
+            base: Let the untrained base act.
 
         Returns:
             The episodes, in the order of the rows.
@@ -93,7 +93,7 @@ class StepEpisodes:
             uniforms=uniforms,
             temperature=heat,
             statistics=statistics,
-            reference=reference,
+            base=base,
             longest=max(self.env.max_episode_steps or 0, LONGEST),
         )
         return self.env._play(actor, work)
@@ -219,7 +219,7 @@ class GymnasiumGroups(SeededGroups):
         uniforms: Uniforms | None = None,
         temperature: ArrayLike | None = None,
         statistics: ObservationStatistics | None = None,
-        reference: bool = False,
+        base: bool = False,
     ) -> Played:
         """Open starts of a split and play one episode per row; see `StepEpisodes.play`."""
         return self.open(split, starts).play(
@@ -229,7 +229,7 @@ class GymnasiumGroups(SeededGroups):
             uniforms=uniforms,
             temperature=temperature,
             statistics=statistics,
-            reference=reference,
+            base=base,
         )
 
     def _play(self, actor: Actor, work: Work) -> Played:

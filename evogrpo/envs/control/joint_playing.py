@@ -67,7 +67,7 @@ class JointWork:
         groups: `[n]` rows of one member and one start have the same number.
         uniforms: Numbers to draw actions with; None acts greedily.
         temperature: `[n]`; None means 1.
-        reference: Let the reference policies act.
+        base: Let the untrained base act.
         longest: Steps after which an episode that still runs is an error.
     """
 
@@ -76,7 +76,7 @@ class JointWork:
     groups: NDArray[np.int64]
     uniforms: AgentUniforms | None
     temperature: NDArray[np.float32] | None
-    reference: bool
+    base: bool
     longest: int
 
 
@@ -216,7 +216,7 @@ def _act(role: Role, actor: Actor, turns: "list[_Turn]", work: JointWork) -> Tak
         uniforms=None if work.uniforms is None else _drawn(work.uniforms, agents, rows, t),
         temperature=None if work.temperature is None else work.temperature[rows],
         action_mask=masks,
-        reference=work.reference,
+        base=work.base,
     )
     expected = (len(rows), *policy_action_shape(role.action_space))
     if np.shape(acted.actions) != expected:

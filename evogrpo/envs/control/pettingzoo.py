@@ -51,7 +51,7 @@ class JointEpisodes:
         *,
         uniforms: AgentUniforms | None = None,
         temperature: ArrayLike | None = None,
-        reference: bool = False,
+        base: bool = False,
     ) -> JointPlayed:
         """Play one joint episode per row to its end; each policy acts for all its living agents at once.
 
@@ -65,7 +65,7 @@ class JointEpisodes:
             member_ids: For each row, the slot of the member all of whose policies act, at least 0.
             uniforms: Numbers to draw actions with, by agent, row and step (`AgentDraws`); None acts greedily.
             temperature: `[n]` sampling temperatures; None means 1.
-            reference: Let the reference policies act.
+            base: Let the untrained base act.
 
         Returns:
             The agents' episodes by policy.
@@ -96,7 +96,7 @@ class JointEpisodes:
             groups=_numbered(list(zip(members.tolist(), map(int, start_of_row), strict=True))),
             uniforms=uniforms,
             temperature=heat,
-            reference=reference,
+            base=base,
             longest=max(self.env.max_episode_steps or 0, LONGEST),
         )
         return self.env._play(actors, assignment, work)

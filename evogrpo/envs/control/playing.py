@@ -33,7 +33,7 @@ class Actor(Protocol):
         uniforms: NDArray[np.float32] | None,
         temperature: NDArray[np.float32] | None,
         action_mask: NDArray[np.bool_] | None,
-        reference: bool,
+        base: bool,
     ) -> Acted:
         """Choose an action for each of m rows.
 
@@ -43,7 +43,7 @@ class Actor(Protocol):
             uniforms: `[m, d]` in [0, 1) to draw with; None acts greedily.
             temperature: `[m]`; None means 1.
             action_mask: `[m, k]`, True = legal, for MultiDiscrete the components side by side; None = all legal.
-            reference: Act from the reference policy instead.
+            base: Act from the untrained base instead.
 
         Returns:
             Actions `[m, ...]` in the dtype of the space, discrete values counted from 0, and their log-probabilities
@@ -63,7 +63,7 @@ class Work:
         uniforms: Numbers to draw actions with; None acts greedily.
         temperature: `[n]`; None means 1.
         statistics: Normalises observations; None shows them as they are.
-        reference: Let the reference policy act.
+        base: Let the untrained base act.
         longest: Steps after which an episode that still runs is an error.
     """
 
@@ -73,7 +73,7 @@ class Work:
     uniforms: Uniforms | None
     temperature: NDArray[np.float32] | None
     statistics: ObservationStatistics | None
-    reference: bool
+    base: bool
     longest: int
 
 
@@ -176,7 +176,7 @@ def _act(actor: Actor, living: _Living, space: "gymnasium.Space[Any]", work: Wor
         uniforms=None if work.uniforms is None else work.uniforms(living.rows, living.t),
         temperature=None if work.temperature is None else work.temperature[living.rows],
         action_mask=living.seen.action_masks,
-        reference=work.reference,
+        base=work.base,
     )
 
 

@@ -133,21 +133,20 @@ class StackedBank:
         uniforms: NDArray[np.float32] | None,
         temperature: NDArray[np.float32] | None = None,
         action_mask: Any = None,
-        reference: bool = False,
+        base: bool = False,
     ) -> Acted:
         """Choose one action for each observation; see `evogrpo.policies.bank.Actor`.
 
         Raises:
             ValueError: If a slot does not exist, or an observation does not fit its space.
         """
-        layout = self._lay_out(member_ids, base=reference and not self._states.own_reference)
-        name = "reference" if reference and self._states.own_reference else "weights"
+        layout = self._lay_out(member_ids, base=base)
         legal = None
         if action_mask is not None:
             parts = action_mask if isinstance(action_mask, tuple | list) else [action_mask]
             legal = np.concatenate(parts, axis=1).astype(np.bool_)
         with np.errstate(all="ignore"):  # a member whose weights are not finite fails when it learns
-            outputs = [self._outputs(stack, name, lanes, observations, len(member_ids)) for stack, lanes in layout]
+            outputs = [self._outputs(stack, lanes, observations, len(member_ids)) for stack, lanes in layout]
             if len(outputs) == 1 and layout[0][1].in_order:
                 together = outputs[0]
             else:
@@ -168,17 +167,17 @@ class StackedBank:
         self._layout = (member_ids.copy(), key, layout)
         return layout
 
-    def _outputs(self, stack: Stack, name: str, lanes: Lanes, observations: Any, count: int) -> NDArray[np.float32]:
+    def _outputs(self, stack: Stack, lanes: Lanes, observations: Any, count: int) -> NDArray[np.float32]:
         """Return the distribution's numbers `[c, o]` of the rows in `lanes.items`."""
         if stack.reads_features and self._on_cpu:
             features = np.asarray(observations, dtype=np.float32).reshape(count, -1)
             whole = lanes.in_order and lanes.index.size == count
             features = features.reshape(*lanes.index.shape, -1) if whole else features[lanes.index]
-            outputs = stack.act(name, lanes.rows, features)
+            outputs = stack.act("weights", lanes.rows, features)
         else:
             index = torch.from_numpy(lanes.index)
             seen = map_tensors(_tensors(observations), lambda leaf: leaf[index])
-            outputs = stack.outputs(name, lanes.rows, seen).cpu().numpy()
+            outputs = stack.outputs("weights", lanes.rows, seen).cpu().numpy()
         outputs = outputs.reshape(-1, outputs.shape[2])
         return outputs if lanes.real is None else outputs[lanes.real]
 

@@ -95,12 +95,12 @@ class AdapterBank:
         dtype = next(self.base.model.parameters()).dtype
         return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
 
-    def sample(self, rows: Rows, *, reference: bool = False) -> Rollout:
+    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
         """Sample one completion per row; rows may come in any order.
 
         Args:
             rows: Which member completes which prompt; see `Rows`.
-            reference: Sample from the reference policy, whatever `rows.member_ids` says.
+            base: Sample from the untrained base, whatever `rows.member_ids` says.
 
         Returns:
             Completions in the order of `rows`, at most `rows.uniforms.shape[1]` tokens each.
@@ -119,7 +119,7 @@ class AdapterBank:
                 f"the longest prompt and completion together must fit the model's context of {self.base.context} "
                 f"tokens, got {width}: lower max_output_tokens, or leave long prompts out (max_prompt_length)"
             )
-        route = _adapters_off if reference else self._adapters.route
+        route = _adapters_off if base else self._adapters.route
         with torch.no_grad(), self._running():
             waves = order.split(max(1, CACHED_TOKENS // width))
             parts = [part for wave in waves for part in self._sample_wave(rows, wave, route)]
