@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.envs.groups import SPLITS
+from evogrpo.history.text import count_text, duration_text, number_text, printable
+from evogrpo.history.words import LANGUAGE, NETWORKS
 from evogrpo.hyperparameters import RLParameter, Value
 from evogrpo.objective import Objective
-from evogrpo.report.text import count_text, duration_text, number_text, printable
-from evogrpo.report.words import LANGUAGE, NETWORKS
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.members import AgentConfig
 from evogrpo.training.configuration.question_tasks import DatasetTask, QuestionTask, Task

@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.cli.tables import changes_text
+from evogrpo.history.records import MemberReport
+from evogrpo.history.text import number_text, printable, score_text
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import Ancestor, ancestors, winner
 from evogrpo.report.html import write_html
-from evogrpo.report.summary import MemberResult, RunSummary, summarise
-from evogrpo.report.text import number_text, printable, score_text
+from evogrpo.report.summary import RunSummary, summarise
 from evogrpo.training.schedule import Schedule
 
 _OTHER_LIMITS = ("max_tokens", "max_seconds", "target_fitness")
@@ -43,19 +44,19 @@ def show_lineage(console: Console, summary: RunSummary) -> None:
     console.print()
 
 
-def results(summary: RunSummary, index: int) -> list[MemberResult]:
+def results(summary: RunSummary, index: int) -> list[MemberReport]:
     """Return a member's results, one per generation that it lived through."""
     return [member for generation in summary.generations for member in generation.members if member.index == index]
 
 
-def _stage(ancestor: Ancestor, result: MemberResult, summary: RunSummary) -> Text:
+def _stage(ancestor: Ancestor, result: MemberReport, summary: RunSummary) -> Text:
     if ancestor.parent is None:
         names = list(summary.evolvable) or ["lr", "clip_coef", "group_size"]
-        values = ", ".join(f"{name} {number_text(ancestor.hyperparameters.get(name))}" for name in names)
+        values = ", ".join(f"{name} {number_text(getattr(ancestor.hyperparameters, name))}" for name in names)
         origin = f"founder with {values}"
     else:
-        changes = {name: (old, new) for name, (old, new) in ancestor.changes.items()}
-        origin = f"clone of #{ancestor.parent}{' with ' + changes_text(changes) if changes else ', unchanged'}"
+        changes = changes_text(ancestor.changes)
+        origin = f"clone of #{ancestor.parent}{f' with {changes}' if changes else ', unchanged'}"
     score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
     return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
 

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import OK
 from evogrpo.cli.console import make_console
-from evogrpo.report.text import number_text, printable
+from evogrpo.history.text import number_text, printable
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

@@ -23,6 +23,7 @@ from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.cli.live import RunDisplay, outcome_lines
 from evogrpo.envs.prompts.reward_functions import RewardError
 from evogrpo.evolution.strategies import NoEvolution
+from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.training.configuration.environment_tasks import reward_threshold
 from evogrpo.training.configuration.record import Config, load_config
 from evogrpo.training.configuration.sources import user_line
@@ -31,7 +32,6 @@ from evogrpo.training.forecast import compute
 from evogrpo.training.launch import free_run_dir, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
 from evogrpo.training.prepared import Prepared, PreparedNetworks, prepare
-from evogrpo.training.run_reports import TestReport as TestOutcome
 from evogrpo.training.rundir import RunDir
 
 TERMINATED = 128 + signal.SIGTERM

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from evogrpo.agents.rollout.collecting import Collected
+from evogrpo.history.records import Example
 from evogrpo.persistence.durable import make_folder, replace_file
 from evogrpo.records import LearnReport
-from evogrpo.training.run_reports import Example
 
 COMPLETIONS = "completions"
 CompletionsFormat = Literal["jsonl", "parquet"]

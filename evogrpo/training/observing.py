@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.history.records import Estimate, MemberReport
 from evogrpo.records import LearnReport
 from evogrpo.training.progress import Progress
-from evogrpo.training.run_reports import MemberReport
 
 
 def member_reports(population: Population, progress: Progress) -> tuple[MemberReport, ...]:
@@ -15,6 +15,7 @@ def member_reports(population: Population, progress: Progress) -> tuple[MemberRe
     births = {birth.index: birth for birth in population.lineage.births}
     return tuple(
         MemberReport(
+            generation=progress.generation,
             slot=agent.slot,
             index=agent.index,
             parent=agent.parent,
@@ -33,9 +34,9 @@ def member_reports(population: Population, progress: Progress) -> tuple[MemberRe
     )
 
 
-def score(fitness: Fitness) -> dict[str, float]:
-    """Return a fitness as the journal writes it."""
-    return {"fitness": fitness.mean, "standard_error": fitness.standard_error}
+def estimate(fitness: Fitness) -> Estimate:
+    """Return a fitness without its single scores."""
+    return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
 
 
 def metrics(report: LearnReport) -> dict[str, float | None]:

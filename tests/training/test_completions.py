@@ -10,8 +10,8 @@ import pytest
 from evogrpo import evolve
 from evogrpo.agents.learning.step import learn
 from evogrpo.envs.groups import SPLITS
+from evogrpo.history.records import Example
 from evogrpo.training.completions import CompletionsLog
-from evogrpo.training.run_reports import Example
 from evogrpo.training.rundir import RunDir
 from tests.tiny_training import SPACE, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
 

@@ -10,10 +10,10 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.evolution import NoEvolution
+from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.persistence.generations import generation_folder
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.run_reports import GenerationReport, StepReport
 from evogrpo.training.rundir import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (

@@ -4,10 +4,10 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import evolve
+from evogrpo.history.records import StepReport
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.progress import Progress
-from evogrpo.training.run_reports import StepReport
 from evogrpo.training.sb3_names import sb3_names
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
