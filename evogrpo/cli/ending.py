@@ -11,10 +11,12 @@ from rich.text import Text
 from evogrpo.cli.tables import changes_text
 from evogrpo.history.records import MemberReport
 from evogrpo.history.text import number_text, printable, score_text
+from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import Ancestor, ancestors, winner
 from evogrpo.report.html import write_html
 from evogrpo.report.summary import RunSummary, summarise
+from evogrpo.training.kinds.registry import KINDS
 from evogrpo.training.schedule import Schedule
 
 _OTHER_LIMITS = ("max_tokens", "max_seconds", "target_fitness")
@@ -72,7 +74,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
     rows: list[tuple[str, Path | str]] = [("run directory", run_dir)]
     best = run_dir / "best"
     if best.is_dir():
-        rows.append(("best member" if kind == "networks" else "best adapter", best))
+        rows.append((words_of(kind).best, best))
     try:
         page = write_html(run_dir)
         rows += [("figure", run_dir / "report.png"), ("report page", page)]
@@ -80,11 +82,12 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         rows.append(("report", f"not drawn: {error}"))
     for name, value in rows:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
-    if best.is_dir() and kind == "networks":
-        show_command(console, "use it", f"evogrpo.GRPO.load({str(best)!r}).predict(observation)")
-        show_command(console, "watch it", command("video", run_dir))
-    elif best.is_dir():
-        show_command(console, "export adapter", command("export", run_dir, "FOLDER"))
+    known = KINDS.get(str(kind))
+    if best.is_dir() and known is not None:
+        for what, expression in known.uses(best).items():
+            show_command(console, what, expression)
+        for what, words in known.commands(run_dir).items():
+            show_command(console, what, command(*words))
 
 
 def show_command(console: Console, name: str, line: str) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from evogrpo.agents.population import Population
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.training.kinds.registry import KINDS
 from evogrpo.training.progress import Progress
 
 _SAME = {
@@ -73,8 +74,8 @@ def sb3_names(
 def of_members(
     population: Population, progress: Progress, measured: Mapping[int, Mapping[str, float | None]]
 ) -> dict[int, dict[str, float]]:
-    """Return `sb3_names` of the members of a learning step that has been counted, by slot; none of language models."""
-    if population.shared.body.kind == "language":
+    """Return `sb3_names` of the members of a counted learning step, by slot; none for members that write."""
+    if not KINDS[population.shared.body.kind].sb3_names:
         return {slot: {} for slot in measured}
     return {
         slot: sb3_names(

@@ -119,7 +119,8 @@ def write_fake_run(
             last = generation == generations
             event = {
                 "generation": generation, "step": 5 * generation, "seconds": 97.3 * generation,
-                "tokens": 51_200 * size * generation, "members": results, "best": best["index"] if best else members[0]["index"],
+                "tokens": 51_200 * size * generation, "members": results,
+                "best": (best or members[0])["index"],
                 "plan": None if last else {"generation": generation},
                 "examples": [EXAMPLE | example for example in examples],
             }  # fmt: skip

@@ -64,19 +64,20 @@ def _read_parquet(path: Path) -> Sequence[Any]:
     return rows
 
 
-def load_function(reference: str) -> Callable[..., Any]:
+def load_function(reference: str, what: str) -> Callable[..., Any]:
     """Load a function that the user names, running the code of its module.
 
     Args:
         reference: `path.py:function`, or `module:function`, imported as if from the working directory.
+        what: What it is to be, for messages.
 
     Raises:
         ValueError: If there is no such module or function, or the module raises while it is run.
     """
     place, sign, name = reference.rpartition(":")
     if not sign or not place or not name:
-        raise ValueError(f'a reward function is named "path.py:function" or "module:function", got {reference!r}')
-    module = _run_file(Path(place)) if place.endswith(".py") else _import(place)
+        raise ValueError(f'{what} is named "path.py:function" or "module:function", got {reference!r}')
+    module = _run_file(Path(place)) if place.endswith(".py") else load_module(place)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -86,7 +87,7 @@ def load_function(reference: str) -> Callable[..., Any]:
 
 def _run_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"no file {path} to take a reward function from")
+        raise ValueError(f"no file {path} to take a function from")
     # One name for one state of one file: two functions of it live in the same module, where worker processes that are
     # sent them look them up, and files of the same name do not replace each other.
     state = f"{path.resolve()} {path.stat().st_mtime_ns}"
@@ -107,7 +108,12 @@ def _run_file(path: Path) -> ModuleType:
     return module
 
 
-def _import(name: str) -> ModuleType:
+def load_module(name: str) -> ModuleType:
+    """Import a module that the user names, as if from the working directory.
+
+    Raises:
+        ValueError: If there is none, or it raises while it is run.
+    """
     _search(Path.cwd())
     found: list[ModuleType] = []
     _run(lambda: found.append(importlib.import_module(name)), name)
