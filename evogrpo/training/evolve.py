@@ -18,7 +18,7 @@ from evogrpo.records import LearnReport
 from evogrpo.training.completions import CompletionsFormat, examples_of, first_of_each
 from evogrpo.training.observing import costs, estimate, member_reports, metrics
 from evogrpo.training.progress import Best, Progress
-from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
 from evogrpo.training.sb3_names import of_members
 from evogrpo.training.schedule import LIMITS, Schedule
 
@@ -51,10 +51,10 @@ def evolve(
         env: Where they act.
         strategy: The rule of selection and mutation; `Tournament()` by default.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
-        keep_checkpoints: How many of the newest generations stay on disk, besides the best member.
-        completions: How many completions of each learning step are written to the run directory, to look at.
-        completions_format: As "jsonl" or "parquet".
-        schedule: The fields of `Schedule`: generations, steps_per_generation, samples_per_step, ...
+        keep_checkpoints: See `evogrpo.training.rundir.LoggingConfig`.
+        completions: Likewise.
+        completions_format: Likewise.
+        schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
     Yields:
         One report per generation.
@@ -63,14 +63,15 @@ def evolve(
         ValueError: If a setting is unknown or out of range, or the run directory already holds a run.
     """
     refuse_unknown("argument of evolve", schedule, Schedule.__dataclass_fields__)
+    logging = LoggingConfig(
+        keep_checkpoints=keep_checkpoints, completions=completions, completions_format=completions_format
+    )
     run = Evolution(
         population,
         env,
         schedule=Schedule(**schedule),
         strategy=strategy or Tournament(),
-        run_dir=None
-        if run_dir is None
-        else RunDir(run_dir, keep=keep_checkpoints, completions=completions, completions_format=completions_format),
+        run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
     return run.generations()
 

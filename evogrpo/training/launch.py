@@ -120,20 +120,14 @@ def _evolution(
     run_dir: Path,
     progress: Progress | None = None,
 ) -> Evolution:
-    config, logging = prepared.config, prepared.config.logging
+    config = prepared.config
     facts = {"task": config.task.label, "model": config.model}
     return Evolution(
         population,
         prepared.env,
         schedule=schedule,
         strategy=strategy,
-        run_dir=RunDir(
-            run_dir,
-            keep=logging.keep_checkpoints,
-            tensorboard=logging.tensorboard,
-            completions=logging.completions,
-            completions_format=logging.completions_format,
-        ),
+        run_dir=RunDir(run_dir, config.logging),
         progress=progress,
         description={name: fact for name, fact in facts.items() if fact is not None},
     )

@@ -14,7 +14,7 @@ from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.summary import summarise
-from evogrpo.training.rundir import open_run
+from evogrpo.training.rundir import LoggingConfig, open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import equal_states, final_states, finish, state_of, story, tiny_env
 
@@ -61,12 +61,7 @@ def test_a_resumed_run_leaves_the_same_records(tmp_path):
     population = step_population(2, env, hp_config=STEP_SPACE)
     for _ in evolve(population, env, run_dir=tmp_path / "run", **chosen, **(QUICK | {"generations": 1})):
         pass
-    assert resume(tmp_path / "run", env, generations=2).run_dir.settings == {
-        "keep": 1,
-        "tensorboard": True,
-        "completions": 3,
-        "completions_format": "parquet",
-    }
+    assert resume(tmp_path / "run", env, generations=2).run_dir.logging == LoggingConfig(**chosen)
 
 
 def test_networks_change_in_the_plan_the_lineage_and_the_bank(whole):

@@ -10,11 +10,12 @@ import evogrpo
 from evogrpo.evolution.strategies import strategy_from_json
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.persistence.durable import replace_file
-from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
+from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, PopulationConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, with_value
 from evogrpo.training.configuration.typed import build, inside, mapping, plain, refuse_unknown_keys, typed
 from evogrpo.training.kinds.registry import kind_of, parse_task
 from evogrpo.training.kinds.run_kind import AnyKind
+from evogrpo.training.rundir import LoggingConfig
 from evogrpo.training.schedule import Schedule
 
 CONFIG_FILE = "config.yaml"

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.objective import Objective
-from evogrpo.training.completions import CompletionsFormat, check_completions
 from evogrpo.training.configuration.typed import plain
+from evogrpo.training.rundir import LoggingConfig
 from evogrpo.training.schedule import Schedule
 
 
@@ -66,29 +66,6 @@ class PopulationConfig:
     def __post_init__(self) -> None:
         if self.size < 1:
             raise ValueError(f"size must be at least 1, got {self.size}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
-    """What a run leaves behind besides journal, checkpoints and report.
-
-    Attributes:
-        tensorboard: Whether scalars are logged for TensorBoard.
-        keep_checkpoints: How many of the newest generations stay on disk.
-        completions: How many completions of each learning step are written to the run directory, with their rewards
-            and advantages; 0 = none.
-        completions_format: As "jsonl" or "parquet" (which needs the extra `datasets`).
-    """
-
-    tensorboard: bool = True
-    keep_checkpoints: int = 2
-    completions: int = 16
-    completions_format: CompletionsFormat = "jsonl"
-
-    def __post_init__(self) -> None:
-        if self.keep_checkpoints < 1:
-            raise ValueError(f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}")
-        check_completions(self.completions, self.completions_format)
 
 
 @dataclass(frozen=True, kw_only=True)
