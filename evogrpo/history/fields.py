@@ -11,7 +11,7 @@ REMEDY = "the journal was not written by evogrpo, or was changed"
 
 
 @dataclass(frozen=True)
-class Fields:
+class JournalFields:
     """The fields of one record; those that nobody asks for are ignored, as later versions may add some.
 
     Attributes:
@@ -65,19 +65,19 @@ class Fields:
             raise self._error(name, "true or false")
         return value
 
-    def inner(self, name: str, where: str | None = None) -> "Fields":
+    def inner(self, name: str, where: str | None = None) -> "JournalFields":
         """Return the fields of an object; `where` names it in messages if that is not its own name."""
         value = self.values.get(name)
         if not isinstance(value, Mapping):
             raise self._error(name, "an object")
-        return Fields(value, where or f"{name!r:.80} of {self.where}")
+        return JournalFields(value, where or f"{name!r:.80} of {self.where}")
 
-    def each(self, name: str, where: str) -> "list[Fields]":
+    def each(self, name: str, where: str) -> "list[JournalFields]":
         """Return the fields of every object of a list."""
         value = self.values.get(name)
         if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
             raise self._error(name, "a list of objects")
-        return [Fields(item, where) for item in value]
+        return [JournalFields(item, where) for item in value]
 
     def numbers(self) -> dict[str, float | None]:
         """Return all fields, each a finite number or None."""
@@ -99,7 +99,7 @@ class Fields:
                 raise ValueError(
                     f"the change of {each!r:.80} in {self.where} must be [old, new], got {change!r:.80}: {REMEDY}"
                 )
-            old, new = (Fields({each: value}, self.where)._value(each) for value in change)
+            old, new = (JournalFields({each: value}, self.where)._value(each) for value in change)
             changes[each] = (old, new)
         return changes
 

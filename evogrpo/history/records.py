@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from evogrpo.evolution.strategies import Plan
-from evogrpo.history.fields import REMEDY, Fields
+from evogrpo.history.fields import REMEDY, JournalFields
 from evogrpo.hyperparameters import Hyperparameters, Value
 
 
@@ -26,7 +26,7 @@ class Estimate:
         return {"fitness": self.mean, "standard_error": self.standard_error}
 
     @classmethod
-    def from_json(cls, fields: Fields) -> Self:
+    def from_json(cls, fields: JournalFields) -> Self:
         """Read what `to_json` returned."""
         return cls(mean=fields.number("fitness"), standard_error=fields.number("standard_error"))
 
@@ -60,7 +60,7 @@ class Example:
         return {**vars(self), "rewards": dict(self.rewards)}
 
     @classmethod
-    def from_json(cls, fields: Fields) -> Self:
+    def from_json(cls, fields: JournalFields) -> Self:
         """Read what `to_json` returned."""
         return cls(
             prompt=fields.text("prompt"),
@@ -95,7 +95,7 @@ class BaselineReport:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
-        fields = Fields(values, "the baseline event")
+        fields = JournalFields(values, "the baseline event")
         return cls(questions=fields.whole("questions"), fitness=Estimate.from_json(fields))
 
 
@@ -199,7 +199,7 @@ class MemberReport:
         return values
 
     @classmethod
-    def from_json(cls, fields: Fields, generation: int) -> Self:
+    def from_json(cls, fields: JournalFields, generation: int) -> Self:
         """Read what `to_json` returned."""
         return cls(
             generation=generation,
@@ -262,9 +262,9 @@ class GenerationReport:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
-        number = Fields(values, "a generation event").whole("generation")
+        number = JournalFields(values, "a generation event").whole("generation")
         where = f"generation {number}"
-        fields = Fields(values, where)
+        fields = JournalFields(values, where)
         members = tuple(
             MemberReport.from_json(member, number) for member in fields.each("members", f"a member of {where}")
         )
@@ -316,7 +316,7 @@ class TestReport:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
-        fields = Fields(values, "the test event")
+        fields = JournalFields(values, "the test event")
         return cls(
             questions=fields.whole("questions"),
             index=fields.whole("index"),

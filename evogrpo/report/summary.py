@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evogrpo.history.fields import Fields
+from evogrpo.history.fields import JournalFields
 from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, refuse_unknown
@@ -60,7 +60,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     runs = [event for event in events if event["event"] == "run"]
     if not runs:
         raise ValueError("the journal has no run event: this run was stopped before it began, start it again")
-    evolvable = Fields(runs[0], "the run event").inner("evolvable")
+    evolvable = JournalFields(runs[0], "the run event").inner("evolvable")
     refuse_unknown("hyperparameter in evolvable of the run event", evolvable.values, HYPERPARAMETER_NAMES)
     resumed_last = max((place for place, event in enumerate(events) if event["event"] == "resumed"), default=-1)
     # What a run said before it was resumed about its end no longer holds.
@@ -72,5 +72,5 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         generations=tuple(GenerationReport.from_json(event) for event in latest_generations(events)),
         test=TestReport.from_json(ending["test"]) if "test" in ending else None,
         resumes=sum(event["event"] == "resumed" for event in events),
-        stopped=Fields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None,
+        stopped=JournalFields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None,
     )

@@ -16,10 +16,10 @@ from evogrpo.history.records import BaselineReport, GenerationReport, MemberStep
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.records import LearnReport
 from evogrpo.training.completions import CompletionsFormat, examples_of, first_of_each
-from evogrpo.training.observing import costs, estimate, member_reports, metrics
+from evogrpo.training.observing import estimate, finite_metrics, member_reports, step_costs
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
-from evogrpo.training.sb3_names import of_members
+from evogrpo.training.sb3_names import sb3_names
 from evogrpo.training.schedule import LIMITS, Schedule
 
 STOPPED = "stopped by the user"
@@ -73,7 +73,7 @@ def evolve(
         strategy=strategy or Tournament(),
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
-    return run.generations()
+    return iter(run)
 
 
 def resume(
@@ -179,10 +179,6 @@ class Evolution:
         self._record("stopped", reason=self.ended())
 
     def __iter__(self) -> Iterator[GenerationReport]:
-        """Run as `generations` does."""
-        return self.generations()
-
-    def generations(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule, yielding the generations' reports only."""
         return filter(_closes_a_generation, self.reports())
 
@@ -265,11 +261,11 @@ class Evolution:
         table = examples_of(collected, indices, learned, step=progress.step, most=most)
         progress.examples = first_of_each(table)
         step = progress.step
-        measured = {slot: metrics(each) for slot, each in learned.items()}
+        measured = {slot: finite_metrics(each) for slot, each in learned.items()}
         epochs = {slot: self.population.agents[slot].hyperparameters.update_epochs for slot in learned}
         progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs)
-        spent, habits = costs(progress, seconds, tokens), of_members(self.population, progress, measured)
-        logged = {slot: {**each, **spent[slot], **habits[slot]} for slot, each in measured.items()}
+        spent, renamed = step_costs(progress, seconds, tokens), sb3_names(self.population, progress, measured)
+        logged = {slot: {**each, **spent[slot], **renamed[slot]} for slot, each in measured.items()}
         report = StepReport(
             step=step,
             generation=progress.generation + 1,

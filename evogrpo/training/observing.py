@@ -39,13 +39,13 @@ def estimate(fitness: Fitness) -> Estimate:
     return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
 
 
-def metrics(report: LearnReport) -> dict[str, float | None]:
+def finite_metrics(report: LearnReport) -> dict[str, float | None]:
     """Return a learning report's numbers; those that are infinite are None, as JSON has neither infinity nor NaN."""
     values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def costs(progress: Progress, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
+def step_costs(progress: Progress, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
     """Return what a learning step that has been counted cost each member, by slot: see `agents.metrics.NAMES`."""
     total = max(1, sum(tokens.values()))
     return {

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from evogrpo.history.fields import Fields
+from evogrpo.history.fields import JournalFields
 from evogrpo.history.records import BaselineReport, Example, GenerationReport, StepReport, TestReport
 from evogrpo.persistence.journal import read_journal
 from tests.tiny_training import finish, tiny_run
@@ -56,7 +56,7 @@ def test_a_step_names_who_learnt_what(told):
 @pytest.mark.parametrize("name", ["prompt", "completion", "index", "step", "rewards", "truncated"])
 def test_an_example_needs_every_field_that_cannot_be_unknown(name):
     whole = Example(prompt="p", completion="c", reward=None, index=3, rewards={"f": 1.0, "g": None}).to_json()
-    assert Example.from_json(Fields(whole, "an example")).to_json() == whole
+    assert Example.from_json(JournalFields(whole, "an example")).to_json() == whole
     del whole[name]
     with pytest.raises(ValueError, match=f"'{name}' of an example must be"):
-        Example.from_json(Fields(whole, "an example"))
+        Example.from_json(JournalFields(whole, "an example"))

@@ -57,7 +57,7 @@ def test_children_copy_every_policy_of_their_parent():
         population, env, schedule=Schedule(**QUICK, test_questions=0), strategy=Tournament(z=0.0), run_dir=None
     )
     copies = 0
-    for report in run.generations():
+    for report in run:
         states = {member.index: population.shared.bank.state(member.slot) for member in population}
         assert {name.split("/")[0] for name in states[population[0].index]} == {"late", "old", "short"}
         for member in population:

@@ -126,7 +126,7 @@ def test_modules_of_ones_own_evolve_and_resume(tmp_path):
     with pytest.raises(ValueError, match="OwnNetwork"):
         resume(tmp_path / "run", cart_pole(), generations=2)
     run = resume(tmp_path / "run", cart_pole(), actor_network=OwnNetwork(), generations=2)
-    assert [report.generation for report in run.generations()] == [2]
+    assert [report.generation for report in run] == [2]
 
 
 def test_an_environment_of_another_kind_leaves_no_folder(tmp_path):

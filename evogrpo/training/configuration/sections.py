@@ -11,7 +11,7 @@ from evogrpo.training.rundir import LoggingConfig
 from evogrpo.training.schedule import Schedule
 
 
-class Task(Protocol):
+class TaskSection(Protocol):
     """The task section: a frozen dataclass of what members are to do.
 
     Attributes:
@@ -47,7 +47,7 @@ class AgentSection(Protocol):
         ...
 
 
-TaskT = TypeVar("TaskT", bound=Task)
+TaskT = TypeVar("TaskT", bound=TaskSection)
 AgentT = TypeVar("AgentT", bound=AgentSection)
 
 

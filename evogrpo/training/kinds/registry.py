@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from evogrpo.hyperparameters import unknown_name_error
-from evogrpo.training.configuration.sections import Task
+from evogrpo.training.configuration.sections import TaskSection
 from evogrpo.training.configuration.typed import build, inside, mapping
 from evogrpo.training.kinds.language import LanguageKind
 from evogrpo.training.kinds.networks import NetworkKind
@@ -12,16 +12,16 @@ from evogrpo.training.kinds.run_kind import AnyKind
 from evogrpo.training.kinds.team import TeamKind
 
 KINDS: Mapping[str, AnyKind] = {kind.word: kind for kind in (LanguageKind(), NetworkKind(), TeamKind())}
-_TASKS: Mapping[str, type[Task]] = {task.key: task for kind in KINDS.values() for task in kind.tasks}
-_KIND_OF: Mapping[type[Task], AnyKind] = {task: kind for kind in KINDS.values() for task in kind.tasks}
+_TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in KINDS.values() for task in kind.tasks}
+_KIND_OF: Mapping[type[TaskSection], AnyKind] = {task: kind for kind in KINDS.values() for task in kind.tasks}
 
 
-def kind_of(task: Task) -> AnyKind:
+def kind_of(task: TaskSection) -> AnyKind:
     """Return the kind of run that a task asks for."""
     return _KIND_OF[type(task)]
 
 
-def parse_task(values: object, where: str = "task") -> Task:
+def parse_task(values: object, where: str = "task") -> TaskSection:
     """Build a task from its section, whose kind shows in the key that names it.
 
     Raises:
