@@ -73,7 +73,7 @@ def test_a_model_without_an_end_of_sequence_needs_one_named():
     with pytest.raises(ValueError, match="eos_token_ids must be given"):
         tiny_agent(actor_network=model)
     agent = tiny_agent(actor_network=model, eos_token_ids=(5, 7))
-    assert agent._shared.settings.eos_token_ids == (5, 7)
+    assert agent.members.settings.eos_token_ids == (5, 7)
     ids, masks = agent.get_action([{"input_ids": torch.tensor([[8, 9]])}] * 6)
     ends = 0
     for rows, mask in zip(ids, masks, strict=True):
@@ -85,7 +85,7 @@ def test_a_model_without_an_end_of_sequence_needs_one_named():
 
 
 def test_the_models_own_end_of_sequence_is_the_default():
-    assert tiny_agent()._shared.settings.eos_token_ids == (EOS,)
+    assert tiny_agent().members.settings.eos_token_ids == (EOS,)
 
 
 def test_the_smallest_length_holds_back_the_end():

@@ -37,7 +37,7 @@ def test_any_split_gives_the_same_update(case, budget):
         noise = torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
         if "importance_correction" in objective:
             batch = replace(batch, sampler_log_probs=batch.sampler_log_probs + 0.2 * noise)
-        report = learn(agent._shared, [agent.learner()], batch)[0]
+        report = learn(agent.members, [agent.learner()], {"default": batch})[0]
         found.append((state_of(agent), report))
     (whole, one), (split, other) = found
     for name in ("exp_avg", "exp_avg_sq"):
