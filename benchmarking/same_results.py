@@ -39,6 +39,7 @@ CLOCK = ("time", "seconds", "step_time", "time/fps", "time/time_elapsed")
 ASIDE = (*CLOCK, "version")
 """Keys that are not compared: clock readings, and what the checkout calls itself."""
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
+FURTHER = 10  # differences of a run that are listed
 
 CLI = ("-m", "evogrpo.cli")
 PROMPTS = (
@@ -209,7 +210,7 @@ class Comparison:
     """What two recordings of one run have in common.
 
     Attributes:
-        values: Numbers and texts of the journals that are equal.
+        values: Numbers and texts of the journals and completions that are equal.
         tensors: Tensors that are equal.
         differences: What differs, in words, in order.
         lone: Keys of the journals that one side has alone.
@@ -342,14 +343,17 @@ def compare(given: argparse.Namespace) -> int:
                 if RUNS[name].of is not None:
                     label = f"old {RUNS[name].of}, gone on with"
                     found[label] = go_on(given.checkout, given.first, name, renamed, Path(scratch))
-    different = False
-    print("| run | journal values | tensors | verdict |\n|---|---|---|---|")
+    different, further = False, list[str]()
+    print("| run | values | tensors | verdict |\n|---|---|---|---|")
     for name, each in found.items():
         lone = [f"only one side has {key}" for key in sorted(each.lone)] if given.strict else []
         problems = [*each.differences, *lone]
         different = different or bool(problems)
         verdict = "the same" if not problems else f"DIFFERENT in {len(problems)}, first: {problems[0]}"
         print(f"| {name} | {each.values} | {each.tensors} | {each.note or verdict} |")
+        further += [f"{name}: {problem}" for problem in problems[1:FURTHER]]
+    if further:
+        print("\nfurther differences, the first of each run:", *further, sep="\n  ")
     if lone := sorted({key for each in found.values() for key in each.lone}):
         print("\nin the journals of one side only:", *lone, sep="\n  ")
     return int(different)
