@@ -332,7 +332,7 @@ def go_on(checkout: Path, origin: Path, name: str, renamed: Sequence[tuple[str, 
 def compare(given: argparse.Namespace) -> int:
     """Compare two recordings and print the table; returns the exit code."""
     renamed = [pair(text) for text in given.renamed]
-    names = [name for name in RUNS if (given.first / name).is_dir() or (given.second / name).is_dir()]
+    names = [name for name in given.runs if (given.first / name).is_dir() or (given.second / name).is_dir()]
     if not names:
         raise SystemExit(f"there are no runs in {given.first}: record them first")
     found = {name: compare_runs(given.first / name, given.second / name, renamed) for name in names}
@@ -373,13 +373,14 @@ def main() -> None:
     recording = commands.add_parser("record", help="make the runs in a checkout")
     recording.add_argument("checkout", type=Path)
     recording.add_argument("folder", type=Path, help="a new or empty folder")
-    recording.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=", ".join(RUNS))
     comparing = commands.add_parser("compare", help="compare two recordings")
     comparing.add_argument("first", type=Path)
     comparing.add_argument("second", type=Path)
     comparing.add_argument("--strict", action="store_true", help="keys that one side has alone count as differences")
     comparing.add_argument("--renamed", nargs="+", default=[], metavar="PATTERN=NAME", help="of tensors, in order")
     comparing.add_argument("--with", dest="checkout", type=Path, help="lets this checkout go on with the first's runs")
+    for command in (recording, comparing):
+        command.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help=", ".join(RUNS))
     given = parser.parse_args()
     sys.exit(compare(given) if given.command == "compare" else record(given.checkout, given.folder, given.runs))
 

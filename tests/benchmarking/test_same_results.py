@@ -151,6 +151,7 @@ def test_a_run_that_only_one_side_has_counts_and_so_does_an_empty_folder(tmp_pat
     assert f"| cartpole | 0 | 0 | DIFFERENT in 1, first: there is no run in {tmp_path / 'second' / 'cartpole'} |" in (
         done.stdout
     )
+    assert call("compare", tmp_path / "first", tmp_path / "second", "--runs", "pendulum").returncode == 0
     (tmp_path / "empty").mkdir()
     assert call("compare", tmp_path / "empty", tmp_path / "empty").returncode != 0
 
