@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.backends.mkldnn.enabled = False
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")  # what tests share is computed like what they compare with it
 def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let every test round as it was asked to."""
     seed = request.config.getoption("--round-otherwise")
