@@ -9,6 +9,9 @@ from torch import Tensor
 from evogrpo.functional.statistics import numbered
 
 CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# In nats. Actions after equal tokens are equally uncertain, but beside other rows their entropies round otherwise. More
+# than rounding in float32, and less than a difference that could matter.
+TIED = 1e-4
 
 
 def importance_weights(
@@ -104,7 +107,8 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
         quantile: Share to keep, in (0, 1].
 
     Returns:
-        `[n, t]` booleans, a subset of `mask`; actions as uncertain as the least uncertain one kept are kept too.
+        `[n, t]` booleans, a subset of `mask`; actions as uncertain as the least uncertain one kept are kept too, where
+        "as uncertain" means to `TIED` nats.
 
     Source: "Beyond the 80/20 rule" (arXiv:2506.01939).
     """
@@ -117,5 +121,5 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
             continue
         # The 1 - quantile point by linear interpolation lies just below this order statistic (or on it).
         rank = math.ceil((1.0 - quantile) * (len(values) - 1) - 1e-9)
-        kept |= own & (entropies >= values.kthvalue(rank + 1).values)
+        kept |= own & (entropies >= values.kthvalue(rank + 1).values - TIED)
     return kept

@@ -8,6 +8,7 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.agents.learning.step import learn
+from evogrpo.functional.corrections import TIED
 from tests.oracles.objective_by_hand import rows_of
 from tests.oracles.scalar_grpo import advantages
 from tests.tiny_routes import DECAY, same
@@ -41,7 +42,7 @@ def test_the_policy_loss_is_taken_of_the_most_uncertain_actions(quantile):
         entropies = [member.entropies(r.prompt, r.tokens, temperature=agent.temperature) for r in rows_of(batch)]
     every = sorted(torch.cat(entropies).tolist())
     kept = len(every) - math.ceil((1 - quantile) * (len(every) - 1))
-    threshold = sum(every[-kept - 1 : len(every) - kept + 1]) / 2  # between the least one kept and the next
+    threshold = every[-kept] - TIED  # completions of one prompt begin equally uncertain
     expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
     learn(agent.members, [agent.learner()], {"default": batch})
     assert same(state_of(agent)["exp_avg"] / (1 - DECAY), expected, 1e-3)

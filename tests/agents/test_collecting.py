@@ -9,6 +9,7 @@ import torch
 from evogrpo.agents.learning.step import learn
 from evogrpo.agents.rollout.collecting import collect, evaluate
 from evogrpo.randomness import generator
+from tests.rounding import assert_gradients_agree
 from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import (
     equal_states,
@@ -85,7 +86,7 @@ def test_a_members_draws_do_not_depend_on_who_else_is_there(population, slot):
     assert torch.equal(own.present, by_itself.experience["default"].present)
     assert torch.equal(own.rewards, by_itself.experience["default"].rewards)
     torch.testing.assert_close(
-        own.sampler_log_probs, by_itself.experience["default"].sampler_log_probs, rtol=1e-5, atol=1e-5
+        own.sampler_log_probs, by_itself.experience["default"].sampler_log_probs, rtol=1e-4, atol=1e-4
     )
     assert together.tokens[slot] == by_itself.tokens[0]
 
@@ -234,5 +235,5 @@ def test_a_batch_can_be_learnt_from_without_knowing_where_it_came_from(populatio
         own = batch.of_members([agent.slot])
         own = replace(own, member_ids=torch.zeros_like(own.member_ids))
         learn(twin.members, [twin.learner(0)], {"default": own})
-        torch.testing.assert_close(state_of(agent)["exp_avg"], state_of(twin)["exp_avg"], rtol=1e-3, atol=1e-7)
+        assert_gradients_agree(state_of(agent)["exp_avg"], state_of(twin)["exp_avg"])
     assert shared_model().training == tiny_model().training

@@ -15,6 +15,7 @@ from evogrpo.objective import Optimizer
 from evogrpo.records import Batch
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.scalar_grpo import advantages
+from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_batches import lora
 from tests.tiny_training import (
     equal_states,
@@ -142,8 +143,8 @@ def test_unknown_sampling_log_probs_are_computed_when_several_steps_need_them():
     twin = agent.clone()
     given = learn(agent.members, [agent.learner()], {"default": batch})[0]
     found = learn(twin.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})[0]
-    torch.testing.assert_close(state_of(twin)["adapter"], state_of(agent)["adapter"], rtol=1e-4, atol=1e-6)
-    assert found.loss == pytest.approx(given.loss, abs=1e-6)
+    assert_states_agree(state_of(twin), state_of(agent), lr=agent.lr)
+    assert found.loss == pytest.approx(given.loss, rel=1e-3, abs=1e-5)
     assert found.tokens > given.tokens  # the pass is charged for
 
 
@@ -250,10 +251,9 @@ def test_members_learn_together_what_each_would_learn_alone():
         own = replace(own, member_ids=torch.zeros_like(own.member_ids))
         alone = learn(twin.members, [twin.learner(4)], {"default": own})[0]
         assert alone.optimizer_steps == (1, 12, 4)[slot] == int(state_of(twin)["step"])
-        for name, value in state_of(population[slot]).items():
-            torch.testing.assert_close(value, state_of(twin)[name], rtol=1e-4, atol=1e-6)
+        assert_states_agree(state_of(population[slot]), state_of(twin), lr=twin.lr)
         assert together[slot].failed is alone.failed is None
-        assert together[slot].metrics == pytest.approx(alone.metrics, rel=1e-4, abs=1e-6)
+        assert_metrics_agree(together[slot].metrics, alone.metrics)
         assert together[slot].advantages == alone.advantages
         assert together[slot].tokens == alone.tokens
 
