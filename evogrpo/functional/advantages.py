@@ -11,11 +11,9 @@ from evogrpo.functional.returns import (
 )
 from evogrpo.functional.reward_shaping import clip_rewards, penalise_kl, place_on_actions
 from evogrpo.functional.statistics import group_statistics, numbered, numbered_groups
+from evogrpo.kinds import ADVANTAGES
 
 Coefficient = float | Tensor
-
-OF_COMPLETIONS = ("outcome", "rloo", "mean_only", "batch_std", "gdpo")
-OF_ACTIONS = ("process", "return_to_go_group", "return_to_go_timestep")
 
 
 def advantages(
@@ -43,13 +41,13 @@ def advantages(
     "return_to_go_group" and "return_to_go_timestep" normalise last, after the return: they compare returns.
 
     Args:
-        kind: One of `OF_COMPLETIONS` or `OF_ACTIONS`.
+        kind: One of `AdvantageType`.
         rewards: `[n]` total reward of each completion; NaN = does not apply.
         group_ids: `[n]` which group each completion belongs to; at least 2 of each.
         member_ids: `[n]` whose completion it is; statistics of a batch are taken for each member apart.
         mask: `[n, t]` booleans, True = counts.
         step_rewards: `[n, t]` reward earned at each action; NaN = no reward is given here. None: `rewards`, at the
-            last action. Read by the estimators `OF_ACTIONS` only.
+            last action. Read by the `STEP_ADVANTAGES` only.
         components: `[n, f]` the reward functions apart, NaN = does not apply; needed by "gdpo", read by it only.
         component_weights: `[f]`; None = all 1.
         gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
@@ -65,17 +63,9 @@ def advantages(
     Raises:
         ValueError: If `kind` is unknown, "gdpo" gets no components, or a group has fewer than 2 completions.
     """
-    if kind in OF_COMPLETIONS:
-        if kind == "gdpo":
-            if components is None:
-                raise ValueError("gdpo normalises every reward function apart, so it needs the rewards of each")
-            applies = ~components.isnan().all(1)
-            values = gdpo(components, component_weights, group_ids, member_ids, eps)
-        else:
-            applies = ~rewards.isnan()
-            values = _of_completions(kind, rewards, group_ids, member_ids, eps)
-        steps = place_on_actions(_clip(values, reward_clip), mask)
-    elif kind in OF_ACTIONS:
+    if kind not in ADVANTAGES:
+        raise ValueError(f"advantage must be one of {', '.join(ADVANTAGES)}, got {kind!r}")
+    if ADVANTAGES[kind] == "step rewards":
         steps = place_on_actions(rewards, mask) if step_rewards is None else step_rewards
         steps = torch.where(mask, steps, torch.nan)
         applies = ~steps.isnan().all(1)
@@ -83,7 +73,15 @@ def advantages(
             steps = normalised_step_rewards(steps, mask, group_ids, eps)
         steps = _clip(steps, reward_clip)
     else:
-        raise ValueError(f"advantage must be one of {', '.join(OF_COMPLETIONS + OF_ACTIONS)}, got {kind!r}")
+        if ADVANTAGES[kind] == "reward functions":
+            if components is None:
+                raise ValueError(f"{kind} normalises every reward function apart, so it needs the rewards of each")
+            applies = ~components.isnan().all(1)
+            values = gdpo(components, component_weights, group_ids, member_ids, eps)
+        else:
+            applies = ~rewards.isnan()
+            values = _of_completions(kind, rewards, group_ids, member_ids, eps)
+        steps = place_on_actions(_clip(values, reward_clip), mask)
     if kl_penalty is not None:
         steps = _clip(penalise_kl(steps, kl_penalty, mask), reward_clip)
     if kind == "return_to_go_group":

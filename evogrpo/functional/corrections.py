@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.statistics import numbered
-
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
 
 def importance_weights(
@@ -20,7 +19,7 @@ def importance_weights(
     Above the cap it becomes the cap ("_truncate") or 0 ("_mask").
 
     Args:
-        kind: One of `CORRECTIONS`.
+        kind: One of `ImportanceCorrection`.
         old_log_probs: `[n, t]` of the trainer's policy at sampling time, in nats.
         sampler_log_probs: `[n, t]` that the sampler reported, in nats; NaN = unknown, taken as equal.
         mask: `[n, t]` booleans, True = counts.
@@ -36,8 +35,8 @@ def importance_weights(
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for
     truncation; Liu et al., "When speed kills stability" (2025), for sequences and masks.
     """
-    if kind not in CORRECTIONS:
-        raise ValueError(f"importance_correction must be one of {', '.join(CORRECTIONS)}, got {kind!r}")
+    if kind not in IMPORTANCE_CORRECTIONS:
+        raise ValueError(f"importance_correction must be one of {', '.join(IMPORTANCE_CORRECTIONS)}, got {kind!r}")
     level, action = kind.split("_")
     difference = _difference(old_log_probs, sampler_log_probs, mask)
     if level == "sequence":

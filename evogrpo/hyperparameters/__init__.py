@@ -12,14 +12,13 @@ from evogrpo.hyperparameters.space import (
 from evogrpo.hyperparameters.values import (
     CATEGORIES,
     HYPERPARAMETER_NAMES,
-    AdvantageType,
     Hyperparameters,
-    LossType,
     Value,
     checked_value,
     is_categorical,
     is_integer,
 )
+from evogrpo.kinds import AdvantageType, LossType
 
 __all__ = [
     "CATEGORIES",

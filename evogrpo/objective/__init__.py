@@ -1,23 +1,14 @@
 """How members learn: the frozen records of the loss and of the optimiser, shared by a whole population."""
 
-from evogrpo.objective.compatibility import CLIPPED_LOSSES, SEQUENCE_LOSSES, STEP_ADVANTAGES
+from evogrpo.kinds import Aggregation, ImportanceCorrection, KlEstimator, RewardNorm
 from evogrpo.objective.optimizer import Optimizer, Schedule
-from evogrpo.objective.record import (
-    Aggregation,
-    ImportanceCorrection,
-    KlEstimator,
-    KlPlacement,
-    Objective,
-    Reference,
-    RewardNorm,
-)
+from evogrpo.objective.record import Imported, Objective
+from evogrpo.objective.switches import KlPlacement, Reference
 
 __all__ = [
-    "CLIPPED_LOSSES",
-    "SEQUENCE_LOSSES",
-    "STEP_ADVANTAGES",
     "Aggregation",
     "ImportanceCorrection",
+    "Imported",
     "KlEstimator",
     "KlPlacement",
     "Objective",

@@ -7,7 +7,7 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.agents.learning.step import learn
-from evogrpo.functional.losses import AGGREGATIONS, LOSS_TYPES
+from evogrpo.kinds import AGGREGATIONS, LOSS_TYPES
 from tests.tiny_training import sampled, scatter, state_of, tiny_agent
 
 REWARDS = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.1, 0.1, 0.1, 0.1], [1.0, 0.2, 0.7, 0.3]])

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evogrpo.functional.losses import (
-    AGGREGATION_OF,
     AGGREGATIONS,
     LOSS_TYPES,
     loss_weights,
@@ -38,7 +37,7 @@ def test_the_aggregation_of_every_loss_type():
     assert set(BY_HAND) == set(AGGREGATIONS)
     for loss_type in LOSS_TYPES:
         own = loss_weights(loss_type, None, MASK, MEMBERS, 10)
-        assert torch.equal(own, loss_weights("grpo", AGGREGATION_OF[loss_type], MASK, MEMBERS, 10))
+        assert torch.equal(own, loss_weights("grpo", LOSS_TYPES[loss_type].aggregation, MASK, MEMBERS, 10))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)

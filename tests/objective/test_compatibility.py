@@ -3,7 +3,8 @@
 import pytest
 
 from evogrpo.hyperparameters import CATEGORIES, HyperparameterConfig, Hyperparameters, RLParameter
-from evogrpo.objective import CLIPPED_LOSSES, SEQUENCE_LOSSES, STEP_ADVANTAGES, Objective
+from evogrpo.kinds import LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.objective import Objective
 
 LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
 
@@ -39,7 +40,7 @@ def test_contradictions_and_dead_switches_are_refused_with_the_reason(fields, re
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("name", ["dual_clip", "delta"])
 def test_bounds_on_the_ratio_need_a_clipped_ratio(loss_type, name):
-    if loss_type in CLIPPED_LOSSES:
+    if LOSS_TYPES[loss_type].bounded:
         assert getattr(Objective(loss_type=loss_type, **{name: 2.0}), name) == 2.0
     else:
         with pytest.raises(
@@ -53,7 +54,7 @@ def test_bounds_on_the_ratio_need_a_clipped_ratio(loss_type, name):
     "fields", [{"top_entropy_quantile": 0.2}, {"kl_placement": "reward"}, *({"advantage": a} for a in STEP_ADVANTAGES)]
 )
 def test_what_differs_from_action_to_action_needs_a_ratio_per_action(loss_type, fields):
-    if loss_type in SEQUENCE_LOSSES:
+    if not LOSS_TYPES[loss_type].of_actions:
         with pytest.raises(ValueError, match=f"loss_type '{loss_type}' has one ratio per completion"):
             Objective(loss_type=loss_type, **fields)
     else:

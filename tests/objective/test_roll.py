@@ -4,8 +4,8 @@ import pytest
 import yaml
 
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.interop.roll_keys import CRITIC, DEFAULTS, INFRASTRUCTURE, OTHER_TERMS, ROLES
 from evogrpo.objective import Objective
-from evogrpo.objective.roll_keys import CRITIC, DEFAULTS, INFRASTRUCTURE, OTHER_TERMS, ROLES
 
 # The GRPO page of ROLL's documentation.
 EXAMPLE = """

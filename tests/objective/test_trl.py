@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.interop.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
 from evogrpo.objective import Objective
-from evogrpo.objective.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
 
 SYNCED = {"sync_ref_model": True, "beta": 0.1, "use_bias_correction_kl": False}
 VLLM = {"use_vllm": True}
