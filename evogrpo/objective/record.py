@@ -97,7 +97,7 @@ class Imported:
         )
 
     def __post_init__(self) -> None:
-        self.objective.check(Hyperparameters(**self.hyperparameters), HyperparameterConfig())
+        self.objective.check(Hyperparameters(**self.hyperparameters))
 
     def to_config(self) -> dict[str, Any]:
         """Return these settings as sections of a configuration of `evogrpo train`, without model, task and end."""
