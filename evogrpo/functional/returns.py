@@ -45,8 +45,12 @@ def _carried_returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> 
 def normalised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
     r"""Standardise every step reward against all step rewards of its group: (r - mean_g) / (std_g + eps).
 
+    Advantage "process" adds them up ahead. When every step earns the same (CartPole, MountainCar) this is 0 everywhere,
+    and nothing can be learnt from it.
+
     Args:
-        step_rewards: `[n, t]`; NaN = no reward is given here.
+        step_rewards: `[n, t]`; NaN = no reward is given here. For a language model rewards stand at the ends of
+            reasoning steps; a 0 elsewhere would count as a reward of 0 and shift the mean.
         mask: `[n, t]` booleans, True = counts.
         group_ids: `[n]`.
         eps: Added to the sample standard deviation, in reward units.
@@ -65,29 +69,6 @@ def normalised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Tenso
     statistics = group_statistics(step_rewards, applies, every, groups)
     scores = (step_rewards.double() - statistics.mean[every]) / (statistics.std[every] + eps)
     return torch.where(applies, scores, torch.nan).to(step_rewards.dtype)
-
-
-def process_advantages(step_rewards: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
-    r"""Add up the normalised step rewards ahead: A_t = sum over u >= t of (r_u - mean_g) / (std_g + eps).
-
-    When every step earns the same (CartPole, MountainCar) this is 0 everywhere, and nothing can be learnt from it.
-
-    Args:
-        step_rewards: `[n, t]`; NaN = no reward is given here. For a language model rewards stand at the ends of
-            reasoning steps; a 0 elsewhere would count as a reward of 0 and shift the mean.
-        mask: `[n, t]` booleans, True = counts.
-        group_ids: `[n]`.
-        eps: Added to the sample standard deviation, in reward units.
-
-    Returns:
-        `[n, t]`, dimensionless; 0 where the mask is False.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
-
-    Source: DeepSeekMath (arXiv:2402.03300), section 4.1.3.
-    """
-    return returns_to_go(normalised_step_rewards(step_rewards, mask, group_ids, eps), mask)
 
 
 def return_to_go_group(
