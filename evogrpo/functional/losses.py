@@ -133,31 +133,12 @@ def clipped_actions(
     return below & mask & (advantages < 0), above & mask & (advantages > 0)
 
 
-def step_totals(mask: Tensor, member_ids: Tensor, members: int) -> Tensor:
-    """Count what the denominators of `loss_weights` are made of; counts of several processes add up.
-
-    Args:
-        mask: `[n, t]` booleans, True = counts, of all rows that this process has in the optimizer step.
-        member_ids: `[n]` from 0 to `members - 1`.
-        members: Number of members, p.
-
-    Returns:
-        `[p, 3]` float64: completions, actions, and whether the process has any row of the member.
-    """
-    rows = torch.ones(len(member_ids), dtype=torch.float64, device=mask.device)
-    zeros = torch.zeros(members, dtype=torch.float64, device=mask.device)
-    completions = zeros.index_add(0, member_ids, rows)
-    actions = zeros.index_add(0, member_ids, mask.sum(1).double())
-    return torch.stack([completions, actions, (completions > 0).double()], 1)
-
-
 def loss_weights(
     loss_type: str,
     aggregation: str | None,
     mask: Tensor,
     member_ids: Tensor,
     max_completion_length: int | None = None,
-    totals: Tensor | None = None,
 ) -> Tensor:
     r"""Return the weight of every action in its member's loss, so that sum(weights * losses) is the reduced loss.
 
@@ -173,13 +154,11 @@ def loss_weights(
     counted action weigh nothing, but the latter count in n.
 
     Args:
-        loss_type: One of `LossType`; names the aggregation when that is None. "bnpo" then divides by the actions of
-            its own process, and averages over processes.
+        loss_type: One of `LossType`; names the aggregation when that is None.
         aggregation: One of `Aggregation`, or None.
-        mask: `[n, t]` booleans, True = counts, of all rows that this process has in the optimizer step.
+        mask: `[n, t]` booleans, True = counts, of all rows of the optimizer step.
         member_ids: `[n]` whose completion each row is, counted from 0.
         max_completion_length: In actions; needed by "seq-mean-token-sum-norm".
-        totals: `[p, 3]` sum of `step_totals` over all processes; None = this process is alone.
 
     Returns:
         `[n, t]` float32; 0 where the mask is False.
@@ -192,15 +171,15 @@ def loss_weights(
     """
     facts = _facts(loss_type)
     mode = facts.aggregation if aggregation is None else aggregation
-    members = (int(member_ids.max()) + 1 if len(member_ids) else 0) if totals is None else len(totals)
-    own = step_totals(mask, member_ids, members)
-    completions, actions, processes = (own if totals is None else totals)[member_ids].unbind(1)
+    lengths = mask.sum(1)
+    zeros = torch.zeros(int(member_ids.max()) + 1 if len(member_ids) else 0, dtype=torch.float64, device=mask.device)
+    completions = zeros.index_add(0, member_ids, torch.ones_like(lengths, dtype=torch.float64))[member_ids]
     if mode == "token-mean":
-        divisor = own[member_ids, 1] * processes if aggregation is None and loss_type == "bnpo" else actions
+        divisor = zeros.index_add(0, member_ids, lengths.double())[member_ids]
     elif mode == "seq-mean-token-sum":
         divisor = completions
     elif mode == "seq-mean-token-mean":
-        divisor = completions * mask.sum(1)
+        divisor = completions * lengths
     elif mode == "seq-mean-token-sum-norm":
         if max_completion_length is None or max_completion_length < 1:
             raise ValueError(f"{mode} divides by max_completion_length, got {max_completion_length}: give at least 1")
