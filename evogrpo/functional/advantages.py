@@ -135,17 +135,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-4) -> T
 
 
 def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""Subtract the group's mean and divide by nothing: r - mean_g, in reward units.
-
-    Args:
-        rewards: `[n]`; NaN = does not apply.
-        group_ids: `[n]`.
-
-    Returns:
-        `[n]` as `group_advantages`.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
+    r"""Subtract the group's mean and divide by nothing: r - mean_g, in reward units; otherwise as `group_advantages`.
 
     Source: Dr. GRPO (arXiv:2503.20783).
     """
@@ -155,15 +145,7 @@ def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     r"""Subtract the mean of the other completions of the group: r - mean of the rest = g / (g - 1) (r - mean_g).
 
-    Args:
-        rewards: `[n]`; NaN = does not apply, and does not count in g.
-        group_ids: `[n]`.
-
-    Returns:
-        `[n]` in reward units; otherwise as `group_advantages`.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
+    In reward units; rewards of NaN do not count in g. Otherwise as `group_advantages`.
 
     Source: RLOO (arXiv:2402.14740).
     """
@@ -174,17 +156,8 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def batch_std(rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4) -> Tensor:
     r"""Centre on the group's mean and divide by the member's whole batch: (r - mean_g) / (std_batch + eps).
 
-    Args:
-        rewards: `[n]`; NaN = does not apply.
-        group_ids: `[n]`.
-        member_ids: `[n]` whose completion each is; the deviation is of all the member's rewards.
-        eps: Added to the standard deviation, in reward units.
-
-    Returns:
-        `[n]` as `group_advantages`.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
+    `member_ids`, `[n]`, say whose completion each is: the deviation is of all the member's rewards. Otherwise as
+    `group_advantages`.
 
     Source: Lite PPO (arXiv:2508.08221).
     """
@@ -204,15 +177,12 @@ def gdpo(
     Args:
         components: `[n, f]` one column per reward function; NaN = does not apply.
         weights: `[f]`; None = all 1.
-        group_ids: `[n]`.
+        group_ids: `[n]`, at least 2 of each, as in `group_advantages`.
         member_ids: `[n]` whose completion each is; the deviation of the sums is taken for each member apart.
         eps: Added to every standard deviation.
 
     Returns:
         `[n]` advantages, dimensionless; 0 where no function applies.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
 
     Source: GDPO (arXiv:2601.05242); "normalize_then_sum" in TRL.
     """

@@ -67,15 +67,9 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor) -> Mismatch:
-    """Measure how the sampler differs from the trainer.
+    """Measure how the sampler differs from the trainer, over what `importance_weights` takes.
 
-    Args:
-        old_log_probs: `[n, t]` of the trainer's policy at sampling time, in nats.
-        sampler_log_probs: `[n, t]` that the sampler reported, in nats; NaN = unknown, taken as equal.
-        mask: `[n, t]` booleans, True = counts.
-
-    Returns:
-        The measures; those of equal policies if no action counts.
+    If no action counts, the measures are those of equal policies.
     """
     difference = _difference(old_log_probs, sampler_log_probs, mask)[mask].double()
     if not len(difference):

@@ -100,17 +100,8 @@ def clipped_actions(
     """Tell for which actions the lower and the upper clip bind; their means are the clip fractions.
 
     A bound ratio gives no gradient where the clip cuts it off; "cispo" goes on learning at the bound, so its clips
-    bind whatever the sign of the advantage. "sapo" has no clip. Actions without advantage are never counted.
-
-    Args:
-        loss_type: As in `policy_loss`; so are the others.
-        log_probs: `[n, t]`.
-        old_log_probs: `[n, t]`.
-        advantages: `[n, 1]` or `[n, t]`.
-        mask: `[n, t]`.
-        clip_low: A float or `[n, 1]`.
-        clip_high: A float or `[n, 1]`.
-        cispo_clip_low: Whether "cispo" has a lower clip.
+    bind whatever the sign of the advantage. "sapo" has no clip. Actions without advantage are never counted. The
+    arguments are those of `policy_loss`.
 
     Returns:
         Two `[n, t]` booleans, low and high; False where the mask is False.
@@ -197,7 +188,7 @@ def bias_corrected(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs:
 
     Args:
         kl: `[n, t]` as `kl_estimate` returns them, in nats.
-        loss_type: Names the ratio: the completion's for "gspo" and "luspo", otherwise the action's, for "gmpo" too,
+        loss_type: Which ratio it is: the completion's for "gspo" and "luspo", otherwise the action's, for "gmpo" too,
             which clips every action's own ratio before it takes their geometric mean.
         log_probs: `[n, t]` of the current policy, in nats.
         old_log_probs: `[n, t]` of the policy that acted, in nats.

@@ -109,20 +109,7 @@ def return_to_go_timestep(
     r"""Standardise every return-to-go against those of its group at the same time step.
 
     An episode that has ended stays in the comparison with a return of 0, as in an absorbing state: outliving the
-    others is worth what it earns.
-
-    Args:
-        step_rewards: `[n, t]`; NaN = no reward is given here; a row of NaN does not apply.
-        mask: `[n, t]` booleans, True = counts.
-        group_ids: `[n]`.
-        gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
-        eps: Added to the sample standard deviation, in reward units.
-
-    Returns:
-        `[n, t]`, dimensionless; 0 where the mask is False.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
+    others is worth what it earns. Arguments and result are those of `return_to_go_group`.
 
     Source: code of the GRPO proposal for SB3-contrib.
     """

@@ -2,7 +2,6 @@
 
 from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, unknown_name_error, whole_number
 from evogrpo.hyperparameters.space import (
-    DEFAULT_FACTOR,
     HyperparameterConfig,
     RLParameter,
     Scale,
@@ -14,7 +13,6 @@ from evogrpo.hyperparameters.values import (
     HYPERPARAMETER_NAMES,
     Hyperparameters,
     Value,
-    checked_value,
     is_categorical,
     is_integer,
 )
@@ -22,7 +20,6 @@ from evogrpo.kinds import AdvantageType, LossType
 
 __all__ = [
     "CATEGORIES",
-    "DEFAULT_FACTOR",
     "HYPERPARAMETER_NAMES",
     "AdvantageType",
     "HyperparameterConfig",
@@ -31,7 +28,6 @@ __all__ = [
     "RLParameter",
     "Scale",
     "Value",
-    "checked_value",
     "common_samples",
     "feasible_group_sizes",
     "finite_number",
