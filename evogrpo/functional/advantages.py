@@ -186,10 +186,10 @@ def gdpo(
 
     Source: GDPO (arXiv:2601.05242); "normalize_then_sum" in TRL.
     """
-    scores = torch.stack([group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1)
-    total = scores.sum(1) if weights is None else scores @ weights.to(scores)
+    standard = torch.stack([group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1)
+    total = standard.sum(1) if weights is None else standard @ weights.to(standard)
     member, members = numbered(member_ids)
-    # The mean of the sums needs no subtraction: within a group the scores of every function add up to 0.
+    # The mean of the sums needs no subtraction: within a group the values of every function add up to 0.
     std = group_statistics(total, ~components.isnan().all(1), member, members).std[member]
     return (total / (std + eps)).to(components.dtype)
 

@@ -67,8 +67,8 @@ def normalised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Tenso
     every = group[:, None].expand_as(mask)
     applies = mask & ~step_rewards.isnan()
     statistics = group_statistics(step_rewards, applies, every, groups)
-    scores = (step_rewards.double() - statistics.mean[every]) / (statistics.std[every] + eps)
-    return torch.where(applies, scores, torch.nan).to(step_rewards.dtype)
+    standard = (step_rewards.double() - statistics.mean[every]) / (statistics.std[every] + eps)
+    return torch.where(applies, standard, torch.nan).to(step_rewards.dtype)
 
 
 def return_to_go_group(
@@ -99,8 +99,8 @@ def return_to_go_group(
     totals = _carried_returns(step_rewards, mask, gamma)
     applies = mask & _rewarded(step_rewards, mask)
     statistics = group_statistics(totals, applies, every, groups)
-    scores = (totals - statistics.mean[every]) / (statistics.std[every] + eps)
-    return torch.where(applies, scores, 0.0).to(step_rewards.dtype)
+    standard = (totals - statistics.mean[every]) / (statistics.std[every] + eps)
+    return torch.where(applies, standard, 0.0).to(step_rewards.dtype)
 
 
 def return_to_go_timestep(
@@ -119,8 +119,8 @@ def return_to_go_timestep(
     totals = _carried_returns(step_rewards, mask, gamma)
     applies = _rewarded(step_rewards, mask).expand_as(mask)
     statistics = group_statistics(totals, applies, cell, groups * width)
-    scores = (totals - statistics.mean[cell]) / (statistics.std[cell] + eps)
-    return torch.where(applies & mask, scores, 0.0).to(step_rewards.dtype)
+    standard = (totals - statistics.mean[cell]) / (statistics.std[cell] + eps)
+    return torch.where(applies & mask, standard, 0.0).to(step_rewards.dtype)
 
 
 def _rewarded(step_rewards: Tensor, mask: Tensor) -> Tensor:
