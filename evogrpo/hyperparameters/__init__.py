@@ -2,7 +2,6 @@
 
 from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, unknown_name_error, whole_number
 from evogrpo.hyperparameters.space import (
-    DEFAULT_FACTOR,
     HyperparameterConfig,
     RLParameter,
     Scale,
@@ -12,18 +11,15 @@ from evogrpo.hyperparameters.space import (
 from evogrpo.hyperparameters.values import (
     CATEGORIES,
     HYPERPARAMETER_NAMES,
-    AdvantageType,
     Hyperparameters,
-    LossType,
     Value,
-    checked_value,
     is_categorical,
     is_integer,
 )
+from evogrpo.kinds import AdvantageType, LossType
 
 __all__ = [
     "CATEGORIES",
-    "DEFAULT_FACTOR",
     "HYPERPARAMETER_NAMES",
     "AdvantageType",
     "HyperparameterConfig",
@@ -32,7 +28,6 @@ __all__ = [
     "RLParameter",
     "Scale",
     "Value",
-    "checked_value",
     "common_samples",
     "feasible_group_sizes",
     "finite_number",

@@ -108,7 +108,7 @@ class RunDir:
         }
         number = progress.generation + (1 if progress.step_in_generation else 0)
         write_checkpoint(generation_folder(self.path, number), tensors, record, replace=True)
-        prune(self.path, keep=self._keep)
+        prune(self.path, number, keep=self._keep)
 
     def save_best(self, agent: Any, generation: int) -> None:
         """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one."""

@@ -7,7 +7,7 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.agents.learning.step import learn
-from evogrpo.functional.losses import AGGREGATIONS, LOSS_TYPES
+from evogrpo.kinds import AGGREGATIONS, LOSS_TYPES
 from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_training import sampled, scatter, state_of, tiny_agent
 

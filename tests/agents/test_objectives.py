@@ -8,8 +8,8 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.agents.learning.step import learn, minibatches
-from evogrpo.functional.losses import LOSS_TYPES
-from evogrpo.objective import CLIPPED_LOSSES, Optimizer
+from evogrpo.kinds import LOSS_TYPES
+from evogrpo.objective import Optimizer
 from evogrpo.records import Batch
 from tests.oracles.objective_by_hand import ByHand
 from tests.tiny_training import flat, peft_twin, sampled, scatter, state_of, tiny_agent
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     **{
         f"{loss_type}, everything": (
             {"beta": 0.2, "entropy_coef": 0.1, "clip_low": 0.02, "clip_high": 0.05, "temperature": 1.3},
-            {"loss_type": loss_type, "kl_estimator": "k2"} | ({"delta": 1.1} if loss_type in CLIPPED_LOSSES else {}),
+            {"loss_type": loss_type, "kl_estimator": "k2"} | ({"delta": 1.1} if LOSS_TYPES[loss_type].bounded else {}),
         )
         for loss_type in LOSS_TYPES
     },

@@ -9,9 +9,8 @@ import torch
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import learn, minibatches
-from evogrpo.functional.losses import AGGREGATION_OF, LOSS_TYPES
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.objective import SEQUENCE_LOSSES
+from evogrpo.kinds import LOSS_TYPES
 from tests.oracles.slow_advantages import of_actions
 from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
 from tests.tiny_networks import CASES, acted_batch, together
@@ -149,15 +148,17 @@ def test_a_member_whose_episodes_are_all_left_out_takes_no_step():
 def test_losses_of_whole_completions_are_refused(loss_type):
     shared, own = together(loss_type=loss_type), together()
     batch = experience(shared)
-    if AGGREGATION_OF[loss_type] == "token-mean":
+    if LOSS_TYPES[loss_type].aggregation == "token-mean":
         assert learn(shared, [learner()], {"default": batch})[0].failed is None
         return
-    reason = "one ratio per completion" if loss_type in SEQUENCE_LOSSES else "weighs actions by their completion"
+    reason = (
+        "one ratio per completion" if not LOSS_TYPES[loss_type].of_actions else "weighs actions by their completion"
+    )
     with pytest.raises(ValueError, match=f"loss_type '{loss_type}'.* {reason}"):
         learn(shared, [learner()], {"default": batch})
     with pytest.raises(ValueError, match=reason):  # one member's own is enough
         learn(own, [learner(loss_type=loss_type)], {"default": batch})
-    if loss_type not in SEQUENCE_LOSSES:
+    if LOSS_TYPES[loss_type].of_actions:
         assert (
             learn(together(loss_type=loss_type, aggregation="token-mean"), [learner()], {"default": batch})[0].failed
             is None

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.corrections import CORRECTIONS, TIED, high_entropy_mask, importance_weights, mismatch
+from evogrpo.functional.corrections import TIED, high_entropy_mask, importance_weights, mismatch
+from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
 RATIOS = torch.tensor([[1.5, 0.5, 3.0, 9.0], [1.6, 1.6, 1.0, 9.0]])
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
@@ -21,7 +22,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 def test_weights_by_hand(kind):
     sampler = OLD - RATIOS.log()
     torch.testing.assert_close(importance_weights(kind, OLD, sampler, MASK), torch.tensor(BY_HAND[kind]))
@@ -31,7 +32,7 @@ def test_weights_by_hand(kind):
     torch.testing.assert_close(free, expected)
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 def test_an_exact_sampler_is_left_alone_and_nothing_leaks_a_gradient(kind):
     old = OLD.clone().requires_grad_()
     weights = importance_weights(kind, old, OLD, MASK, cap=1.0)
@@ -39,7 +40,7 @@ def test_an_exact_sampler_is_left_alone_and_nothing_leaks_a_gradient(kind):
     assert not weights.requires_grad
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 def test_unknown_values_and_padding_count_as_equal(kind):
     sampler = OLD.clone()
     sampler[0, 1], sampler[0, 3] = math.nan, -math.inf
@@ -48,7 +49,7 @@ def test_unknown_values_and_padding_count_as_equal(kind):
 
 
 def test_hopeless_samplers_give_finite_weights():
-    for kind in CORRECTIONS:
+    for kind in IMPORTANCE_CORRECTIONS:
         assert bool(importance_weights(kind, OLD, OLD - 1000.0, MASK).isfinite().all())
 
 

@@ -11,7 +11,7 @@ from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.statistics import numbered
-from evogrpo.objective import STEP_ADVANTAGES
+from evogrpo.kinds import STEP_ADVANTAGES
 from evogrpo.records import Batch
 
 
