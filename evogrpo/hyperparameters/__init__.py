@@ -6,6 +6,7 @@ from evogrpo.hyperparameters.space import (
     HyperparameterConfig,
     RLParameter,
     Scale,
+    check_group_size,
     common_samples,
     feasible_group_sizes,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "RLParameter",
     "Scale",
     "Value",
+    "check_group_size",
     "checked_value",
     "common_samples",
     "feasible_group_sizes",
