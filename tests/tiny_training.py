@@ -167,7 +167,13 @@ def tiny_run(
     )
 
 
-def resumed_run(folder: Path, *, env: HuggingFaceGym | None = None, **schedule: Any) -> Evolution:
+def resumed_run(
+    folder: Path,
+    *,
+    env: HuggingFaceGym | None = None,
+    strategy: Strategy | type[Strategy] | None = None,
+    **schedule: Any,
+) -> Evolution:
     """Return a run as another process would bring it back: new model object, new bank, new environment."""
     saved = open_run(folder)
     population, progress = saved.restore(tiny_model())
@@ -175,7 +181,7 @@ def resumed_run(folder: Path, *, env: HuggingFaceGym | None = None, **schedule: 
         population,
         env or tiny_env(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
-        strategy=saved.strategy,
+        strategy=saved.strategy(strategy),
         run_dir=saved.run_dir(folder),
         progress=progress,
     )

@@ -73,6 +73,7 @@ class EvolvableAlgorithm:
         self.hyperparameters = hyperparameters
         self.fitness: Fitness | None = None
         self.failed: str | None = None
+        self.retired = False
         self.training = True
         self.steps = 0
         self._predictions = 0

@@ -12,8 +12,10 @@ from evogrpo.agents.rollout.collecting import check_groups, collect, evaluate
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.lineage import NETWORK, Lineage
-from evogrpo.evolution.strategies import Plan, Strategy
+from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.strategies import Strategy
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.policies.bank import Sampler
 from evogrpo.randomness import generator
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Population(Sequence[Any]):
-    """A sequence of agents over one bank: `population[i]` is the agent in slot i.
+    """A sequence of agents over one bank: `population[i]` is the agent in slot i, retired or not.
 
     Made by `GRPO.population`.
 
@@ -87,8 +89,8 @@ class Population(Sequence[Any]):
 
     @property
     def healthy(self) -> "list[EvolvableAlgorithm]":
-        """The agents that have not failed."""
-        return [agent for agent in self.agents if agent.failed is None]
+        """The agents that have neither failed nor been retired."""
+        return [agent for agent in self.agents if agent.failed is None and not agent.retired]
 
     def collect(self, env: GroupEnvironment, *, step: int, samples_per_step: int, block: int) -> Collected:
         """Let every healthy member act from its share of one learning step's starts; see `collecting.collect`."""
@@ -120,7 +122,7 @@ class Population(Sequence[Any]):
         return reports
 
     def evaluate(self, env: GroupEnvironment, split: Split = "validation", *, questions: int | None = None) -> None:
-        """Set every healthy member's fitness, all on the same questions; failed members get None.
+        """Set every healthy member's fitness, all on the same questions; failed and retired ones get None.
 
         Args:
             env: Where the questions come from.
@@ -171,18 +173,20 @@ class Population(Sequence[Any]):
         self.members.check(env)
         check_groups(env)
 
-    def plan(self, strategy: Strategy, *, generation: int, samples_per_step: int) -> Plan:
-        """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones."""
+    def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
+        """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones.
+
+        Args:
+            strategy: The rule.
+            generations: What it sees; the last one is that of the members as they are now.
+
+        Raises:
+            ValueError: If every member failed, or the plan cannot be carried out.
+        """
         seed = self.members.settings.seed
-        plan = strategy.plan(
-            [agent.record() for agent in self.agents],
-            [agent.fitness for agent in self.agents],
-            self.space,
-            next_index=self.next_index,
-            generation=generation,
-            rng=generator(seed, "plan", generation),
-            samples_per_step=samples_per_step,
-        )
+        history = History(space=self.space, next_index=self.next_index, generations=tuple(generations))
+        plan = strategy.plan(history, generator(seed, "plan", history.last.number))
+        plan.check(history)
         if not self.members.evolves or not strategy.mutates:
             return plan
         children = []
@@ -197,7 +201,7 @@ class Population(Sequence[Any]):
         return replace(plan, children=tuple(children))
 
     def apply(self, plan: Plan) -> None:
-        """Carry a plan out: copy learner states, then give every child its identity, hyperparameters and network.
+        """Carry a plan out: copy learner states, retire members, and give children identity, settings and network.
 
         Raises:
             ValueError: If the plan is for another number of members, or repeats an index.
@@ -207,11 +211,14 @@ class Population(Sequence[Any]):
         lineage = self.lineage.extended(plan.children, generation=plan.generation)
         self.members.banks.inherit(plan.parents)
         self.lineage = lineage
+        for slot in plan.vacant:
+            agent = self.agents[slot]
+            agent.fitness, agent.failed, agent.retired = None, None, True
         for child in plan.children:
             agent = self.agents[child.slot]
             agent.index, agent.parent, agent.born = child.index, child.parent, plan.generation
             agent.hyperparameters = child.hyperparameters
-            agent.fitness, agent.failed, agent.steps = None, None, 0
+            agent.fitness, agent.failed, agent.retired, agent.steps = None, None, False, 0
             if child.architecture is not None:
                 rng = generator(self.members.settings.seed, "weights of a new network", child.index)
                 self.members.reshape(child.slot, child.architecture, rng)

@@ -44,6 +44,15 @@ class MemberRecord:
     born: int
     hyperparameters: Hyperparameters
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {**vars(self), "hyperparameters": self.hyperparameters.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned."""
+        return cls(**{**values, "hyperparameters": Hyperparameters.from_json(values["hyperparameters"])})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Child:

@@ -5,6 +5,7 @@ from evogrpo.hyperparameters.space import (
     HyperparameterConfig,
     RLParameter,
     Scale,
+    check_group_size,
     common_samples,
     feasible_group_sizes,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "RLParameter",
     "Scale",
     "Value",
+    "check_group_size",
     "common_samples",
     "feasible_group_sizes",
     "finite_number",

@@ -12,13 +12,14 @@ from evogrpo.agents.checkpoints.saving import learnt, population_state, restore_
 from evogrpo.agents.kinds import agent_class
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.strategies import Strategy, strategy_from_json
+from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.generations import generation_folder, latest_complete, prune
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at
 from evogrpo.training.completions import COMPLETIONS, CompletionsFormat, CompletionsLog
+from evogrpo.training.configuration.own_strategies import restored_strategy, strategy_record
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.schedule import Schedule
 
@@ -102,7 +103,8 @@ class RunDir:
         record = {
             "population": record,
             "progress": progress.to_json(),
-            "strategy": dict(strategy.to_json()),
+            "strategy": strategy_record(strategy),
+            "strategy_state": strategy.state(),
             "schedule": schedule.to_json(),
             "records": self.settings,
         }
@@ -159,10 +161,9 @@ class Saved:
         """The schedule the run had."""
         return Schedule(**self.record["schedule"])
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy the run had."""
-        return strategy_from_json(self.record["strategy"])
+    def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
+        """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
+        return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
 
     def run_dir(self, path: str | Path) -> RunDir:
         """Return the run's folder with the settings it was begun with; checkpoints of earlier versions name none."""

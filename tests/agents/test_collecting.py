@@ -133,7 +133,7 @@ def test_tokens_count_each_prompt_once_per_group(population):
 
 
 def test_group_sizes_divide_the_samples(population):
-    with pytest.raises(ValueError, match=r"divide samples_per_step = 12.*got 8 \(member 1\)"):
+    with pytest.raises(ValueError, match=r"divide samples_per_step=12.*got 8 \(member 1\)"):
         population.collect(tiny_env(), step=0, samples_per_step=12, block=6)
 
 

@@ -27,7 +27,7 @@ Agent = TypeVar("Agent", bound="EvolvableAlgorithm")
 
 CONSTANT = "shared by all: "
 """Begins the names of tensors that a checkpoint's members share."""
-COUNTERS = ("slot", "index", "parent", "born", "failed", "training", "steps")
+COUNTERS = ("slot", "index", "parent", "born", "failed", "retired", "training", "steps")
 
 
 def save_agent(
@@ -216,7 +216,8 @@ def _restore(
     agent: "EvolvableAlgorithm", member: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str | Path
 ) -> None:
     """Give an agent all that was saved of one, or change nothing; it stays in its own slot."""
-    counters = {name: member[name] for name in COUNTERS if name != "slot"}
+    # Earlier versions retired nobody.
+    counters = {name: {"retired": False, **member}[name] for name in COUNTERS if name != "slot"}
     try:
         hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
         fitness = None if member["scores"] is None else Fitness.from_scores(member["scores"])

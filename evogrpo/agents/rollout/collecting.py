@@ -10,6 +10,7 @@ from evogrpo.agents.rollout.groups import Groups, sample_groups
 from evogrpo.agents.rollout.refilling import refill
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Split
+from evogrpo.hyperparameters import check_group_size
 
 
 def check_groups(env: object) -> None:
@@ -41,11 +42,7 @@ def collect(
         ValueError: If a group size does not divide `samples_per_step`.
     """
     for learner in learners:
-        if samples_per_step % learner.hyperparameters.group_size:
-            raise ValueError(
-                f"group_size must divide samples_per_step = {samples_per_step}, so that every member spends the same; "
-                f"got {learner.hyperparameters.group_size} (member {learner.index})"
-            )
+        check_group_size(learner.hyperparameters.group_size, samples_per_step, whose=f"member {learner.index}")
     refills = members.settings.objective.dynamic_sampling
     whole = block * (1 + refills)
     groups = [
