@@ -14,10 +14,11 @@ from evogrpo.agents.members.experiences import Experiences, as_batch, as_complet
 from evogrpo.agents.members.language import LanguageBody, LanguageSettings
 from evogrpo.agents.members.play import Sampled, Wanted
 from evogrpo.envs.control.normalisation import ObservationStatistics
-from evogrpo.envs.groups import Episodes, GroupEnvironment, Scores, Split
+from evogrpo.envs.groups import Conversations, GroupEnvironment, Scores, Split
 from evogrpo.functional.reward_shaping import overlong_penalty, place_on_actions
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Rollout, Rows, TokenInputs
+from evogrpo.records.transcripts import in_one_turn
 
 PENALTY = "overlong_penalty"
 
@@ -36,20 +37,20 @@ class LanguagePlay:
         """Refuse an environment that asks no questions."""
         self._open(env, "train", [0])
 
-    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Episodes:
-        episodes = env.open(split, starts)
-        if not isinstance(episodes, Episodes):
+    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Conversations:
+        opened = env.open(split, starts)
+        if not isinstance(opened, Conversations):
             raise ValueError(
                 f"language models answer prompts, but {type(env).__name__} is played step by step: use HuggingFaceGym, "
                 "or make members for it with its observation_space and action_space and without a language model"
             )
-        return episodes
+        return opened
 
     # ---- in environments
 
     def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Sampled:
         """Sample one completion for each row, and have it rewarded."""
-        episodes = self._open(env, "train", starts)
+        opened = self._open(env, "train", starts)
         draws = [
             generator(self._settings.seed, wanted.purpose, *stream).random(
                 (count, self._settings.max_output_tokens), dtype=np.float32
@@ -57,38 +58,38 @@ class LanguagePlay:
             for stream, count in zip(wanted.streams, wanted.counts, strict=True)
         ]
         rows = self._rows(
-            episodes, wanted.start_ids, wanted.member_ids, wanted.temperature, torch.from_numpy(np.concatenate(draws))
+            opened, wanted.start_ids, wanted.member_ids, wanted.temperature, torch.from_numpy(np.concatenate(draws))
         )
         rollout = self._body.bank.sample(rows)
-        scores = episodes.score(wanted.start_ids.tolist(), completions_of(rollout))
+        scores = opened.score(in_one_turn(wanted.start_ids.tolist(), completions_of(rollout)))
         batch = _batch(self._settings, rows, rollout, scores, group_ids=wanted.group_ids)
         return Sampled(
             batch=batch,
             scores=replace(scores, step_rewards=None),
             tokens=self._body.bank.cost(batch),
-            questions=tuple(episodes.questions),
+            questions=tuple(opened.questions),
         )
 
     def evaluate(
         self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
     ) -> NDArray[np.float64]:
         """Answer the first `count` questions of a split greedily; return raw rewards `[slots * count]`."""
-        episodes = self._open(env, split, range(count))
+        opened = self._open(env, split, range(count))
         start_ids = torch.arange(count).repeat(len(slots))
         member_ids = torch.tensor(list(slots)).repeat_interleave(count)
         nothing = torch.zeros(len(start_ids), self._settings.max_output_tokens)
-        rows = self._rows(episodes, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
+        rows = self._rows(opened, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
         rollout = self._body.bank.sample(rows, base=base)
-        return episodes.score(start_ids.tolist(), completions_of(rollout)).rewards
+        return opened.score(in_one_turn(start_ids.tolist(), completions_of(rollout))).rewards
 
     def absorb(self, observed: Sequence[ObservationStatistics]) -> None:
         """Do nothing: prompts have no running statistics."""
 
     def _rows(
-        self, episodes: Episodes, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
+        self, opened: Conversations, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
     ) -> Rows:
         return Rows(
-            prompts=tuple(tuple(map(int, prompt)) for prompt in episodes.prompts),
+            prompts=tuple(tuple(map(int, prompt)) for prompt in opened.prompts),
             prompt_ids=start_ids,
             member_ids=member_ids,
             temperature=temperature,
