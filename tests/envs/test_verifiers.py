@@ -19,8 +19,8 @@ from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.prompts.reward_functions import Answers, RewardError, make_rewards, make_runner
 from evogrpo.envs.prompts.scoring import evaluate
 from evogrpo.envs.prompts.verifiers.pool import VerifierPool
-from evogrpo.training.configuration.sources import load_function
 from evogrpo.records.transcripts import in_one_turn
+from evogrpo.training.configuration.sources import load_function
 from tests.envs import verifier_functions as functions
 
 ROOT = Path(__file__).parents[2]

@@ -45,6 +45,10 @@ class _Actor:
 
     body: NetworkBody
 
+    @property
+    def uniforms_per_action(self) -> int:
+        return self.body.bank.uniforms_per_action
+
     def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> Acted:
         return self.body.bank.act(self.body.shown(observations, member_ids), member_ids, **options)
 

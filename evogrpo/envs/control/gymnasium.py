@@ -17,10 +17,11 @@ from evogrpo.envs.control.episodes import Played
 from evogrpo.envs.control.lanes import Lanes, NativeLanes, ProcessLanes, SerialLanes
 from evogrpo.envs.control.making import Distinct, EnvMaker, carries_over, registered, time_limit
 from evogrpo.envs.control.normalisation import ObservationStatistics
-from evogrpo.envs.control.playing import LONGEST, Actor, Uniforms, Work, play_episodes, replicas_of
+from evogrpo.envs.control.playing import LONGEST, Uniforms, Work, play_episodes, replicas_of
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import flatten, leaf_spaces
 from evogrpo.envs.groups import Split
+from evogrpo.records import Actor
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 

@@ -13,8 +13,8 @@ from evogrpo.envs.control.assignment import Assignment, Role
 from evogrpo.envs.control.draws import StepDraws
 from evogrpo.envs.control.joint_episodes import JointPlayed, JointRecord, Taken
 from evogrpo.envs.control.joint_lanes import JointLane, JointSeen
-from evogrpo.envs.control.playing import Actor
 from evogrpo.envs.control.trees import stack, unflatten
+from evogrpo.records import Actor
 
 AgentUniforms = Callable[[str, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 """(agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same arguments always."""

@@ -15,9 +15,10 @@ from evogrpo.envs.control.joint_episodes import JointPlayed
 from evogrpo.envs.control.joint_lanes import JointLane
 from evogrpo.envs.control.joint_playing import AgentUniforms, JointWork, play_joint_episodes
 from evogrpo.envs.control.making import Distinct
-from evogrpo.envs.control.playing import LONGEST, Actor
+from evogrpo.envs.control.playing import LONGEST
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
+from evogrpo.records import Actor
 
 _LANES = 64
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import gymnasium
 import numpy as np
@@ -13,43 +13,13 @@ from evogrpo.envs.control.episodes import EpisodeRecord, Played
 from evogrpo.envs.control.lanes import Lanes, Seen
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import unflatten
-from evogrpo.records import Acted
+from evogrpo.records import Acted, Actor
 
 Uniforms = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 """(rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same (row, t) at every call."""
 
 LONGEST = 100_000
 """Steps after which an episode without a limit of its own is taken never to end."""
-
-
-class Actor(Protocol):
-    """The policies of a population, acting for many rows at once."""
-
-    def act(
-        self,
-        observations: Any,
-        member_ids: NDArray[np.int64],
-        *,
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
-        action_mask: NDArray[np.bool_] | None,
-        base: bool,
-    ) -> Acted:
-        """Choose an action for each of m rows.
-
-        Args:
-            observations: An array `[m, ...]`, or dicts and tuples of such arrays for composite spaces.
-            member_ids: `[m]` slots, ascending.
-            uniforms: `[m, d]` in [0, 1) to draw with; None acts greedily.
-            temperature: `[m]`; None means 1.
-            action_mask: `[m, k]`, True = legal, for MultiDiscrete the components side by side; None = all legal.
-            base: Act from the untrained base instead.
-
-        Returns:
-            Actions `[m, ...]` in the dtype of the space, discrete values counted from 0, and their log-probabilities
-            `[m]` in nats; arrays that are not written to again.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
