@@ -15,8 +15,8 @@ from evogrpo.agents.members.play import Sampled, Wanted
 from evogrpo.agents.members.shared import Shared
 from evogrpo.agents.members.step_experiences import tensors_of
 from evogrpo.envs.control.actions import legal_actions, to_environment
+from evogrpo.envs.control.draws import AgentDraws
 from evogrpo.envs.control.joint_episodes import AgentEpisodes
-from evogrpo.envs.control.joint_playing import AgentDraws
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.trees import flatten, stack, unflatten
