@@ -144,7 +144,7 @@ def _flagged(table: Mapping[Any, Any]) -> set[str]:
 
 
 class JointLanes:
-    """Lanes of several agents each, one environment after the other in this process; see `Lanes`.
+    """Lanes of several agents each, one environment after the other in this process; see `EpisodeLanes`.
 
     Args:
         pool: Lanes made so far; more are appended as they are needed.
@@ -159,7 +159,7 @@ class JointLanes:
         self._turns: dict[str, list[_Turn]] = {}
 
     def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
-        """See `Lanes`; these environments have no noise of their own, so replicas change nothing."""
+        """See `EpisodeLanes`; these environments have no noise of their own, so replicas change nothing."""
         for seed in seeds:
             if not self._free:
                 self._free.append(self._make())
@@ -168,18 +168,18 @@ class JointLanes:
             self._live.append((lane, lane.reset(seed)))
 
     def select(self, positions: NDArray[np.int64]) -> None:
-        """See `Lanes`."""
+        """See `EpisodeLanes`."""
         kept = positions.tolist()
         dropped = sorted(set(range(len(self._live))) - set(kept))
         self._free += [self._live[position][0] for position in dropped]
         self._live = [self._live[position] for position in kept]
 
     def deserted(self) -> NDArray[np.bool_]:
-        """See `Lanes`; agents may be gone before anybody acts."""
+        """See `EpisodeLanes`; agents may be gone before anybody acts."""
         return np.array([not seen.observations for _, seen in self._live], dtype=np.bool_)
 
     def seen(self) -> dict[str, Seen]:
-        """See `Lanes`."""
+        """See `EpisodeLanes`."""
         self._turns = {}
         for lane, (_, seen) in enumerate(self._live):
             for agent, observation in seen.observations.items():
@@ -192,7 +192,7 @@ class JointLanes:
         return {policy: _seen(self._assignment.roles[policy], turns) for policy, turns in self._turns.items()}
 
     def step(self, actions: Mapping[str, NDArray[Any]]) -> JointStepped:
-        """See `Lanes`."""
+        """See `EpisodeLanes`."""
         chosen: dict[tuple[int, str], Any] = {}
         for policy, given in actions.items():
             for turn, action in zip(self._turns[policy], given, strict=True):

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import gymnasium
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from evogrpo.envs.control.actions import policy_action_shape, to_environment
-from evogrpo.envs.control.lanes import Brought, Lanes, Seen
+from evogrpo.envs.control.lanes import Brought, EpisodeLanes, Seen
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import unflatten
 from evogrpo.records import Actor
@@ -27,8 +27,7 @@ Result = TypeVar("Result")
 Result_co = TypeVar("Result_co", covariant=True)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Taken:
+class Taken(NamedTuple):
     """The actions of one policy's agents at one step of all lanes.
 
     Attributes:
@@ -136,7 +135,7 @@ def requested(
 
 
 def play_episodes(
-    lanes: Lanes[Step],
+    lanes: EpisodeLanes[Step],
     count: int,
     spaces: "Mapping[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]]",
     actors: Mapping[str, Actor],
@@ -190,7 +189,7 @@ def play_episodes(
 
 
 def _without(
-    lanes: Lanes[Step], ended: NDArray[np.bool_] | None, rows: NDArray[np.int64], t: NDArray[np.int64]
+    lanes: EpisodeLanes[Step], ended: NDArray[np.bool_] | None, rows: NDArray[np.int64], t: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Free the lanes of ended episodes, and return the rows and steps of the others."""
     if ended is None or not ended.any():
