@@ -46,18 +46,18 @@ class Counting:
         return getattr(self.env, name)
 
     def open(self, split, starts):
-        episodes = self.env.open(split, starts)
+        opened = self.env.open(split, starts)
         self.opened.append(tuple(starts))
         counting = self
 
-        class Episodes:
-            prompts, questions = episodes.prompts, episodes.questions
+        class Opened:
+            prompts, questions, max_turns, respond = opened.prompts, opened.questions, 1, opened.respond
 
-            def score(self, starts, completions):
-                counting.scored.append(len(completions))
-                return episodes.score(starts, completions)
+            def score(self, transcripts):
+                counting.scored.append(len(transcripts))
+                return opened.score(transcripts)
 
-        return Episodes()
+        return Opened()
 
 
 def equal(batch):

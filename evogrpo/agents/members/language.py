@@ -24,7 +24,7 @@ from evogrpo.agents.members.language_settings import LanguageSettings
 from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.agents.members.token_batches import completions_of, token_batch
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
-from evogrpo.envs.groups import Episodes, GroupEnvironment, Split
+from evogrpo.envs.groups import Conversations, GroupEnvironment, Split
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.bank import Sampler
@@ -33,6 +33,7 @@ from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, Rows
+from evogrpo.records.transcripts import in_one_turn
 
 
 class LanguageMembers:
@@ -147,18 +148,18 @@ class LanguageMembers:
         """Refuse an environment that asks no questions."""
         self._open(env, "train", [0])
 
-    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Episodes:
-        episodes = env.open(split, starts)
-        if not isinstance(episodes, Episodes):
+    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Conversations:
+        opened = env.open(split, starts)
+        if not isinstance(opened, Conversations):
             raise ValueError(
                 f"language models answer prompts, but {type(env).__name__} is played step by step: use HuggingFaceGym, "
                 "or make members for it with its observation_space and action_space and without a language model"
             )
-        return episodes
+        return opened
 
     def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
         """Sample one completion for each row, and have it rewarded."""
-        episodes = self._open(env, "train", starts)
+        opened = self._open(env, "train", starts)
         draws = [
             generator(self.settings.seed, wanted.purpose, *stream).random(
                 (count, self.settings.max_output_tokens), dtype=np.float32
@@ -166,9 +167,9 @@ class LanguageMembers:
             for stream, count in zip(wanted.streams, wanted.counts, strict=True)
         ]
         uniforms = torch.from_numpy(np.concatenate(draws))
-        rows = self._rows(episodes, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms)
+        rows = self._rows(opened, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms)
         rollout = self._engine().sample(rows)
-        scores = episodes.score(wanted.start_ids.tolist(), completions_of(rollout))
+        scores = opened.score(in_one_turn(wanted.start_ids.tolist(), completions_of(rollout)))
         batch = token_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
         return Collected(
             experience={DEFAULT: batch},
@@ -177,20 +178,20 @@ class LanguageMembers:
             start_ids=wanted.start_ids,
             truncated=rollout.truncated,
             tokens=self.bank.cost(batch),
-            questions=tuple(episodes.questions),
+            questions=tuple(opened.questions),
         )
 
     def evaluate(
         self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
     ) -> NDArray[np.float64]:
         """Answer the first `count` questions of a split greedily; return raw rewards `[slots * count]`."""
-        episodes = self._open(env, split, range(count))
+        opened = self._open(env, split, range(count))
         start_ids = torch.arange(count).repeat(len(slots))
         member_ids = torch.tensor(list(slots)).repeat_interleave(count)
         nothing = torch.zeros(len(start_ids), self.settings.max_output_tokens)
-        rows = self._rows(episodes, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
+        rows = self._rows(opened, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
         rollout = self._engine().sample(rows, base=base)
-        return episodes.score(start_ids.tolist(), completions_of(rollout)).rewards
+        return opened.score(in_one_turn(start_ids.tolist(), completions_of(rollout))).rewards
 
     def absorb(self, observed: Sequence[Observed]) -> None:
         """Do nothing: prompts have no running statistics."""
@@ -202,10 +203,10 @@ class LanguageMembers:
         return self.sampler
 
     def _rows(
-        self, episodes: Episodes, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
+        self, opened: Conversations, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
     ) -> Rows:
         return Rows(
-            prompts=tuple(tuple(map(int, prompt)) for prompt in episodes.prompts),
+            prompts=tuple(tuple(map(int, prompt)) for prompt in opened.prompts),
             prompt_ids=start_ids,
             member_ids=member_ids,
             temperature=temperature,
