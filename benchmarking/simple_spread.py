@@ -30,7 +30,7 @@ from torch.distributions import Categorical
 
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.envs.control.assignment import Assignment, assign
-from evogrpo.envs.control.joint_playing import AgentDraws
+from evogrpo.envs.control.draws import AgentDraws
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.randomness import generator
 from evogrpo.records import Acted
@@ -47,7 +47,7 @@ class Random:
     """Acts uniformly at random."""
 
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
-        """Choose an action for each observation; see `evogrpo.envs.control.playing.Actor`."""
+        """Choose an action for each observation; see `evogrpo.records.Actor`."""
         uniforms = options["uniforms"]
         draws = np.zeros(len(observations)) if uniforms is None else uniforms[:, 0]
         return Acted(actions=(draws * 5).astype(np.int64), log_probs=np.full(len(draws), -np.log(5), np.float32))
@@ -74,7 +74,7 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
-        """Choose an action for each observation; see `evogrpo.envs.control.playing.Actor`."""
+        """Choose an action for each observation; see `evogrpo.records.Actor`."""
         log_probs = torch.log_softmax(self.policy(torch.from_numpy(observations)), 1)
         uniforms = options["uniforms"]
         if uniforms is None:
@@ -118,9 +118,9 @@ def train_grpo(seed: int, joint_steps: int) -> tuple[Any, PettingZooGroups, int]
     per_step = GRPO_EPISODES * ENV_KWARGS["max_cycles"]
     while spent + per_step <= joint_steps:
         collected = population.collect(env, step=step, samples_per_step=GRPO_EPISODES, block=GRPO_EPISODES // 8)
-        population.learn(collected.batch, step=step)
+        population.learn(collected.experience, step=step)
         spent, step = spent + per_step, step + 1
-    return population.shared.bank.banks["shared"], env, spent
+    return population.members.banks["shared"], env, spent
 
 
 class PPORollouts:

@@ -7,10 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.history.text import count_text, counted, duration_text, number_text, printable
 from evogrpo.history.words import words_of
 from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
 from evogrpo.objective import Objective
+from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
@@ -76,14 +78,15 @@ def _all_alike(config: AnyConfig) -> bool:
 
 def _evolving(prepared: PreparedRun) -> str:
     config = prepared.config
-    strategy = config.strategy.to_json()
+    strategy = strategy_record(config.strategy)
     if strategy["name"] == "no_evolution":
         return "nothing: the control, without selection and mutation"
     spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.evolve.items())
     if prepared.networks_evolve:
         spaces = f"{spaces}{', ' if spaces else ''}the networks themselves"
-    details = ", ".join(f"{key} {value}" for key, value in strategy.items() if key in ("size", "z"))
-    return f"{spaces or 'no hyperparameter, selection only'}; {strategy['name']} ({details})"
+    shown = ("size", "z") if strategy["name"] in BUILT_IN else config.strategy.to_json()
+    details = ", ".join(f"{key} {strategy[key]}" for key in shown)
+    return f"{spaces or 'no hyperparameter, selection only'}; {strategy['name']}{details and f' ({details})'}"
 
 
 def _range(parameter: RLParameter) -> str:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 __all__ = [
     "SPLITS",
     "TASKS",
-    "Episodes",
+    "Conversations",
     "Filtered",
     "GroupEnvironment",
     "HuggingFaceGym",
@@ -21,7 +21,7 @@ __all__ = [
 _HOMES = {
     "SPLITS": "groups",
     "TASKS": "prompts.builtin",
-    "Episodes": "groups",
+    "Conversations": "groups",
     "Filtered": "prompts.splits",
     "GroupEnvironment": "groups",
     "HuggingFaceGym": "prompts.huggingface",
@@ -34,7 +34,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from evogrpo.envs.groups import SPLITS, Episodes, GroupEnvironment, Scores, Split, deal_starts
+    from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Scores, Split, deal_starts
     from evogrpo.envs.prompts.builtin import TASKS, Task
     from evogrpo.envs.prompts.huggingface import HuggingFaceGym
     from evogrpo.envs.prompts.reward_functions import RewardError

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.randomness import generator
+
+if TYPE_CHECKING:  # the records bring torch, which verifiers' workers do without
+    from evogrpo.records import Transcript
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -22,10 +25,12 @@ class Scores:
     Attributes:
         rewards: Raw task reward per row [n], float64; NaN = not applicable, to be left out of every statistic.
         components: Value of each reward function per row [n], before its weight; NaN where it does not apply.
-        completions: Decoded text per row, untrusted: escape it before showing it.
+        completions: Decoded text per row, untrusted: escape it before showing it. Of a conversation of several turns
+            what was said, with what the environment replied in lines that begin with `REPLY`.
         weights: Of the reward functions, in the order of `components`.
-        step_rewards: What was earned at each action [n, t], t the longest completion's length, weights included; NaN =
-            nothing was given there. A row's sum is its reward. None where no reward function looked inside completions.
+        step_rewards: What was earned at each of a row's `Transcript.tokens` [n, t], t the most tokens of a row, weights
+            included; NaN = nothing was given there. A row's sum is its reward. None where no reward function looked
+            inside completions.
     """
 
     rewards: NDArray[np.float64]
@@ -35,9 +40,17 @@ class Scores:
     step_rewards: NDArray[np.float64] | None = None
 
 
+REPLY = ">>> "
+"""Marks the lines of an environment's replies in `Scores.completions`."""
+
+
 @runtime_checkable
-class Episodes(Protocol):
-    """Rows opened at questions: each ends after one completion, which is scored."""
+class Conversations(Protocol):
+    """Opened questions, about each of which any number of conversations are held and scored.
+
+    Members and the environment take turns: a completion, a reply, the next completion. Where `max_turns` is 1 there is
+    one completion, as in a dataset of prompts.
+    """
 
     @property
     def prompts(self) -> Sequence[Sequence[int]]:
@@ -47,15 +60,33 @@ class Episodes(Protocol):
     def questions(self) -> Sequence[str]:
         """What each opened start asks, in words for people: the question without what surrounds it in the prompt."""
 
-    def score(self, starts: Sequence[int], completions: Sequence[Sequence[int]]) -> Scores:
-        """Reward one completion per row.
+    @property
+    def max_turns(self) -> int:
+        """Most completions in one conversation; after so many nobody asks for a reply."""
+
+    def respond(self, transcripts: "Sequence[Transcript]") -> Sequence[Sequence[int] | None]:
+        """Reply to the last completion of each conversation.
+
+        What is replied to a conversation depends on it alone, not on which others are asked about in the same call.
 
         Args:
-            starts: For each of the n rows, the position in `prompts` that it answers; any order, any group sizes.
-            completions: For each row, the sampled token ids without padding; a final EOS may be included.
+            transcripts: Conversations that wait for a reply, at most once after each completion; any order.
 
         Returns:
-            The scores of the n rows, in the order of the rows.
+            For each of them the token ids to go on after, which nobody learns from, or None where it is over.
+        """
+
+    def score(self, transcripts: "Sequence[Transcript]") -> Scores:
+        """Reward whole conversations.
+
+        A conversation is over when `respond` said so, after `max_turns`, or when the player had no tokens left: then
+        the last word may be a reply.
+
+        Args:
+            transcripts: Any order, any number for each start.
+
+        Returns:
+            Their scores, in their order.
         """
 
 
@@ -80,7 +111,7 @@ class GroupEnvironment(Protocol):
         """Open rows at the given initial states, each in [0, size(split)); the same start may occur repeatedly.
 
         Returns:
-            `Episodes`, or for environments that are played step by step something with their `play`, such as
+            `Conversations`, or for environments that are played step by step something with their `play`, such as
             `evogrpo.envs.control.gymnasium.StepEpisodes`.
         """
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from evogrpo.evolution.strategies import Plan
+from evogrpo.evolution.plans import Plan
 from evogrpo.history.fields import REMEDY, JournalFields
 from evogrpo.hyperparameters import Hyperparameters, Value
 
@@ -226,7 +226,7 @@ class GenerationReport:
     Attributes:
         generation: Its number, from 1.
         step: Learning steps taken so far.
-        members: One report per slot.
+        members: One report per member, in slot order; a slot that holds nobody has none.
         best: The member with the highest fitness.
         plan: What happens next; None after the last generation, and in what was read from a journal: there the next
             generation's members show it.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.kinds import LOSS_TYPES
 from evogrpo.objective.compatibility import highest, lowest, possible
 from evogrpo.objective.record import Objective
 
@@ -64,8 +65,8 @@ def _clipping(
     low = all(member.clip_low is not None for member in members)
     high = all(member.clip_high is not None for member in members)
     # cispo weighs log-probabilities by a capped ratio; a floor is off unless asked for.
-    floorless = losses <= {"cispo", "sapo"} and not objective.cispo_clip_low
-    if losses == {"sapo"}:
+    floorless = not any("clip_low" in LOSS_TYPES[loss].clips for loss in losses) and not objective.cispo_clip_low
+    if not any(LOSS_TYPES[loss].clips for loss in losses):
         for name in CLIPS:
             yield name, f"loss_type 'sapo' has a soft gate instead of a clip: leave {name} out"
     if floorless:

@@ -1,13 +1,17 @@
 """The small frozen records that rooms exchange: rows of work, rollouts, batches and learning reports."""
 
-from evogrpo.records.batches import Batch
+from evogrpo.records.acting import Actor
+from evogrpo.records.batches import Batch, Experience
 from evogrpo.records.inputs import Inputs, NoInputs, ObservationInputs, TokenInputs, map_tensors
 from evogrpo.records.reports import LearnReport, UpdateReport
 from evogrpo.records.rollouts import Acted, Rollout, Rows
+from evogrpo.records.transcripts import Transcript
 
 __all__ = [
     "Acted",
+    "Actor",
     "Batch",
+    "Experience",
     "Inputs",
     "LearnReport",
     "NoInputs",
@@ -15,6 +19,7 @@ __all__ = [
     "Rollout",
     "Rows",
     "TokenInputs",
+    "Transcript",
     "UpdateReport",
     "map_tensors",
 ]

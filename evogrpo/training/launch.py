@@ -109,7 +109,8 @@ def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path) -> Evolut
     """
     saved = open_run(run_dir)
     population, progress = prepared.restore(saved)
-    return _evolution(prepared, population, resumable.schedule, saved.strategy, run_dir, progress)
+    strategy = saved.strategy(prepared.config.strategy)
+    return _evolution(prepared, population, resumable.schedule, strategy, run_dir, progress)
 
 
 def _evolution(

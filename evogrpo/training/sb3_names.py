@@ -75,7 +75,7 @@ def sb3_names(
     population: Population, progress: Progress, measured: Mapping[int, Mapping[str, float | None]]
 ) -> dict[int, dict[str, float]]:
     """Return `names_of` the members of a counted learning step, by slot; none for members that write."""
-    if not KINDS[population.shared.body.kind].sb3_names:
+    if not KINDS[population.members.kind].sb3_names:
         return {slot: {} for slot in measured}
     return {
         slot: names_of(

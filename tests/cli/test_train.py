@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
+from evogrpo.records.transcripts import in_one_turn
 from evogrpo.training import launch
 from evogrpo.training.configuration.record import load_config
 from evogrpo.training.kinds import language
@@ -225,7 +226,7 @@ def test_the_form_of_trl_takes_several_weighted_rewards(project, here):
         ],
     )
     env = prepare(config).env
-    scores = env.open("test", [0]).score([0], [[20, 21, 22]])
+    scores = env.open("test", [0]).score(in_one_turn([0], [[20, 21, 22]]))
     want = int(bytes(env.tokenizer.decode(env.open("test", [0]).prompts[0]), "utf-8").split(b"+")[0])
     assert scores.rewards[0] == 2 * 3 + 10 * want
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from evogrpo.envs import TASKS
 from evogrpo.envs.prompts.arithmetic import accuracy, final_number, two_digit_questions, two_digit_sums
+from evogrpo.records.transcripts import in_one_turn
 
 ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
 
@@ -108,7 +109,8 @@ def test_the_task_is_declared_and_builds(tokenizer, encode):
     row = two_digit_questions(4, 8, 16)["test"][2]
     episodes = env.open("test", [2])
     assert episodes.prompts == (encode(f"<u>{row['question']}<eos><a>"),)
-    assert episodes.score([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")]).rewards.tolist() == [1.0, 0.0]
+    scores = episodes.score(in_one_turn([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")]))
+    assert scores.rewards.tolist() == [1.0, 0.0]
 
 
 def test_options_of_the_environment_pass_through(tokenizer):

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from evogrpo.envs import GroupEnvironment, HuggingFaceGym, RewardError
+from evogrpo.records.transcripts import in_one_turn
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a), "level": a} for a in range(4)]
@@ -29,7 +30,7 @@ def test_agilerl_form_asks_and_rewards(tokenizer, encode, form):
     assert [env.size(split) for split in ("train", "validation", "test")] == [24, 6, 4]
     episodes = env.open("test", [3, 1])
     assert episodes.prompts == (encode("<s>Add.<eos><u>Q: 3*3?<eos><a>"), encode("<s>Add.<eos><u>Q: 1*1?<eos><a>"))
-    scores = episodes.score([1, 0, 1, 0], [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")])
+    scores = episodes.score(in_one_turn([1, 0, 1, 0], [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")]))
     assert scores.rewards.tolist() == [1.0, 1.0, 0.0, 1.0]
     assert scores.completions == ("1", "9", "0", "9")
     assert scores.components["exact"].tolist() == [1.0, 1.0, 0.0, 1.0]
@@ -46,7 +47,7 @@ def test_trl_form_passes_messages_and_columns(tokenizer, encode, form):
     env = HuggingFaceGym(form(messages("a", "b", "c", "d")), form(messages("x")), tokenizer, reward_funcs=reward)
     episodes = env.open("test", [0])
     assert episodes.prompts == (encode("<u>x<eos><a>"),)
-    scores = episodes.score([0, 0, 0], [encode("x<eos>"), encode("y"), encode("?")])
+    scores = episodes.score(in_one_turn([0, 0, 0], [encode("x<eos>"), encode("y"), encode("?")]))
     assert scores.rewards[:2].tolist() == [1.0, 0.0]
     assert np.isnan(scores.rewards[2])
 
@@ -60,7 +61,8 @@ def test_trl_form_passes_texts_for_text_prompts(plain_tokenizer):
     assert [env.size(split) for split in ("train", "validation", "test")] == [3, 1, 2]
     episodes = env.open("train", [0])
     text = plain_tokenizer.decode(episodes.prompts[0])
-    assert episodes.score([0], [[*episodes.prompts[0], plain_tokenizer.eos_token_id]]).rewards.tolist() == [3.0], text
+    scores = episodes.score(in_one_turn([0], [[*episodes.prompts[0], plain_tokenizer.eos_token_id]]))
+    assert scores.rewards.tolist() == [3.0], text
 
 
 def test_questions_are_told_without_what_surrounds_them_in_the_prompt(tokenizer, plain_tokenizer):
@@ -91,7 +93,7 @@ def test_a_question_full_of_braces_reaches_model_and_reward_unchanged(tokenizer,
     env = agilerl(tokenizer, test=[{"question": hostile, "answer": "SECRET", "level": 0}], reward_fn=reward)
     episodes = env.open("test", [0])
     assert episodes.prompts == (encode(f"<u>{hostile}<eos><a>"),)
-    episodes.score([0], [encode("hm")])
+    episodes.score(in_one_turn([0], [encode("hm")]))
     assert seen == [("hm", "SECRET", hostile)]
 
 
@@ -133,7 +135,7 @@ def test_a_failing_reward_is_shown_with_its_completion(tokenizer, encode):
 
     episodes = agilerl(tokenizer, reward_fn=reward).open("test", [0])
     with pytest.raises(RewardError, match=r"'reward' raised ValueError: .*for the completion 'no\\nnumber'"):
-        episodes.score([0, 0], [encode("1"), encode("no\nnumber")])
+        episodes.score(in_one_turn([0, 0], [encode("1"), encode("no\nnumber")]))
 
 
 def test_a_failing_reward_can_be_excluded(tokenizer, encode):
@@ -141,7 +143,7 @@ def test_a_failing_reward_can_be_excluded(tokenizer, encode):
         tokenizer, reward_fn=lambda completion, answer, question: 1 / len(completion), on_reward_error="exclude"
     )
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
-        scores = env.open("test", [0]).score([0, 0], [encode("abcd"), encode("<eos>")])
+        scores = env.open("test", [0]).score(in_one_turn([0, 0], [encode("abcd"), encode("<eos>")]))
     assert scores.rewards[0] == 0.25
     assert np.isnan(scores.rewards[1])
 
@@ -149,15 +151,15 @@ def test_a_failing_reward_can_be_excluded(tokenizer, encode):
 @pytest.mark.parametrize(
     ("starts", "completions", "message"),
     [
-        ([0], [], "got 1 for 0"),
-        ([], [], "got 0 for 0"),
+        ([0], [], "1 starts for 0 completions"),
+        ([], [], "at least one conversation to score, got none"),
         ([2], [[1]], r"\[0, 1\], got \[2\]"),
         ([-1], [[1]], r"got \[-1\]"),
     ],
 )
 def test_scoring_what_was_not_opened_is_refused(tokenizer, starts, completions, message):
     with pytest.raises(ValueError, match=message):
-        agilerl(tokenizer).open("test", [0, 1]).score(starts, completions)
+        agilerl(tokenizer).open("test", [0, 1]).score(in_one_turn(starts, completions))
 
 
 @pytest.mark.parametrize(

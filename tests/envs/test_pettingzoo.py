@@ -6,7 +6,7 @@ import pytest
 from pettingzoo.test import parallel_api_test
 
 from evogrpo.envs.control.assignment import assign
-from evogrpo.envs.control.joint_playing import AgentDraws
+from evogrpo.envs.control.draws import AgentDraws
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.envs.groups import SPLITS
 from tests.envs import joint_probes
@@ -363,7 +363,7 @@ def test_faults_of_an_environment_are_named(fault, message):
 
 
 def test_an_environment_that_never_ends_is_refused(monkeypatch):
-    monkeypatch.setattr("evogrpo.envs.control.pettingzoo.LONGEST", 50)
+    monkeypatch.setattr("evogrpo.envs.control.playing.MOST_STEPS", 50)
     env = PettingZooGroups(lambda: joint_probes.Favours(steps=10**9))
     with pytest.raises(ValueError, match="has not ended after 50 steps: set max_episode_steps"):
         play(env, starts=1, group_size=1)
@@ -371,7 +371,7 @@ def test_an_environment_that_never_ends_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("steps", [50, 51])
 def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
-    monkeypatch.setattr("evogrpo.envs.control.pettingzoo.LONGEST", 50)
+    monkeypatch.setattr("evogrpo.envs.control.playing.MOST_STEPS", 50)
     env = PettingZooGroups(lambda: joint_probes.Favours(steps=10**9), max_episode_steps=steps)
     played = play(env, starts=1, group_size=1, members=(0,))
     assert {part.present.sum(1).tolist()[0] for part in played.episodes.values()} == {steps}
@@ -445,8 +445,8 @@ def test_arguments_are_checked():
     for starts, members, options, message in (
         ([0], [0, 0], {}, "one member per row"),
         ([1], [0], {}, "starts must lie in"),
-        ([0], [-1], {}, "slot of at least 0"),
-        ([0], [0], {"temperature": [1.0, 1.0]}, "one temperature per row"),
+        ([0], [-1], {}, r"member_ids must lie in \[0, inf\), got \[-1\]"),
+        ([0], [0], {"temperature": [1.0, 1.0]}, "one number per row"),
     ):
         with pytest.raises(ValueError, match=message):
             opened.play(actors, assignment, starts, members, **options)

@@ -1,11 +1,17 @@
-"""Uniform random numbers named by (row, t), so that who else plays and in which lane never changes a draw."""
+"""Uniform random numbers named by row, step and agent, so that who else plays and in which lane never changes one."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.randomness import generator
+
+StepUniforms = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""(rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same (row, t) at every call."""
+
+AgentUniforms = Callable[[str, NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""(agent, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same arguments always."""
 
 _FIRST_CHUNK = 64
 
@@ -51,3 +57,55 @@ class StepDraws:
             self._chunks += 1
         drawn: NDArray[np.float32] = self._table[rows, t]
         return drawn
+
+
+class AgentDraws:
+    """Uniforms in [0, 1) for every agent's every step: `StepDraws` under each agent's own name.
+
+    Args:
+        seed: Root seed of the run.
+        purpose: What is drawn.
+        streams: Numbers that name the stream of each member, e.g. (learning step, index).
+        rows: How many joint episodes each stream has; they are numbered through, stream after stream.
+        width_of: Numbers per action of an agent.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        purpose: str,
+        *,
+        streams: "list[tuple[int, ...]]",
+        rows: "list[int]",
+        width_of: Callable[[str], int],
+    ) -> None:
+        self._seed, self._purpose, self._streams, self._rows = seed, purpose, streams, rows
+        self._width_of = width_of
+        self._agents: dict[str, StepDraws] = {}
+
+    def __call__(self, agent: str, rows: NDArray[np.int64], t: NDArray[np.int64]) -> NDArray[np.float32]:
+        """Return the draws `[m, width]` of an agent in the joint episodes `rows` `[m]` at their steps `t` `[m]`."""
+        if agent not in self._agents:
+            self._agents[agent] = StepDraws(
+                self._seed,
+                f"{self._purpose} for {agent}",
+                streams=self._streams,
+                rows=self._rows,
+                width=self._width_of(agent),
+            )
+        return self._agents[agent](rows, t)
+
+
+def of_entries(
+    uniforms: AgentUniforms, agents: Sequence[str], rows: NDArray[np.int64], t: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return the draws `[m, width]` of agents `[m]`, whose policies draw alike, in rows `[m]` at their steps `[m]`."""
+    names, number = np.unique(np.array(agents), return_inverse=True)
+    parts = [
+        (number == each, uniforms(str(name), rows[number == each], t[number == each]))
+        for each, name in enumerate(names)
+    ]
+    drawn = np.empty((len(agents), parts[0][1].shape[1]), dtype=np.float32)
+    for own, values in parts:
+        drawn[own] = values
+    return drawn

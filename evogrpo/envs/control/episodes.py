@@ -7,8 +7,9 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.lanes import Seen, Stepped
+from evogrpo.envs.control.lanes import Stepped
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
+from evogrpo.envs.control.playing import Taken
 from evogrpo.envs.control.trees import Leaves, unflatten
 
 _STEPS_AT_ONCE = 64
@@ -56,51 +57,48 @@ class Played:
 
 
 class EpisodeRecord:
-    """The steps of `n` rows in the order they were taken, and the arrays they make up in the end.
+    """The steps of n rows of one agent each, in the order they were taken, and the arrays they make up in the end.
 
     Args:
-        rows: Number of rows n.
+        space: Of observations, to put composite ones together.
+        member_ids: `[n]` slots.
+        statistics: What the observations are normalised with, or None.
     """
 
-    def __init__(self, rows: int) -> None:
-        self._terminated = np.zeros(rows, dtype=np.bool_)
-        self._truncated = np.zeros(rows, dtype=np.bool_)
-        self._places: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        self._columns: dict[str, list[NDArray[Any] | None]] = {}
-
-    def add(
-        self,
-        rows: NDArray[np.int64],
-        t: NDArray[np.int64],
-        seen: Seen,
-        actions: NDArray[Any],
-        log_probs: NDArray[np.float32],
-        stepped: Stepped,
-    ) -> NDArray[np.bool_]:
-        """Note what rows saw, did and got at their steps t; return which of them have ended."""
-        self._places.append((rows, t))
-        columns = {"actions": actions, "log_probs": log_probs, "rewards": stepped.rewards, "masks": seen.action_masks}
-        columns |= {f"leaf {number}": leaf for number, leaf in enumerate(seen.observations)}
-        for name, values in columns.items():
-            self._columns.setdefault(name, []).append(values)
-        ended = stepped.terminated | stepped.truncated
-        self._terminated[rows[ended]] = stepped.terminated[ended]
-        self._truncated[rows[ended]] = ~stepped.terminated[ended]
-        return ended
-
-    def finish(
+    def __init__(
         self,
         space: "gymnasium.Space[Any]",
         member_ids: NDArray[np.int64],
         statistics: ObservationStatistics | None,
-    ) -> Played:
-        """Return the episodes, once all have ended; the record is empty afterwards.
+    ) -> None:
+        self._space, self._member_ids, self._statistics = space, member_ids, statistics
+        self._terminated = np.zeros(len(member_ids), dtype=np.bool_)
+        self._truncated = np.zeros(len(member_ids), dtype=np.bool_)
+        self._places: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
+        self._columns: dict[str, list[NDArray[Any] | None]] = {}
 
-        Args:
-            space: Of observations, to put composite ones together.
-            member_ids: `[n]` slots.
-            statistics: What the observations were normalised with, or None.
-        """
+    def act(self, policy: str, taken: Taken) -> None:
+        """See `Record`."""
+        self._places.append((taken.rows, taken.t))
+        self._note("actions", taken.actions)
+        self._note("log_probs", taken.log_probs)
+        self._note("masks", taken.seen.action_masks)
+        for number, leaf in enumerate(taken.seen.observations):
+            self._note(f"leaf {number}", leaf)
+
+    def earn(self, rows: NDArray[np.int64], stepped: Stepped) -> None:
+        """See `Record`."""
+        self._note("rewards", stepped.rewards)
+        ended = stepped.ended
+        self._terminated[rows[ended]] = stepped.terminated[ended]
+        self._truncated[rows[ended]] = ~stepped.terminated[ended]
+
+    def _note(self, name: str, values: NDArray[Any] | None) -> None:
+        self._columns.setdefault(name, []).append(values)
+
+    def finish(self) -> Played:
+        """See `Record`."""
+        space, member_ids, statistics = self._space, self._member_ids, self._statistics
         n, t = len(self._terminated), 1 + max(int(steps.max()) for _, steps in self._places)
         self._shape = (n, t)
         self._cells = [rows * t + steps for rows, steps in self._places]

@@ -3,7 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,14 +12,16 @@ from numpy.typing import ArrayLike
 
 from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import ClassicControl, native_class
-from evogrpo.envs.control.episodes import Played
-from evogrpo.envs.control.lanes import Lanes, NativeLanes, ProcessLanes, SerialLanes
+from evogrpo.envs.control.draws import StepUniforms
+from evogrpo.envs.control.episodes import EpisodeRecord, Played
+from evogrpo.envs.control.lanes import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
 from evogrpo.envs.control.making import Distinct, EnvMaker, carries_over, registered, time_limit
 from evogrpo.envs.control.normalisation import ObservationStatistics
-from evogrpo.envs.control.playing import LONGEST, Actor, Uniforms, Work, play_episodes, replicas_of
+from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import flatten, leaf_spaces
 from evogrpo.envs.groups import Split
+from evogrpo.records import Actor
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
@@ -46,7 +47,7 @@ class StepEpisodes:
         start_of_row: Sequence[int],
         member_ids: Sequence[int],
         *,
-        uniforms: Uniforms | None = None,
+        uniforms: StepUniforms | None = None,
         temperature: ArrayLike | None = None,
         statistics: ObservationStatistics | None = None,
         base: bool = False,
@@ -73,30 +74,17 @@ class StepEpisodes:
             ValueError: If the arguments do not fit each other, the actor's actions or the environment's masks do not
                 fit the action space, a reward or an observation is not finite, or an episode does not end.
         """
-        if len(start_of_row) != len(member_ids) or len(start_of_row) == 0:
-            raise ValueError(f"play takes one member per row, got {len(member_ids)} for {len(start_of_row)} rows")
-        if not all(0 <= start < len(self.seeds) for start in start_of_row):
-            raise ValueError(
-                f"starts must lie in [0, {len(self.seeds) - 1}], got {sorted({int(start) for start in start_of_row})}"
-            )
-        members = np.asarray(member_ids, dtype=np.int64)
-        limit = np.inf if statistics is None else len(statistics.count)
-        if members.min() < 0 or members.max() >= limit:
-            raise ValueError(f"member_ids must lie in [0, {limit}), got {sorted(set(members.tolist()))}")
-        heat = None if temperature is None else np.asarray(temperature, dtype=np.float32)
-        if heat is not None and heat.shape != members.shape:
-            raise ValueError(f"temperature must give one number per row {members.shape}, got {heat.shape}")
-        work = Work(
-            seeds=np.array([self.seeds[start] for start in start_of_row], dtype=np.int64),
-            member_ids=members,
-            replicas=replicas_of(start_of_row, member_ids),
-            uniforms=uniforms,
-            temperature=heat,
+        wanted = requested(
+            self.seeds,
+            start_of_row,
+            member_ids,
+            uniforms=None if uniforms is None else lambda _, rows, t: uniforms(rows, t),
+            temperature=temperature,
             statistics=statistics,
             base=base,
-            longest=max(self.env.max_episode_steps or 0, LONGEST),
+            max_episode_steps=self.env.max_episode_steps,
         )
-        return self.env._play(actor, work)
+        return self.env._play(actor, wanted)
 
 
 class GymnasiumGroups(SeededGroups):
@@ -192,7 +180,7 @@ class GymnasiumGroups(SeededGroups):
         self._processes = vectorization == "processes"
         default = _NATIVE_LANES if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_LANES
         self._count = default if lanes is None else lanes
-        self._lanes: Lanes | None = None
+        self._lanes: SoloLanes | None = None
 
     def close(self) -> None:
         """Close environments and processes; the next `play` makes new ones."""
@@ -216,7 +204,7 @@ class GymnasiumGroups(SeededGroups):
         member_ids: Sequence[int],
         *,
         split: Split = "train",
-        uniforms: Uniforms | None = None,
+        uniforms: StepUniforms | None = None,
         temperature: ArrayLike | None = None,
         statistics: ObservationStatistics | None = None,
         base: bool = False,
@@ -232,17 +220,15 @@ class GymnasiumGroups(SeededGroups):
             base=base,
         )
 
-    def _play(self, actor: Actor, work: Work) -> Played:
+    def _play(self, actor: Actor, wanted: Requested) -> Played:
         if self._lanes is None:
             self._lanes = self._open_lanes()
-        try:
-            return play_episodes(self._lanes, self._count, (self.observation_space, self.action_space), actor, work)
-        except BaseException:
-            with suppress(Exception):  # what broke the play is the error to see
-                self.close()  # half-played episodes must not meet the next call
-            raise
+        space, action_space = self.observation_space, self.action_space
+        record = EpisodeRecord(space, wanted.member_ids, wanted.statistics)
+        with self._closed_if_broken():
+            return play_episodes(self._lanes, self._count, {ONLY: (space, action_space)}, {ONLY: actor}, record, wanted)
 
-    def _open_lanes(self) -> Lanes:
+    def _open_lanes(self) -> SoloLanes:
         if self._native is not None:
             return NativeLanes(self._native())
         options: dict[str, Any] = {

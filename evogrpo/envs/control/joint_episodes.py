@@ -9,8 +9,9 @@ from numpy.typing import NDArray
 
 from evogrpo.envs.control.actions import policy_action_shape
 from evogrpo.envs.control.assignment import Assignment, Role
-from evogrpo.envs.control.joint_lanes import JointSeen
-from evogrpo.envs.control.trees import Leaves, leaf_spaces, unflatten
+from evogrpo.envs.control.joint_lanes import JointStepped
+from evogrpo.envs.control.playing import Taken
+from evogrpo.envs.control.trees import leaf_spaces, unflatten
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,29 +67,6 @@ class JointPlayed:
     lengths: NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Taken:
-    """The actions of one policy's agents at one step of all lanes.
-
-    Attributes:
-        rows: `[m]` joint episodes.
-        t: `[m]` their steps.
-        agents: `[m]` who acts.
-        leaves: `[m, ...]` what the policy reads.
-        actions: `[m, ...]` what it chose.
-        masks: `[m, k]` legal actions, or None.
-        log_probs: `[m]` in nats.
-    """
-
-    rows: NDArray[np.int64]
-    t: NDArray[np.int64]
-    agents: Sequence[str]
-    leaves: Leaves
-    actions: NDArray[Any]
-    masks: NDArray[np.bool_] | None
-    log_probs: NDArray[np.float32]
-
-
 @dataclass(kw_only=True, eq=False)
 class _Row:
     """What is noted of one joint episode: rewards step by step, when each agent acted, and how each ended."""
@@ -122,20 +100,21 @@ class JointRecord:
         self._taken: dict[str, list[Taken]] = {}
 
     def act(self, policy: str, taken: Taken) -> None:
-        """Note what a policy's agents did."""
+        """See `Record`."""
         self._taken.setdefault(policy, []).append(taken)
-        for row, t, agent in zip(taken.rows.tolist(), taken.t.tolist(), taken.agents, strict=True):
+        for row, t, agent in zip(taken.rows.tolist(), taken.t.tolist(), taken.seen.agents, strict=True):
             self._rows[row].acted.setdefault(agent, []).append(t)
 
-    def earn(self, row: int, seen: JointSeen) -> None:
-        """Note what a step brought to a joint episode."""
-        noted = self._rows[row]
-        noted.rewards.append(seen.rewards)
-        noted.terminated |= seen.terminated
-        noted.truncated |= seen.truncated
+    def earn(self, rows: NDArray[np.int64], stepped: JointStepped) -> None:
+        """See `Record`."""
+        for row, seen in zip(rows.tolist(), stepped.lanes, strict=True):
+            noted = self._rows[row]
+            noted.rewards.append(seen.rewards)
+            noted.terminated |= seen.terminated
+            noted.truncated |= seen.truncated
 
     def finish(self) -> JointPlayed:
-        """Return the episodes, once all have ended; the record is empty afterwards."""
+        """See `Record`."""
         returns = []
         for noted in self._rows:
             totals: dict[str, float] = {}
@@ -156,7 +135,7 @@ class JointRecord:
         place = {entry: number for number, entry in enumerate(entries)}
         cells = np.concatenate(
             [
-                [place[entry] * width for entry in zip(piece.rows.tolist(), piece.agents, strict=True)] + piece.t
+                [place[entry] * width for entry in zip(piece.rows.tolist(), piece.seen.agents, strict=True)] + piece.t
                 for piece in pieces
             ]
         )
@@ -215,18 +194,20 @@ class _Tables:
 def _observations(role: Role, table: _Tables, pieces: Sequence[Taken]) -> Any:
     space = role.observation_space
     leaves = [
-        table.fill([piece.leaves[number] for piece in pieces], leaf.shape or (), leaf.dtype)
+        table.fill([piece.seen.observations[number] for piece in pieces], leaf.shape or (), leaf.dtype)
         for number, leaf in enumerate(leaf_spaces(space))
     ]
     return unflatten(space, leaves)
 
 
 def _masks(table: _Tables, pieces: Sequence[Taken]) -> NDArray[np.bool_] | None:
-    given = [piece.masks for piece in pieces if piece.masks is not None]
+    masks = [piece.seen.action_masks for piece in pieces]
+    given = [mask for mask in masks if mask is not None]
     if not given:
         return None
     width = given[0].shape[1]
     everything = [
-        np.ones((len(piece.rows), width), np.bool_) if piece.masks is None else piece.masks for piece in pieces
+        np.ones((len(piece.rows), width), np.bool_) if mask is None else mask
+        for piece, mask in zip(pieces, masks, strict=True)
     ]
     return table.fill(everything, (width,), np.bool_, True)

@@ -1,13 +1,18 @@
 """Joint lanes: places in which episodes of a parallel PettingZoo environment run, agent names being text throughout."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
-from evogrpo.envs.control.trees import numbers
+from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
+from evogrpo.envs.control.assignment import Assignment, Role
+from evogrpo.envs.control.lanes import Seen
+from evogrpo.envs.control.trees import numbers, stack
 
 MakeJointEnv = Callable[[], "ParallelEnv[Any, Any, Any]"]
 
@@ -29,6 +34,28 @@ class JointSeen:
     rewards: Mapping[str, float] = field(default_factory=dict)
     terminated: frozenset[str] = frozenset()
     truncated: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointStepped:
+    """What one step of every joint lane brought.
+
+    Attributes:
+        lanes: What each lane's agents saw, earned and came to.
+    """
+
+    lanes: Sequence[JointSeen]
+
+    @property
+    def ended(self) -> None:
+        """See `Brought`."""
+
+    def not_finite(self) -> Iterable[tuple[int, str, float]]:
+        """See `Brought`."""
+        for lane, seen in enumerate(self.lanes):
+            for agent, reward in seen.rewards.items():
+                if not math.isfinite(reward):
+                    yield lane, agent, reward
 
 
 class JointLane:
@@ -114,3 +141,100 @@ class JointLane:
 
 def _flagged(table: Mapping[Any, Any]) -> set[str]:
     return {str(agent) for agent, flag in table.items() if flag}
+
+
+class JointLanes:
+    """Lanes of several agents each, one environment after the other in this process; see `EpisodeLanes`.
+
+    Args:
+        pool: Lanes made so far; more are appended as they are needed.
+        make: Makes one.
+        assignment: Which policy acts for whom.
+    """
+
+    def __init__(self, pool: list[JointLane], make: Callable[[], JointLane], assignment: Assignment) -> None:
+        self._pool, self._make, self._assignment = pool, make, assignment
+        self._free = list(pool)
+        self._live: list[tuple[JointLane, JointSeen]] = []
+        self._turns: dict[str, list[_Turn]] = {}
+
+    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
+        """See `EpisodeLanes`; these environments have no noise of their own, so replicas change nothing."""
+        for seed in seeds:
+            if not self._free:
+                self._free.append(self._make())
+                self._pool.append(self._free[-1])
+            lane = self._free.pop()
+            self._live.append((lane, lane.reset(seed)))
+
+    def select(self, positions: NDArray[np.int64]) -> None:
+        """See `EpisodeLanes`."""
+        kept = positions.tolist()
+        dropped = sorted(set(range(len(self._live))) - set(kept))
+        self._free += [self._live[position][0] for position in dropped]
+        self._live = [self._live[position] for position in kept]
+
+    def deserted(self) -> NDArray[np.bool_]:
+        """See `EpisodeLanes`; agents may be gone before anybody acts."""
+        return np.array([not seen.observations for _, seen in self._live], dtype=np.bool_)
+
+    def seen(self) -> dict[str, Seen]:
+        """See `EpisodeLanes`."""
+        self._turns = {}
+        for lane, (_, seen) in enumerate(self._live):
+            for agent, observation in seen.observations.items():
+                policy = self._assignment.policy_of(agent)
+                leaves, mask = self._assignment.roles[policy].split(observation)
+                mask = seen.infos[agent].get("action_mask") if mask is None else mask
+                # PettingZoo's turn-based games run in parallel so: whoever is not to move has no legal action.
+                if mask is None or _any_legal(mask):
+                    self._turns.setdefault(policy, []).append(_Turn(lane=lane, agent=agent, leaves=leaves, mask=mask))
+        return {policy: _seen(self._assignment.roles[policy], turns) for policy, turns in self._turns.items()}
+
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> JointStepped:
+        """See `EpisodeLanes`."""
+        chosen: dict[tuple[int, str], Any] = {}
+        for policy, given in actions.items():
+            for turn, action in zip(self._turns[policy], given, strict=True):
+                # Python's own integers, which every environment takes; and nothing that it could write into.
+                chosen[turn.lane, turn.agent] = action.item() if given.ndim == 1 else action.copy()
+        stepped = []
+        for number, (lane, seen) in enumerate(self._live):
+            own = {
+                agent: chosen[number, agent] if (number, agent) in chosen else self._nothing(agent)
+                for agent in seen.observations
+            }
+            stepped.append(lane.step(own))
+        self._live = [(lane, seen) for (lane, _), seen in zip(self._live, stepped, strict=True)]
+        return JointStepped(lanes=stepped)
+
+    def _nothing(self, agent: str) -> Any:
+        """Return an action for an agent that cannot act: the environment takes none, and most want one all the same."""
+        space = self._assignment.roles[self._assignment.policy_of(agent)].action_space
+        blank = np.zeros((1, *policy_action_shape(space)), dtype=space.dtype)
+        action = to_environment(space, blank)[0]
+        return action.item() if np.ndim(action) == 0 else action
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Turn:
+    """One agent that is to act."""
+
+    lane: int
+    agent: str
+    leaves: list[Any]
+    mask: Any
+
+
+def _seen(role: Role, turns: Sequence[_Turn]) -> Seen:
+    agents = tuple(turn.agent for turn in turns)
+    return Seen(
+        observations=role.identified(stack(role.parts, [turn.leaves for turn in turns]), agents),
+        action_masks=legal_actions(role.action_space, [turn.mask for turn in turns]),
+        lanes=np.array([turn.lane for turn in turns], dtype=np.int64),
+        agents=agents,
+    )
+
+
+def _any_legal(mask: Any) -> bool:
+    return any(np.any(part) for part in mask) if isinstance(mask, tuple | list) else bool(np.any(mask))

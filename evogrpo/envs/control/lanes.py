@@ -1,95 +1,190 @@
 """Lanes: places in which episodes run side by side, whatever runs them (numpy, one process, or several)."""
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import gymnasium
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.actions import legal_actions, policy_action_shape
+from evogrpo.envs.control.actions import join_masks, legal_actions, policy_action_shape
 from evogrpo.envs.control.classic import ClassicControl
 from evogrpo.envs.control.making import MakeEnv, Parked, lane_seeds
 from evogrpo.envs.control.trees import Leaves, flatten, leaf_spaces, numbers, stack
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Seen:
-    """What a policy may act on next.
+class Seen(NamedTuple):
+    """What a policy may act on next, one entry for each agent of its own that has a choice.
+
+    A named tuple, as one is made at every step: frozen dataclasses cost CartPole 2 % of its throughput.
 
     Attributes:
         observations: Leaves `[m, ...]`, never written to again.
         action_masks: `[m, k]` booleans, True = legal; None = all.
+        lanes: `[m]` in which lane each entry's episode runs, ascending; None = one entry per lane.
+        agents: `[m]` who acts; empty where every lane has one agent.
     """
 
     observations: Leaves
     action_masks: NDArray[np.bool_] | None
+    lanes: NDArray[np.int64] | None = None
+    agents: Sequence[str] = ()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Stepped(Seen):
-    """What one step of every lane brought.
+class Brought(Protocol):
+    """What one step of every lane brought, as far as a player needs to know."""
+
+    @property
+    def ended(self) -> NDArray[np.bool_] | None:
+        """`[m]` the episodes that ended with this step; None = `EpisodeLanes.deserted` will tell."""
+
+    def not_finite(self) -> Iterable[tuple[int, str, float]]:
+        """Return (lane, agent or "", reward) of rewards that are not finite."""
+
+
+class Stepped(NamedTuple):
+    """What one step of every lane brought where each has one agent.
 
     Attributes:
+        seen: What may be acted on next.
         rewards: `[m]` float64.
         terminated: `[m]` the episode has come to its own end.
         truncated: `[m]` it has been cut off; both may hold.
     """
 
+    seen: Seen
     rewards: NDArray[np.float64]
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
 
+    @property
+    def ended(self) -> NDArray[np.bool_]:
+        """`[m]` the episodes that ended with this step."""
+        return self.terminated | self.truncated
 
-class Lanes(Protocol):
+    def not_finite(self) -> Iterable[tuple[int, str, float]]:
+        """See `Brought`."""
+        finite = np.isfinite(self.rewards)
+        if finite.all():
+            return ()
+        return [(lane, "", float(self.rewards[lane])) for lane in np.flatnonzero(~finite).tolist()]
+
+
+Step_co = TypeVar("Step_co", covariant=True)
+
+
+class EpisodeLanes(Protocol[Step_co]):
     """Episodes side by side, addressed by their position; positions change with `add` and `select` only."""
 
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
+    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
         """Open one episode per reset seed, behind the lanes there are; replicas name their noise."""
 
     def select(self, positions: NDArray[np.int64]) -> None:
         """Keep the lanes at these positions, in this order; the others are free again."""
 
-    def step(self, actions: NDArray[Any]) -> Stepped:
-        """Step every lane with the environment's own actions `[m, ...]`; none may have ended."""
+    def deserted(self) -> NDArray[np.bool_] | None:
+        """Return the lanes `[m]` in which no agent lives; None = that cannot be, since ended ones are not kept."""
 
+    def seen(self) -> Mapping[str, Seen]:
+        """Return what each policy may act on; policies that have nothing to do are missing."""
+
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> Step_co:
+        """Step every lane with the environment's own actions `[m, ...]` for the entries seen; none may have ended."""
+
+
+ONLY = "default"
+"""Name of the policy where each lane has one agent."""
+
+
+class SoloLanes(ABC):
+    """Lanes of one agent each. Subclasses say how episodes are opened, kept and stepped."""
+
+    _seen: Seen | None = None
+
+    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> None:
+        """See `EpisodeLanes`."""
+        before, opened = self._seen, self._open(seeds, replicas)
+        if before is None or not len(before.observations[0]):
+            self._seen = opened
+            return
+        counts = (len(before.observations[0]), len(seeds))
+        self._seen = Seen(
+            observations=[np.concatenate(pair) for pair in zip(before.observations, opened.observations, strict=True)],
+            action_masks=join_masks((before.action_masks, opened.action_masks), counts),
+        )
+
+    def select(self, positions: NDArray[np.int64]) -> None:
+        """See `EpisodeLanes`."""
+        self._keep(positions)
+        assert self._seen is not None
+        masks = self._seen.action_masks
+        self._seen = Seen(
+            observations=[leaf[positions] for leaf in self._seen.observations],
+            action_masks=None if masks is None else masks[positions],
+        )
+
+    def deserted(self) -> NDArray[np.bool_] | None:
+        """See `EpisodeLanes`."""
+        return None
+
+    def seen(self) -> Mapping[str, Seen]:
+        """See `EpisodeLanes`."""
+        assert self._seen is not None
+        return {ONLY: self._seen}
+
+    def step(self, actions: Mapping[str, NDArray[Any]]) -> Stepped:
+        """See `EpisodeLanes`."""
+        stepped = self._step(actions[ONLY])
+        self._seen = stepped.seen
+        return stepped
+
+    @abstractmethod
     def close(self) -> None:
         """Give back environments and processes."""
 
+    @abstractmethod
+    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
+        """Open episodes behind the others, and return what is seen in them."""
 
-class NativeLanes:
+    @abstractmethod
+    def _keep(self, positions: NDArray[np.int64]) -> None:
+        """Keep the lanes at these positions, in this order."""
+
+    @abstractmethod
+    def _step(self, actions: NDArray[Any]) -> Stepped:
+        """Step every lane."""
+
+
+class NativeLanes(SoloLanes):
     """Lanes over a native vectorised environment."""
 
     def __init__(self, episodes: ClassicControl) -> None:
         self._episodes = episodes
 
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
-        """See `Lanes`; these environments have no noise after reset, so replicas change nothing."""
+    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
+        # These environments have no noise after reset, so replicas change nothing.
         return Seen(observations=[self._episodes.add(seeds)], action_masks=None)
 
-    def select(self, positions: NDArray[np.int64]) -> None:
-        """See `Lanes`."""
+    def _keep(self, positions: NDArray[np.int64]) -> None:
         self._episodes.select(positions)
 
-    def step(self, actions: NDArray[Any]) -> Stepped:
-        """See `Lanes`."""
+    def _step(self, actions: NDArray[Any]) -> Stepped:
         observations, rewards, terminated, truncated = self._episodes.step(actions)
         return Stepped(
-            observations=[observations],
-            action_masks=None,
+            seen=Seen(observations=[observations], action_masks=None),
             rewards=rewards,
             terminated=terminated,
             truncated=truncated,
         )
 
     def close(self) -> None:
-        """See `Lanes`; there is nothing to give back."""
+        """See `SoloLanes`; there is nothing to give back."""
 
 
-class SerialLanes:
+class SerialLanes(SoloLanes):
     """Lanes over environments of this process; only living lanes are stepped, so no step is spent on ended ones.
 
     Args:
@@ -117,17 +212,15 @@ class SerialLanes:
         self._live: list[gymnasium.Env[Any, Any]] = []
         self._idle: list[gymnasium.Env[Any, Any]] = []
 
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
-        """See `Lanes`."""
+    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
         opened = []
         for seed in lane_seeds(seeds, replicas, self._reseed):
             env = self._idle.pop() if self._idle else self._make()
             self._live.append(env)
             opened.append(env.reset(seed=seed))
-        return self._seen([observation for observation, _ in opened], [given for _, given in opened])
+        return self._shown([observation for observation, _ in opened], [given for _, given in opened])
 
-    def select(self, positions: NDArray[np.int64]) -> None:
-        """See `Lanes`."""
+    def _keep(self, positions: NDArray[np.int64]) -> None:
         kept = positions.tolist()
         dropped = sorted(set(range(len(self._live))) - set(kept))
         free = [self._live[position] for position in dropped]
@@ -137,32 +230,30 @@ class SerialLanes:
         else:
             self._idle += free
 
-    def step(self, actions: NDArray[Any]) -> Stepped:
-        """See `Lanes`."""
+    def _step(self, actions: NDArray[Any]) -> Stepped:
         steps = [env.step(action) for env, action in zip(self._live, actions, strict=True)]
-        seen = self._seen([step[0] for step in steps], [{} if step[2] or step[3] else step[4] for step in steps])
+        seen = self._shown([step[0] for step in steps], [{} if step[2] or step[3] else step[4] for step in steps])
         return Stepped(
-            observations=seen.observations,
-            action_masks=seen.action_masks,
+            seen=seen,
             rewards=numbers([step[1] for step in steps], np.float64, "reward"),
             terminated=numbers([step[2] for step in steps], np.bool_, "terminated"),
             truncated=numbers([step[3] for step in steps], np.bool_, "truncated"),
         )
 
     def close(self) -> None:
-        """See `Lanes`."""
+        """See `SoloLanes`."""
         open_ = [*self._live, *self._idle]
         self._live, self._idle = [], []
         _close_all(open_)
 
-    def _seen(self, observations: list[Any], given: list[dict[str, Any]]) -> Seen:
+    def _shown(self, observations: list[Any], given: list[dict[str, Any]]) -> Seen:
         return Seen(
             observations=stack(self._parts, [flatten(self._space, observation) for observation in observations]),
             action_masks=legal_actions(self._action_space, [one.get("action_mask") for one in given]),
         )
 
 
-class ProcessLanes:
+class ProcessLanes(SoloLanes):
     """Lanes over one process each: gymnasium's AsyncVectorEnv without autoreset, refilled by masked resets.
 
     Args:
@@ -194,8 +285,7 @@ class ProcessLanes:
         self._actions = np.zeros((count, *policy_action_shape(action_space)), dtype=action_space.dtype)
         self._live: list[int] = []
 
-    def add(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
-        """See `Lanes`; at most as many as there are free processes."""
+    def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
         taken = set(self._live)
         lanes = [lane for lane in range(self._count) if lane not in taken][: len(seeds)]
         seed_of_lane: list[int | None] = [None] * self._count
@@ -205,29 +295,26 @@ class ProcessLanes:
         with _alive():
             observations, given = self._vector.reset(seed=seed_of_lane, options={"reset_mask": chosen})
         self._live += lanes
-        return self._seen(observations, given, lanes, np.zeros(len(lanes), dtype=np.bool_))
+        return self._shown(observations, given, lanes, np.zeros(len(lanes), dtype=np.bool_))
 
-    def select(self, positions: NDArray[np.int64]) -> None:
-        """See `Lanes`."""
+    def _keep(self, positions: NDArray[np.int64]) -> None:
         self._live = [self._live[position] for position in positions.tolist()]
 
-    def step(self, actions: NDArray[Any]) -> Stepped:
-        """See `Lanes`."""
+    def _step(self, actions: NDArray[Any]) -> Stepped:
         self._actions[self._live] = actions
         with _alive():
             observations, rewards, terminated, truncated, given = self._vector.step(self._actions)
         ended = (terminated | truncated)[self._live]
-        seen = self._seen(observations, given, self._live, ended)
+        seen = self._shown(observations, given, self._live, ended)
         return Stepped(
-            observations=seen.observations,
-            action_masks=seen.action_masks,
+            seen=seen,
             rewards=rewards[self._live],
             terminated=terminated[self._live],
             truncated=truncated[self._live],
         )
 
     def close(self) -> None:
-        """See `Lanes`."""
+        """See `SoloLanes`."""
         try:
             self._vector.close(terminate=True)
         except (EOFError, OSError):  # one that is dead already cannot be told to end
@@ -236,7 +323,7 @@ class ProcessLanes:
                 process.join()
             self._vector.closed = True
 
-    def _seen(self, observations: Any, given: dict[str, Any], lanes: list[int], ended: NDArray[np.bool_]) -> Seen:
+    def _shown(self, observations: Any, given: dict[str, Any], lanes: list[int], ended: NDArray[np.bool_]) -> Seen:
         told = given.get("_action_mask", np.zeros(self._count, dtype=np.bool_))
         masks = [
             given["action_mask"][lane] if told[lane] and not over else None

@@ -1,8 +1,9 @@
 """PettingZooGroups: groups of joint episodes of any parallel PettingZoo environment, all members' at once."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import gymnasium
@@ -11,13 +12,14 @@ from numpy.typing import ArrayLike, NDArray
 from pettingzoo import ParallelEnv
 
 from evogrpo.envs.control.assignment import Assignment, assign
-from evogrpo.envs.control.joint_episodes import JointPlayed
-from evogrpo.envs.control.joint_lanes import JointLane
-from evogrpo.envs.control.joint_playing import AgentUniforms, JointWork, play_joint_episodes
+from evogrpo.envs.control.draws import AgentUniforms, of_entries
+from evogrpo.envs.control.joint_episodes import JointPlayed, JointRecord
+from evogrpo.envs.control.joint_lanes import JointLane, JointLanes
 from evogrpo.envs.control.making import Distinct
-from evogrpo.envs.control.playing import LONGEST, Actor
+from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
+from evogrpo.records import Actor
 
 _LANES = 64
 
@@ -74,32 +76,21 @@ class JointEpisodes:
             ValueError: If the arguments do not fit each other, an agent has no policy, actions or masks do not fit the
                 action space, a reward or an observation is not finite, or an episode does not end.
         """
-        if len(start_of_row) != len(member_ids) or len(start_of_row) == 0:
-            raise ValueError(f"play takes one member per row, got {len(member_ids)} for {len(start_of_row)} rows")
-        if not all(0 <= start < len(self.seeds) for start in start_of_row):
-            raise ValueError(
-                f"starts must lie in [0, {len(self.seeds) - 1}], got {sorted({int(start) for start in start_of_row})}"
-            )
         missing = sorted(set(assignment.roles) - set(actors))
         if missing:
             raise ValueError(f"an actor is missing for the policies {missing}")
-        members = np.asarray(member_ids, dtype=np.int64)
-        heat = None if temperature is None else np.asarray(temperature, dtype=np.float32)
-        if members.min() < 0 or (heat is not None and heat.shape != members.shape):
-            raise ValueError(
-                f"play takes one slot of at least 0 and one temperature per row, got members {members.tolist()} and "
-                f"temperatures of shape {None if heat is None else heat.shape}"
-            )
-        work = JointWork(
-            seeds=np.array([self.seeds[start] for start in start_of_row], dtype=np.int64),
-            member_ids=members,
-            groups=_numbered(list(zip(members.tolist(), map(int, start_of_row), strict=True))),
-            uniforms=uniforms,
-            temperature=heat,
+        wanted = requested(
+            self.seeds,
+            start_of_row,
+            member_ids,
+            uniforms=None if uniforms is None else partial(of_entries, uniforms),
+            temperature=temperature,
+            statistics=None,
             base=base,
-            longest=max(self.env.max_episode_steps or 0, LONGEST),
+            max_episode_steps=self.env.max_episode_steps,
         )
-        return self.env._play(actors, assignment, work)
+        groups = _numbered(list(zip(wanted.member_ids.tolist(), map(int, start_of_row), strict=True)))
+        return self.env._play(actors, assignment, wanted, groups)
 
 
 class PettingZooGroups(SeededGroups):
@@ -217,13 +208,13 @@ class PettingZooGroups(SeededGroups):
             raise ValueError(f"score must return a finite number for every joint episode, not for {dict(worst)}")
         return values
 
-    def _play(self, actors: Mapping[str, Actor], assignment: Assignment, work: JointWork) -> JointPlayed:
-        try:
-            return play_joint_episodes(self._lanes, self._lane, self._count, assignment, actors, work)
-        except BaseException:
-            with suppress(Exception):  # what broke the play is the error to see
-                self.close()  # half-played episodes must not meet the next call
-            raise
+    def _play(
+        self, actors: Mapping[str, Actor], assignment: Assignment, wanted: Requested, groups: NDArray[np.int64]
+    ) -> JointPlayed:
+        lanes = JointLanes(self._lanes, self._lane, assignment)
+        spaces = {name: (role.observation_space, role.action_space) for name, role in assignment.roles.items()}
+        with self._closed_if_broken():
+            return play_episodes(lanes, self._count, spaces, actors, JointRecord(groups, assignment), wanted)
 
     def _lane(self) -> JointLane:
         return JointLane(self._made, self.max_episode_steps)

@@ -1,59 +1,65 @@
-"""Playing whole episodes: the environment drives, and a policy acts for all living lanes at once."""
+"""Playing whole episodes: the environments drive, and each policy acts for all its living agents at once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import gymnasium
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from evogrpo.envs.control.actions import join_masks, policy_action_shape, to_environment
-from evogrpo.envs.control.episodes import EpisodeRecord, Played
-from evogrpo.envs.control.lanes import Lanes, Seen
+from evogrpo.envs.control.actions import policy_action_shape, to_environment
+from evogrpo.envs.control.lanes import Brought, EpisodeLanes, Seen
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import unflatten
-from evogrpo.records import Acted
+from evogrpo.records import Actor
 
-Uniforms = Callable[[NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
-"""(rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for the same (row, t) at every call."""
+EntryUniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
+"""(agents `[m]`, or () for the only one, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for
+the same entry at every call."""
 
-LONGEST = 100_000
+MOST_STEPS = 100_000
 """Steps after which an episode without a limit of its own is taken never to end."""
 
+Step = TypeVar("Step", bound=Brought)
+Step_contra = TypeVar("Step_contra", contravariant=True)
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
 
-class Actor(Protocol):
-    """The policies of a population, acting for many rows at once."""
 
-    def act(
-        self,
-        observations: Any,
-        member_ids: NDArray[np.int64],
-        *,
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None,
-        action_mask: NDArray[np.bool_] | None,
-        base: bool,
-    ) -> Acted:
-        """Choose an action for each of m rows.
+class Taken(NamedTuple):
+    """The actions of one policy's agents at one step of all lanes.
 
-        Args:
-            observations: An array `[m, ...]`, or dicts and tuples of such arrays for composite spaces.
-            member_ids: `[m]` slots, ascending.
-            uniforms: `[m, d]` in [0, 1) to draw with; None acts greedily.
-            temperature: `[m]`; None means 1.
-            action_mask: `[m, k]`, True = legal, for MultiDiscrete the components side by side; None = all legal.
-            base: Act from the untrained base instead.
+    Attributes:
+        rows: `[m]` episodes.
+        t: `[m]` their steps.
+        seen: What the actions were chosen on, not normalised.
+        actions: `[m, ...]` as the policy chose them.
+        log_probs: `[m]` in nats.
+    """
 
-        Returns:
-            Actions `[m, ...]` in the dtype of the space, discrete values counted from 0, and their log-probabilities
-            `[m]` in nats; arrays that are not written to again.
-        """
-        ...
+    rows: NDArray[np.int64]
+    t: NDArray[np.int64]
+    seen: Seen
+    actions: NDArray[Any]
+    log_probs: NDArray[np.float32]
+
+
+class Record(Protocol[Step_contra, Result_co]):
+    """Notes episodes as they are played."""
+
+    def act(self, policy: str, taken: Taken) -> None:
+        """Note what a policy's agents did."""
+
+    def earn(self, rows: NDArray[np.int64], stepped: Step_contra) -> None:
+        """Note what a step of all lanes brought to the episodes `rows` `[m]`, one per lane."""
+
+    def finish(self) -> Result_co:
+        """Return the episodes, once all have ended; the record is empty afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Work:
+class Requested:
     """One episode to play for each of n rows.
 
     Attributes:
@@ -70,73 +76,130 @@ class Work:
     seeds: NDArray[np.int64]
     member_ids: NDArray[np.int64]
     replicas: NDArray[np.int64]
-    uniforms: Uniforms | None
+    uniforms: EntryUniforms | None
     temperature: NDArray[np.float32] | None
     statistics: ObservationStatistics | None
     base: bool
     longest: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Living:
-    """The rows whose episodes are running, in the order of their lanes: by member, then by row."""
+def requested(
+    seeds: Sequence[int],
+    start_of_row: Sequence[int],
+    member_ids: Sequence[int],
+    *,
+    uniforms: EntryUniforms | None,
+    temperature: ArrayLike | None,
+    statistics: ObservationStatistics | None,
+    base: bool,
+    max_episode_steps: int | None,
+) -> Requested:
+    """Return what is to be played.
 
-    rows: NDArray[np.int64]
-    t: NDArray[np.int64]
-    seen: Seen
+    Args:
+        seeds: Reset seed of each opened start.
+        start_of_row: For each of the n rows, its position in `seeds`.
+        member_ids: For each row, a slot.
+        uniforms: See `Requested`.
+        temperature: See `Requested`.
+        statistics: See `Requested`; one row per slot.
+        base: See `Requested`.
+        max_episode_steps: The environment's own limit, where it has one.
 
-    def select(self, positions: NDArray[np.int64]) -> "_Living":
-        return _Living(rows=self.rows[positions], t=self.t[positions], seen=_taken(self.seen, positions))
+    Raises:
+        ValueError: If the arguments do not fit each other.
+    """
+    if len(start_of_row) != len(member_ids) or len(start_of_row) == 0:
+        raise ValueError(f"play takes one member per row, got {len(member_ids)} for {len(start_of_row)} rows")
+    if not all(0 <= start < len(seeds) for start in start_of_row):
+        raise ValueError(
+            f"starts must lie in [0, {len(seeds) - 1}], got {sorted({int(start) for start in start_of_row})}"
+        )
+    members = np.asarray(member_ids, dtype=np.int64)
+    limit = np.inf if statistics is None else len(statistics.count)
+    if members.min() < 0 or members.max() >= limit:
+        raise ValueError(f"member_ids must lie in [0, {limit}), got {sorted(set(members.tolist()))}")
+    heat = None if temperature is None else np.asarray(temperature, dtype=np.float32)
+    if heat is not None and heat.shape != members.shape:
+        raise ValueError(f"temperature must give one number per row {members.shape}, got {heat.shape}")
+    return Requested(
+        seeds=np.array([seeds[start] for start in start_of_row], dtype=np.int64),
+        member_ids=members,
+        replicas=_replicas(start_of_row, member_ids),
+        uniforms=uniforms,
+        temperature=heat,
+        statistics=statistics,
+        base=base,
+        longest=max(max_episode_steps or 0, MOST_STEPS),
+    )
 
 
 def play_episodes(
-    lanes: Lanes,
+    lanes: EpisodeLanes[Step],
     count: int,
-    spaces: "tuple[gymnasium.Space[Any], gymnasium.Space[Any]]",
-    actor: Actor,
-    work: Work,
-) -> Played:
+    spaces: "Mapping[str, tuple[gymnasium.Space[Any], gymnasium.Space[Any]]]",
+    actors: Mapping[str, Actor],
+    record: Record[Step, Result],
+    wanted: Requested,
+) -> Result:
     """Play one episode per row, at most `count` at a time, and return them in the order of the rows.
 
-    Lanes are sorted by member; one whose episode ends is taken away at once or given the next row. What happens in a
-    row depends on its seed, its replica, its draws and its actions alone.
+    Lanes are sorted by member, then by row; one whose episode has ended is taken away and given the next row. What
+    happens in a row depends on its seed, its replica, its draws and its actions alone.
 
     Args:
         lanes: Where episodes run; all free.
         count: How many run at a time.
-        spaces: Of observations and of actions.
-        actor: Who acts.
-        work: What to play.
+        spaces: Of observations and of actions, by policy.
+        actors: The policies, by name.
+        record: Notes what happens.
+        wanted: What to play.
 
     Raises:
         ValueError: If the environment gives a reward or an observation that is not finite, or an episode does not end.
     """
-    space, action_space = spaces
-    record = EpisodeRecord(len(work.seeds))
-    queue = _queue(work.member_ids)
-    nothing = np.empty(0, dtype=np.int64)
-    living = _Living(rows=nothing, t=nothing, seen=Seen(observations=[], action_masks=None))
+    queue = _queue(wanted.member_ids)
+    rows = t = np.empty(0, dtype=np.int64)
     while True:
-        free = min(count - len(living.rows), len(queue))
+        free = min(count - len(rows), len(queue))
         if free:
-            living, queue = _refilled(lanes, living, queue[:free], work), queue[free:]
-        rows, t, seen = living.rows, living.t, living.seen
+            new, queue = queue[:free], queue[free:]
+            lanes.add(wanted.seeds[new].tolist(), wanted.replicas[new].tolist())
+            rows, t = np.concatenate([rows, new]), np.concatenate([t, np.zeros_like(new)])
+            order = np.lexsort((rows, wanted.member_ids[rows]))
+            lanes.select(order)
+            rows, t = rows[order], t[order]
+        rows, t = _without(lanes, lanes.deserted(), rows, t)
         if not len(rows):
-            return record.finish(space, work.member_ids, work.statistics)
-        _check_running(living, work)
-        acted = _act(actor, living, space, work)
-        actions = _checked(acted.actions, action_space, len(rows))
-        stepped = lanes.step(to_environment(action_space, actions))
-        _check_finite("reward", stepped.rewards, living, work.seeds)
-        ended = record.add(rows, t, seen, actions, np.asarray(acted.log_probs, dtype=np.float32), stepped)
-        living = _Living(rows=rows, t=t + 1, seen=stepped)
-        if ended.any():
-            kept = np.flatnonzero(~ended)
-            lanes.select(kept)
-            living = living.select(kept)
+            if len(queue):
+                continue
+            return record.finish()
+        if t.max() >= wanted.longest:
+            raise ValueError(f"an episode has not ended after {wanted.longest} steps: set max_episode_steps")
+        given = {}
+        for policy, seen in lanes.seen().items():
+            taken = _act(actors[policy], spaces[policy], seen, rows, t, wanted)
+            record.act(policy, taken)
+            given[policy] = to_environment(spaces[policy][1], taken.actions)
+        stepped = lanes.step(given)
+        for lane, agent, reward in stepped.not_finite():
+            raise _not_finite("reward", reward, agent, wanted.seeds[rows[lane]], t[lane])
+        record.earn(rows, stepped)
+        rows, t = _without(lanes, stepped.ended, rows, t + 1)
 
 
-def replicas_of(start_of_row: Sequence[int], member_ids: Sequence[int]) -> NDArray[np.int64]:
+def _without(
+    lanes: EpisodeLanes[Step], ended: NDArray[np.bool_] | None, rows: NDArray[np.int64], t: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Free the lanes of ended episodes, and return the rows and steps of the others."""
+    if ended is None or not ended.any():
+        return rows, t
+    kept = np.flatnonzero(~ended)
+    lanes.select(kept)
+    return rows[kept], t[kept]
+
+
+def _replicas(start_of_row: Sequence[int], member_ids: Sequence[int]) -> NDArray[np.int64]:
     """Return for each row how many earlier rows of its member have its start: its place in the group."""
     seen: dict[tuple[int, int], int] = {}
     places = []
@@ -155,67 +218,50 @@ def _queue(member_ids: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.lexsort((member_ids, turns))
 
 
-def _refilled(lanes: Lanes, living: _Living, new: NDArray[np.int64], work: Work) -> _Living:
-    """Open the episodes of new rows, and bring all lanes into order."""
-    opened = lanes.add(work.seeds[new].tolist(), work.replicas[new].tolist())
-    seen = _joined(living.seen, opened, len(living.rows), len(new)) if len(living.rows) else opened
-    rows, t = np.concatenate([living.rows, new]), np.concatenate([living.t, np.zeros_like(new)])
-    order = np.lexsort((rows, work.member_ids[rows]))
-    lanes.select(order)
-    return _Living(rows=rows, t=t, seen=seen).select(order)
-
-
-def _act(actor: Actor, living: _Living, space: "gymnasium.Space[Any]", work: Work) -> Acted:
-    members = work.member_ids[living.rows]
-    shown = living.seen.observations
-    if work.statistics is not None:
-        shown = work.statistics.normalise(shown, normalised_leaves(space), members)
-    return actor.act(
+def _act(
+    actor: Actor,
+    spaces: "tuple[gymnasium.Space[Any], gymnasium.Space[Any]]",
+    seen: Seen,
+    rows: NDArray[np.int64],
+    t: NDArray[np.int64],
+    wanted: Requested,
+) -> Taken:
+    space, action_space = spaces
+    if seen.lanes is not None:
+        rows, t = rows[seen.lanes], t[seen.lanes]
+    for leaf in seen.observations:
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+            place = int(np.argwhere(~np.isfinite(leaf))[0][0])
+            agent = seen.agents[place] if seen.agents else ""
+            raise _not_finite("observation", leaf[place].tolist(), agent, wanted.seeds[rows[place]], t[place])
+    members, shown = wanted.member_ids[rows], seen.observations
+    if wanted.statistics is not None:
+        shown = wanted.statistics.normalise(shown, normalised_leaves(space), members)
+    acted = actor.act(
         unflatten(space, shown),
         members,
-        uniforms=None if work.uniforms is None else work.uniforms(living.rows, living.t),
-        temperature=None if work.temperature is None else work.temperature[living.rows],
-        action_mask=living.seen.action_masks,
-        base=work.base,
+        uniforms=None if wanted.uniforms is None else wanted.uniforms(seen.agents, rows, t),
+        temperature=None if wanted.temperature is None else wanted.temperature[rows],
+        action_mask=seen.action_masks,
+        base=wanted.base,
+    )
+    expected = (len(rows), *policy_action_shape(action_space))
+    if np.shape(acted.actions) != expected:
+        raise ValueError(
+            f"a policy must return actions of shape {expected} for {action_space}, got {np.shape(acted.actions)}"
+        )
+    return Taken(
+        rows=rows,
+        t=t,
+        seen=seen,
+        actions=np.asarray(acted.actions, dtype=action_space.dtype),
+        log_probs=np.asarray(acted.log_probs, dtype=np.float32),
     )
 
 
-def _joined(seen: Seen, opened: Seen, before: int, added: int) -> Seen:
-    return Seen(
-        observations=[np.concatenate(pair) for pair in zip(seen.observations, opened.observations, strict=True)],
-        action_masks=join_masks((seen.action_masks, opened.action_masks), (before, added)),
-    )
-
-
-def _taken(seen: Seen, positions: NDArray[np.int64]) -> Seen:
-    masks = seen.action_masks
-    return Seen(
-        observations=[leaf[positions] for leaf in seen.observations],
-        action_masks=None if masks is None else masks[positions],
-    )
-
-
-def _checked(actions: NDArray[Any], space: "gymnasium.Space[Any]", rows: int) -> NDArray[Any]:
-    expected = (rows, *policy_action_shape(space))
-    if np.shape(actions) != expected:
-        raise ValueError(f"a policy must return actions of shape {expected} for {space}, got {np.shape(actions)}")
-    return np.asarray(actions, dtype=space.dtype)
-
-
-def _check_running(living: _Living, work: Work) -> None:
-    if living.t.max() >= work.longest:
-        raise ValueError(f"an episode has not ended after {work.longest} steps: set max_episode_steps")
-    for leaf in living.seen.observations:
-        _check_finite("observation", leaf, living, work.seeds)
-
-
-def _check_finite(what: str, values: NDArray[Any], living: _Living, seeds: NDArray[np.int64]) -> None:
-    if values.dtype.kind != "f" or np.isfinite(values).all():
-        return
-    place = int(np.argwhere(~np.isfinite(values))[0][0])
+def _not_finite(what: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
     article = "an" if what == "observation" else "a"
-    raise ValueError(
-        f"the environment gave {article} {what} that is not finite, {values[place].tolist()}, after "
-        f"{living.t[place]} steps from reset(seed={seeds[living.rows[place]]}): episodes are compared by their "
-        "numbers, so every one must be finite"
+    return ValueError(
+        f"the environment gave {f'{agent} ' if agent else ''}{article} {what} that is not finite, {value}, after {t} "
+        f"steps from reset(seed={seed}): episodes are compared by their numbers, so every one must be finite"
     )

@@ -1,7 +1,8 @@
 """Reset seeds of the starts of each split: disjoint, distinct, and the same however large the splits are."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Self
 
 from evogrpo.envs.groups import SPLITS, Split, deal_starts
@@ -74,6 +75,16 @@ class SeededGroups(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close environments; the next `play` makes new ones."""
+
+    @contextmanager
+    def _closed_if_broken(self) -> Iterator[None]:
+        """Close everything where playing breaks off: half-played episodes must not meet the next call."""
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):  # what broke the play is the error to see
+                self.close()
+            raise
 
     def size(self, split: Split) -> int:
         """Return the number of distinct starts of a split."""

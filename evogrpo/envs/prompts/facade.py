@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.envs.groups import SPLITS, Episodes, GroupEnvironment, Split, deal_starts
+from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Split, deal_starts
+from evogrpo.records.transcripts import in_one_turn
 
 PromptTensors = dict[str, Tensor]
 StepResult = tuple[list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
@@ -24,7 +25,7 @@ class _Place:
     seed: int
     step: int = 0
     starts: tuple[int, ...] = ()
-    episodes: Episodes | None = None
+    opened: Conversations | None = None
 
 
 class Facade:
@@ -105,17 +106,17 @@ class Facade:
             ValueError: If nothing was served, or a shape or a prompt does not fit what was served.
             RewardError: If a reward function fails.
         """
-        episodes = self._place.episodes
-        if episodes is None:
+        opened = self._place.opened
+        if opened is None:
             raise ValueError("step answers the prompts that reset served, but nothing was served: call reset first")
-        group_size = self._check_groups(completion_ids, len(episodes.prompts))
+        group_size = self._check_groups(completion_ids, len(opened.prompts))
         rows = [
             self._completion(row, prompt)
-            for group, prompt in zip(completion_ids, episodes.prompts, strict=True)
+            for group, prompt in zip(completion_ids, opened.prompts, strict=True)
             for row in group.tolist()
         ]
-        shape = (len(episodes.prompts), group_size)
-        scores = episodes.score([n // group_size for n in range(len(rows))], rows)
+        shape = (len(opened.prompts), group_size)
+        scores = opened.score(in_one_turn([n // group_size for n in range(len(rows))], rows))
         texts = [list(scores.completions[i * group_size : (i + 1) * group_size]) for i in range(shape[0])]
         self._place = self._opened(replace(self._place, step=self._place.step + 1))
         report: dict[str, Any] = {
@@ -144,11 +145,11 @@ class Facade:
         else:
             first = place.step % -(-size // self._batch_size) * self._batch_size
             starts = tuple(range(first, min(first + self._batch_size, size)))
-        return replace(place, starts=starts, episodes=self._environment.open(place.split, starts))
+        return replace(place, starts=starts, opened=self._environment.open(place.split, starts))
 
     def _observation(self) -> list[PromptTensors]:
-        assert self._place.episodes is not None
-        ids = [torch.tensor([list(prompt)], dtype=torch.long) for prompt in self._place.episodes.prompts]
+        assert self._place.opened is not None
+        ids = [torch.tensor([list(prompt)], dtype=torch.long) for prompt in self._place.opened.prompts]
         return [{"input_ids": prompt, "attention_mask": torch.ones_like(prompt)} for prompt in ids]
 
     def _check_groups(self, completion_ids: Sequence[Tensor], prompts: int) -> int:

@@ -9,10 +9,16 @@ import gymnasium
 from torch import Tensor
 
 from evogrpo.envs.groups import SPLITS, Split, deal_starts
-from evogrpo.envs.prompts.episodes import PromptEpisodes
 from evogrpo.envs.prompts.facade import Facade, PromptTensors, StepResult
+from evogrpo.envs.prompts.opened import OpenedPrompts
 from evogrpo.envs.prompts.reasoning import reasoning_tables
-from evogrpo.envs.prompts.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards, make_runner
+from evogrpo.envs.prompts.reward_functions import (
+    OnRewardError,
+    RewardFn,
+    RewardFunc,
+    make_rewards,
+    make_runner,
+)
 from evogrpo.envs.prompts.splits import Table, check_table, make_splits
 from evogrpo.envs.prompts.templates import (
     Message,
@@ -190,7 +196,7 @@ class HuggingFaceGym:
         """Return the first `count` training questions of learning step `step`; see `deal_starts`."""
         return deal_starts(self.seed, self.size("train"), step, count, block)
 
-    def open(self, split: Split, starts: Sequence[int]) -> PromptEpisodes:
+    def open(self, split: Split, starts: Sequence[int]) -> OpenedPrompts:
         """Open questions of a split, each in [0, size(split)).
 
         Raises:
@@ -201,7 +207,7 @@ class HuggingFaceGym:
         questions = self._splits[split]
         if not all(0 <= start < len(questions.rows) for start in starts):
             raise ValueError(f"starts of {split} must lie in [0, {len(questions.rows) - 1}], got {list(starts)}")
-        return PromptEpisodes(
+        return OpenedPrompts(
             prompts=tuple(questions.prompts[start].tolist() for start in starts),
             rows=[questions.table[questions.rows[start]] for start in starts],
             rewards=self._rewards,

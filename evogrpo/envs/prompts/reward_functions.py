@@ -34,11 +34,14 @@ class Answers:
         rows: Dataset row that each completion answers.
         texts: Decoded completions.
         token_ids: Token ids of the completions, without padding.
+        turns: Of conversations, which `texts` and `token_ids` hold as a whole: what was said and heard in turns. None
+            where a text is all that was said.
     """
 
     rows: Sequence[Mapping[str, Any]]
     texts: Sequence[str]
     token_ids: Sequence[list[int]]
+    turns: Sequence[Sequence[str]] | None = None
 
     def only(self, positions: Sequence[int]) -> "Answers":
         """Return the answers at the given positions."""
@@ -46,6 +49,7 @@ class Answers:
             rows=[self.rows[position] for position in positions],
             texts=[self.texts[position] for position in positions],
             token_ids=[self.token_ids[position] for position in positions],
+            turns=None if self.turns is None else [self.turns[position] for position in positions],
         )
 
 
@@ -81,10 +85,16 @@ class Reward:
         prompts = [row["prompt"] for row in answers.rows]
         completions: list[Any] = list(answers.texts)
         if not isinstance(prompts[0], str):
-            completions = [[{"role": "assistant", "content": text}] for text in answers.texts]
+            turns = [[text] for text in answers.texts] if answers.turns is None else answers.turns
+            completions = [as_messages(spoken) for spoken in turns]
         columns = {key: [row[key] for row in answers.rows] for key in answers.rows[0] if key not in _TRL_OWN}
         given = {"prompts": prompts, "completions": completions, "completion_ids": list(answers.token_ids)}
         return (((), {**given, **columns}),)
+
+
+def as_messages(spoken: Sequence[str]) -> list[dict[str, str]]:
+    """Return the texts of completions and replies, in order, as messages of the assistant and the user."""
+    return [{"role": "user" if number % 2 else "assistant", "content": text} for number, text in enumerate(spoken)]
 
 
 def make_rewards(

@@ -13,7 +13,7 @@ from evogrpo.envs.prompts.reward_functions import OnRewardError, check_limits
 from evogrpo.envs.prompts.templates import Tokenizer
 from evogrpo.history.text import counted, number_text
 from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.training.configuration.sources import load_function, read_rows
+from evogrpo.training.configuration.sources import load_named, read_rows
 
 Messages = tuple[Mapping[str, str], ...]
 
@@ -226,7 +226,7 @@ class DatasetTask(QuestionTask):
         """Read the files, load the reward functions and build the environment."""
         given = {split: getattr(self.dataset, split) for split in SPLITS}
         tables = {split: None if path is None else read_rows(Path(path)) for split, path in given.items()}
-        functions = [load_function(name, "a reward function") for name in self.functions]
+        functions = [load_named(name, "reward function") for name in self.functions]
         assert tables["train"] is not None  # the field is required
         agilerl = self.form == "agilerl"
         return HuggingFaceGym(

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import yaml
 
 import evogrpo
-from evogrpo.evolution.strategies import strategy_from_json
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.persistence.durable import replace_file
+from evogrpo.training.configuration.own_strategies import named_strategy
 from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, PopulationConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, with_value
 from evogrpo.training.configuration.typed import build, inside, mapping, plain, refuse_unknown_keys, typed
@@ -49,7 +49,7 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     }
     if values.get("strategy") is not None:
         strategy = mapping(values["strategy"], "strategy")
-        parsed["strategy"] = _refused("strategy", lambda: strategy_from_json({"name": "tournament", **strategy}))
+        parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
     config = Config(**parsed)
     kind.check(config)
     return config
@@ -90,8 +90,9 @@ def _refused(where: str, make: Callable[[], T]) -> T:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """Read a configuration file and put overrides on top.
 
-    Relative paths of models, datasets and files of functions are relative to the configuration file where they stand
-    in it, and to the working directory where they stand in an override; `run_dir` is always relative to the latter.
+    Relative paths of models, datasets and files of functions or a strategy are relative to the configuration file where
+    they stand in it, and to the working directory where they stand in an override; `run_dir` is always relative to the
+    latter.
 
     Args:
         path: A YAML file.
@@ -117,7 +118,7 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the values with relative paths of models, datasets and files of functions made absolute."""
+    """Return the values with relative paths of models, datasets and files of functions or a strategy made absolute."""
     result = dict(values)
     model = result.get("model")
     # A hub id looks like a relative path: it is one only if there is something at it.
@@ -130,12 +131,15 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             files = task["dataset"].items()
             task["dataset"] = {key: _absolute(file, folder) if isinstance(file, str) else file for key, file in files}
         if isinstance(task.get("reward"), str):
-            task["reward"] = _absolute_function(task["reward"], folder)
+            task["reward"] = _absolute_reference(task["reward"], folder)
         elif isinstance(task.get("reward"), list):
-            task["reward"] = [_absolute_function(each, folder) for each in task["reward"]]
+            task["reward"] = [_absolute_reference(each, folder) for each in task["reward"]]
         if isinstance(task.get("parallel_env"), str):
-            task["parallel_env"] = _absolute_function(task["parallel_env"], folder)
+            task["parallel_env"] = _absolute_reference(task["parallel_env"], folder)
         result["task"] = task
+    strategy = result.get("strategy")
+    if isinstance(strategy, Mapping) and isinstance(strategy.get("name"), str):
+        result["strategy"] = {**strategy, "name": _absolute_reference(strategy["name"], folder)}
     return result
 
 
@@ -143,7 +147,7 @@ def _absolute(path: str, folder: Path) -> str:
     return str((folder / Path(path).expanduser()).resolve())
 
 
-def _absolute_function(reference: Any, folder: Path) -> Any:
+def _absolute_reference(reference: Any, folder: Path) -> Any:
     place, sign, name = str(reference).rpartition(":")
     return f"{_absolute(place, folder)}{sign}{name}" if place.endswith(".py") else reference
 

@@ -4,8 +4,9 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from evogrpo.evolution.strategies import Strategy, Tournament
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, check_group_size
 from evogrpo.objective import Objective
+from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.typed import plain
 from evogrpo.training.rundir import LoggingConfig
 from evogrpo.training.schedule import Schedule
@@ -82,7 +83,8 @@ class Config(Generic[TaskT, AgentT]):
         hyperparameters: The first member's; everyone's where nothing evolves.
         evolve: What evolution may change and between which values.
         population: How many members and how they start.
-        strategy: The rule of selection and mutation.
+        strategy: The rule of selection and mutation: "tournament", "no_evolution", or a class of your own as
+            "path.py:Class" or "module:Class"; and its settings.
         agent: What members share.
         logging: What is written.
     """
@@ -105,10 +107,10 @@ class Config(Generic[TaskT, AgentT]):
             raise ValueError(f"seed must be at least 0, got {self.seed}")
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
         self.evolve.for_samples_per_step(samples)
-        if samples % size:
-            raise ValueError(
-                f"hyperparameters.group_size must divide schedule.samples_per_step = {samples}, got {size}"
-            )
+        try:
+            check_group_size(size, samples)
+        except ValueError as error:
+            raise ValueError(f"hyperparameters and schedule: {error}") from error
         try:
             self.agent.objective.check(self.hyperparameters, self.evolve)
         except ValueError as error:
@@ -125,7 +127,7 @@ class Config(Generic[TaskT, AgentT]):
             **{each.name: plain(getattr(self, each.name)) for each in fields(self)},
             "hyperparameters": self.hyperparameters.to_json(),
             "evolve": self.evolve.to_json(),
-            "strategy": dict(self.strategy.to_json()),
+            "strategy": strategy_record(self.strategy),
             "schedule": asdict(self.schedule),
         }
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from evogrpo.agents.members.joint_body import Credit
+from evogrpo.agents.members.team_settings import Credit
 from evogrpo.envs.control.assignment import Policies
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
-from evogrpo.training.configuration.sources import load_function, load_module
+from evogrpo.training.configuration.sources import load_module, load_named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,8 @@ class ParallelTask:
             raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be made: {error}") from error
 
     def _maker(self) -> Callable[..., Any]:
-        what = 'a parallel environment, where not by a module with "parallel_env",'
         if ":" in self.parallel_env:
-            return load_function(self.parallel_env, what)
+            return load_named(self.parallel_env, "parallel environment")
         make = getattr(load_module(self.parallel_env), "parallel_env", None)
         if not callable(make):
             raise ValueError(

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo.functional.reward_shaping import (
-    NORMS,
     clip_rewards,
     normalise_rewards,
     overlong_penalty,
@@ -14,6 +13,7 @@ from evogrpo.functional.reward_shaping import (
     place_on_actions,
     update_running,
 )
+from evogrpo.kinds import REWARD_NORMS
 
 NAN = float("nan")
 REWARDS = torch.tensor([1.0, 3.0, NAN, 5.0, 9.0, -2.0])
@@ -52,7 +52,7 @@ def test_normalising_by_all_rewards_of_the_member(norm):
     torch.testing.assert_close(normalised(REWARDS, norm, eps=0.5), expected, equal_nan=True)
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", REWARD_NORMS)
 @pytest.mark.parametrize("value", [0.1, -3.7])
 def test_equal_rewards_become_exactly_zero_and_are_never_blown_up(norm, value):
     rewards = torch.full((6,), value)

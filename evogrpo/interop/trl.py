@@ -4,13 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from evogrpo.objective.imported import Fields, Imported, read_schedule, training_argument_names
-from evogrpo.objective.optimizer import Optimizer
-from evogrpo.objective.record import Objective
-from evogrpo.objective.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
+from evogrpo.interop.fields import Fields, Reading, read_schedule, training_argument_names
+from evogrpo.interop.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
 
 
-def from_trl(source: object) -> Imported:
+def read_trl(source: object) -> Reading:
     """Translate TRL's settings.
 
     Args:
@@ -78,10 +76,10 @@ def from_trl(source: object) -> Imported:
         "seed": fields.whole("seed"),
     }
     total = fields.whole("max_steps")
-    optimizer = Optimizer(**read_schedule(fields, total if total > 0 else None))
+    optimizer = read_schedule(fields, total if total > 0 else None)
     _ignore_the_rest(fields)
-    return Imported(
-        objective=Objective(**switches),
+    return Reading(
+        objective=switches,
         hyperparameters={name: value for name, value in given.items() if value is not None},
         optimizer=optimizer,
         settings={name: value for name, value in settings.items() if value is not None},

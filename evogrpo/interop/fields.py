@@ -1,66 +1,29 @@
-"""Settings of other libraries: a reader that leaves no field unread, and the record of what they mean here."""
+"""Settings of other libraries: a reader that leaves no field unread, and what it reads."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from evogrpo.hyperparameters import (
-    HyperparameterConfig,
-    Hyperparameters,
-    finite_number,
-    refuse_unknown,
-    unknown_name_error,
-    whole_number,
-)
-from evogrpo.objective.optimizer import Optimizer
-from evogrpo.objective.record import Objective
-
-SETTINGS = {
-    "samples_per_step": "schedule",
-    "max_output_tokens": "agent",
-    "max_prompt_length": "task",
-    "reward_weights": "task",
-    "seed": "run",
-}
-"""The settings that `Imported.settings` can hold, and the section of a configuration that each belongs to."""
+from evogrpo.hyperparameters import finite_number, refuse_unknown, unknown_name_error, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
-class Imported:
-    """What the settings of another library mean here. Nothing is dropped in silence: see `ignored`.
+class Reading:
+    """What foreign settings say in this package's words, as keyword arguments; nothing is dropped in silence.
 
     Attributes:
-        objective: The loss, advantages, KL, reference and reward switches.
-        hyperparameters: Those the settings give, by name: `Hyperparameters(**imported.hyperparameters)`.
-        optimizer: AdamW's settings.
-        settings: What belongs elsewhere, by name; see `SETTINGS`.
-        ignored: Fields that were given and have no counterpart here, with the reason: look them through.
-
-    Raises:
-        ValueError: If the objective and the hyperparameters do not go together.
+        objective: Of `Objective`.
+        hyperparameters: Of `Hyperparameters`.
+        optimizer: Of `Optimizer`.
+        settings: What belongs elsewhere in a configuration, by name.
+        ignored: Fields that were given and have no counterpart here, with the reason.
     """
 
-    objective: Objective
+    objective: Mapping[str, Any]
     hyperparameters: Mapping[str, Any]
-    optimizer: Optimizer
+    optimizer: Mapping[str, Any]
     settings: Mapping[str, Any]
     ignored: Mapping[str, str]
-
-    def __post_init__(self) -> None:
-        self.objective.check(Hyperparameters(**self.hyperparameters), HyperparameterConfig())
-
-    def to_config(self) -> dict[str, Any]:
-        """Return these settings as sections of a configuration of `evogrpo train`, without model, task and end."""
-        sections: dict[str, dict[str, Any]] = {"agent": {"objective": vars(self.objective).copy()}}
-        sections["agent"]["optimizer"] = {**vars(self.optimizer), "betas": list(self.optimizer.betas)}
-        top: dict[str, Any] = {"hyperparameters": dict(self.hyperparameters)}
-        for name, value in self.settings.items():
-            section = SETTINGS[name]
-            if section == "run":
-                top[name] = value
-            else:
-                sections.setdefault(section, {})[name] = value
-        return {**top, **sections}
 
 
 @dataclass

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
 from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.objective.imported import Fields, Imported, read_schedule, training_argument_names
-from evogrpo.objective.optimizer import Optimizer
-from evogrpo.objective.record import Aggregation, Objective
-from evogrpo.objective.roll_keys import (
+from evogrpo.interop.fields import Fields, Reading, read_schedule, training_argument_names
+from evogrpo.interop.roll_keys import (
     CRITIC,
     DEFAULTS,
     GENERATING,
@@ -20,9 +18,10 @@ from evogrpo.objective.roll_keys import (
     ROLES,
     TRAINING,
 )
+from evogrpo.kinds import AGGREGATIONS
 
 
-def from_roll(source: Mapping[str, Any] | str | Path) -> Imported:
+def read_roll(source: Mapping[str, Any] | str | Path) -> Reading:
     """Translate the keys of a ROLL RLVR configuration.
 
     Keys left out have ROLL's defaults; sizes and lengths that are left out are not returned. The order in which
@@ -47,18 +46,18 @@ def from_roll(source: Mapping[str, Any] | str | Path) -> Imported:
     training, generating = _roles(fields)
     clips, dual_clip = _clips(fields)
     beta, kl = _kl(fields)
-    objective = Objective(
-        loss_type="gspo" if fields.choice("importance_sampling", ("token", "seq")) == "seq" else "grpo",
-        aggregation=fields.choice("loss_agg_mode", get_args(Aggregation)),
-        advantage_eps=1e-6,
-        mask_truncated=_mask_truncated(fields),
-        whiten_advantages=fields.flag("whiten_advantages"),
-        reward_clip=fields.number("reward_clip") or None,  # ROLL takes 0 for no clip
-        dual_clip=dual_clip,
+    objective = {
+        "loss_type": "gspo" if fields.choice("importance_sampling", ("token", "seq")) == "seq" else "grpo",
+        "aggregation": fields.choice("loss_agg_mode", AGGREGATIONS),
+        "advantage_eps": 1e-6,
+        "mask_truncated": _mask_truncated(fields),
+        "whiten_advantages": fields.flag("whiten_advantages"),
+        "reward_clip": fields.number("reward_clip") or None,  # ROLL takes 0 for no clip
+        "dual_clip": dual_clip,
         **kl,
         **_advantage(fields),
         **_importance(fields),
-    )
+    }
     given = {
         "lr": training.number("learning_rate"),
         "group_size": fields.whole("num_return_sequences_in_group"),
@@ -71,9 +70,9 @@ def from_roll(source: Mapping[str, Any] | str | Path) -> Imported:
         "gamma": fields.number("gamma"),
         **clips,
     }
-    optimizer = Optimizer(**read_schedule(training, None))
+    optimizer = read_schedule(training, None)
     _ignore_the_rest(fields, training, generating)
-    return Imported(
+    return Reading(
         objective=objective,
         hyperparameters={name: value for name, value in given.items() if value is not None},
         optimizer=optimizer,
