@@ -1,7 +1,6 @@
 """Work for tiny language models: banks whose members differ, rows with their own draws, batches and a real loss."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -73,17 +72,6 @@ def make_rows(
     )
 
 
-def pick_rows(rows: Rows, keep: Tensor) -> Rows:
-    """Return the given rows, in that order."""
-    return replace(
-        rows,
-        prompt_ids=rows.prompt_ids[keep],
-        member_ids=rows.member_ids[keep],
-        temperature=rows.temperature[keep],
-        uniforms=rows.uniforms[keep],
-    )
-
-
 def as_batch(rows: Rows, rollout: Rollout) -> Batch:
     """Turn a rollout into experience; the reward is a function of the completion alone."""
     return Batch(
@@ -95,7 +83,7 @@ def as_batch(rows: Rows, rollout: Rollout) -> Batch:
         ),
         actions=rollout.actions,
         present=rollout.present,
-        action_mask=rollout.present,
+        action_mask=rollout.action_mask,
         rewards=((rollout.actions * rollout.present).sum(1) % 7).float(),
         group_ids=rows.member_ids * len(rows.prompts) + rows.prompt_ids,
         member_ids=rows.member_ids,

@@ -1,14 +1,12 @@
-"""The one seam between policies and everything above them: the PolicyBank and Sampler protocols."""
+"""The one seam between policies and everything above them: the PolicyBank protocol."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.records import Acted, Batch, Rollout, Rows, UpdateReport
+from evogrpo.records import Batch, UpdateReport
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
@@ -24,46 +22,6 @@ of the raw rewards seen, under running reward normalisation."""
 
 CARRIED_AT_BIRTH = (1.0, 0.0, 0.0, 0.0)
 """What a fresh member carries, column by column."""
-
-
-class Sampler(Protocol):
-    """Whatever can act for members: the bank itself, or later an external engine."""
-
-    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
-        """Sample one completion for each row, from its member's policy or from the untrained base."""
-        ...
-
-
-class Actor(Protocol):
-    """Whatever can act for members step by step, as environments ask; a bank of small networks does."""
-
-    @property
-    def uniforms_per_action(self) -> int:
-        """How many uniform numbers one action is drawn with."""
-        ...
-
-    def act(
-        self,
-        observations: Any,
-        member_ids: NDArray[np.int64],
-        *,
-        uniforms: NDArray[np.float32] | None,
-        temperature: NDArray[np.float32] | None = None,
-        action_mask: Any = None,
-        base: bool = False,
-    ) -> Acted:
-        """Choose one action for each observation.
-
-        Args:
-            observations: `[m, ...]` as the observation space has them; for Dict and Tuple dicts and tuples of such.
-            member_ids: `[m]` slots, in ascending order.
-            uniforms: `[m, uniforms_per_action]` in [0, 1); None = the most likely actions.
-            temperature: `[m]` at least 0; 0 means the most likely action. None = 1.
-            action_mask: Legal values (True) of Discrete actions `[m, values]`; of MultiDiscrete ones side by side, or a
-                tuple of one per component. None = all.
-            base: Act from the untrained base instead.
-        """
-        ...
 
 
 class PolicyBank(Protocol):

@@ -1,12 +1,14 @@
-"""The small frozen records that rooms exchange: rows of work, rollouts, batches and learning reports."""
+"""The small frozen records that rooms exchange: rows of work, rollouts, actions, batches and learning reports."""
 
+from evogrpo.records.acting import Acted, Actor
 from evogrpo.records.batches import Batch
 from evogrpo.records.inputs import Inputs, NoInputs, ObservationInputs, TokenInputs, map_tensors
 from evogrpo.records.reports import LearnReport, UpdateReport
-from evogrpo.records.rollouts import Acted, Rollout, Rows
+from evogrpo.records.rollouts import Rollout, Rows
 
 __all__ = [
     "Acted",
+    "Actor",
     "Batch",
     "Inputs",
     "LearnReport",

@@ -135,7 +135,7 @@ class StackedBank:
         action_mask: Any = None,
         base: bool = False,
     ) -> Acted:
-        """Choose one action for each observation; see `evogrpo.policies.bank.Actor`.
+        """Choose one action for each observation; see `evogrpo.records.Actor`.
 
         Raises:
             ValueError: If a slot does not exist, or an observation does not fit its space.

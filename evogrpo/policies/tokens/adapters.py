@@ -103,7 +103,7 @@ class AdapterBank:
             base: Sample from the untrained base, whatever `rows.member_ids` says.
 
         Returns:
-            Completions in the order of `rows`, at most `rows.uniforms.shape[1]` tokens each.
+            Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
 
         Raises:
             ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
@@ -112,8 +112,11 @@ class AdapterBank:
             raise ValueError("there is nothing to sample: rows is empty")
         if any(not prompt for prompt in rows.prompts):
             raise ValueError("a prompt must hold at least one token, got an empty one")
+        if rows.uniforms is None:
+            drawn = torch.rand(len(rows), rows.max_new_tokens, generator=torch.default_generator)
+            rows = replace(rows, uniforms=drawn)
         order = torch.from_numpy(_lexsort(rows.prompt_ids, rows.member_ids))
-        width = max(len(prompt) for prompt in rows.prompts) + rows.uniforms.shape[1]
+        width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
         if self.base.context is not None and width > self.base.context:
             raise ValueError(
                 f"the longest prompt and completion together must fit the model's context of {self.base.context} "
@@ -129,7 +132,11 @@ class AdapterBank:
             present=torch.cat([part.present for part in parts])[back],
             log_probs=torch.cat([part.log_probs for part in parts])[back],
             truncated=torch.cat([part.truncated for part in parts])[back],
+            exact=self.sampler_is_exact,
         )
+
+    def sync(self, changed: Sequence[int]) -> None:
+        """Do nothing: the bank samples from the weights that it trains."""
 
     def log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities of the batch's actions, in nats, without gradient; 0 where masked."""
@@ -246,13 +253,14 @@ class AdapterBank:
 
     def _sample_wave(self, rows: Rows, wave: Tensor, route: Route) -> list[Rollout]:
         """Sample the rows numbered in `wave` together, or in halves where memory runs out."""
-        device = self.base.device
+        device, part = self.base.device, rows.select(wave)
+        assert part.uniforms is not None
         part = replace(
-            rows,
-            prompt_ids=rows.prompt_ids[wave].to(device),
-            member_ids=rows.member_ids[wave].to(device),
-            temperature=rows.temperature[wave].to(device),
-            uniforms=rows.uniforms[wave].to(device),
+            part,
+            prompt_ids=part.prompt_ids.to(device),
+            member_ids=part.member_ids.to(device),
+            temperature=part.temperature.to(device),
+            uniforms=part.uniforms.to(device),
         )
         try:
             return [generate(self.base, route, part, self.end_ids)]

@@ -33,7 +33,7 @@ class _SharedDecoding:
         prefix = base.run_prefix(prompts, slots, route)
         self.first = prefix.last_hidden
         self.mask = prefix.mask[self.prefix_of]
-        self.cache = GrowingCache(prefix, self.prefix_of, rows.uniforms.shape[1] - 1)
+        self.cache = GrowingCache(prefix, self.prefix_of, rows.max_new_tokens - 1)
 
     def start(self) -> Tensor:
         self.route(self.members)
@@ -82,6 +82,7 @@ def generate(base: CausalModel, route: Route, rows: Rows, end_ids: Tensor) -> Ro
     Returns:
         The completions, in the order of `rows`.
     """
+    assert rows.uniforms is not None  # whoever calls has drawn them
     count, width = rows.uniforms.shape
     device = base.device
     actions = torch.full((count, width), base.pad_id, dtype=torch.long, device=device)
