@@ -365,13 +365,13 @@ class AdapterBank:
         used = int(_lengths(batch.action_mask).max())
         mask = batch.action_mask[:, :used]
         hidden = self._hidden(batch, used, adapted)
-        early = torch.arange(used, device=mask.device) < inputs.min_new_tokens
+        early = inputs.places(used).to(mask.device) < inputs.min_new_tokens
         scores = chunked_log_probs(
             hidden[mask],
             self.base.head,
             batch.actions[:, :used][mask],
             inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
-            early.expand(mask.shape)[mask],
+            early[mask],
             self.end_ids,
             self.logits_rows,
             entropy_gradient=entropy_gradient,
