@@ -78,7 +78,7 @@ def test_reducing_the_memory_peak_changes_no_result(reduce_memory_peak):
     plain = different_members(MODEL, 2)
     chunked = different_members(MODEL, 2, reduce_memory_peak=reduce_memory_peak)
     if reduce_memory_peak:
-        chunked.logits_rows = 7  # a tiny batch would fit into one chunk
+        chunked.passes.logits_rows = 7  # a tiny batch would fit into one chunk
     batch = sampled_batch(plain)
     torch.testing.assert_close(plain.log_probs(batch), chunked.log_probs(batch), rtol=1e-6, atol=1e-6)
     reports = [bank.update(batch, grpo_loss(batch), {0: HYPERPARAMETERS[0]})[0] for bank in (plain, chunked)]

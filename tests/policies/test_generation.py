@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from evogrpo.policies.tokens import adapters
+from evogrpo.policies.tokens import sampling
 from evogrpo.records import Rows
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import (
@@ -232,7 +232,7 @@ def test_neither_the_order_nor_the_company_nor_the_waves_matter(architecture, sh
             assert torch.equal(getattr(got, field), getattr(expected, field)[selection]), field
         torch.testing.assert_close(got.log_probs, expected.log_probs[selection], rtol=1e-4, atol=1e-4)
     for cached_tokens in (1, 11 * 10):  # a wave for each row; ten rows a wave
-        monkeypatch.setattr(adapters, "CACHED_TOKENS", cached_tokens)
+        monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
         got = bank.sample(rows.select(order))
         for field in FIELDS:
             assert torch.equal(getattr(got, field), getattr(expected, field)[order]), field
