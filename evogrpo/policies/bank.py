@@ -57,8 +57,13 @@ class PolicyBank(Protocol):
         """
         ...
 
-    def log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked."""
+    def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
+        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            base: Under the untrained policy that all members started from, whatever beta holds them to.
+        """
         ...
 
     def entropies(self, batch: Batch) -> Tensor:
@@ -66,7 +71,10 @@ class PolicyBank(Protocol):
         ...
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities under the reference policy, without gradient; 0 where masked."""
+        """Return `[n, t]` log-probabilities under the policy that beta holds to, without gradient; 0 where masked.
+
+        That is each member's own reference where the bank was made with them, and the base otherwise.
+        """
         ...
 
     def keep_reference(self, slots: Sequence[int]) -> None:
@@ -101,6 +109,15 @@ class PolicyBank(Protocol):
 
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Give slot i the whole learner state of slot parents[i], all at once; None = a fresh initialisation."""
+        ...
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a learner state consists of, by name: the keys of `state`, the same for all members."""
+        ...
+
+    def part(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one part of what the member in `slot` has learnt."""
         ...
 
     def state(self, slot: int) -> State:

@@ -52,9 +52,7 @@ class Rows:
                 )
             object.__setattr__(self, "max_new_tokens", width)
         if self.max_new_tokens < 1:
-            raise ValueError(
-                f"max_new_tokens must be at least 1 where there are no uniforms, got {self.max_new_tokens}"
-            )
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}: give it, or uniforms")
         for name, values in (("history", self.history), ("kept_rows", self.kept_rows)):
             if values is not None and len(values) != len(self):
                 raise ValueError(f"{name} must have one entry for each of {len(self)} rows, got {len(values)}")

@@ -449,6 +449,16 @@ class PolicyBankTestCase(ABC):
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), again.state(slot))
 
+    def test_a_state_is_its_parts_and_each_is_a_copy(self) -> None:
+        bank = self.make_bank(SIZE)
+        self.learn(bank, self.act(bank, range(SIZE)))
+        for slot, state in enumerate(self.states(bank)):
+            assert tuple(state) == bank.parts
+            for values in (parts := {name: bank.part(slot, name) for name in bank.parts}).values():
+                values.zero_()
+            assert set(parts) == set(state)
+            self.assert_same({name: bank.part(slot, name) for name in bank.parts}, state)
+
     def test_a_state_is_a_copy_both_ways(self) -> None:
         bank = self.make_bank(SIZE)
         state, before = bank.state(0), bank.state(0)

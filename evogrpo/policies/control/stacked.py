@@ -183,9 +183,14 @@ class StackedBank:
 
     # ---- scoring and learning
 
-    def log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked."""
-        return self._scorer.score(batch, "weights")[0]
+    def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
+        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            base: Under the policy that all members started from rather than under their own.
+        """
+        return self._scorer.score(batch, "base" if base else "weights")[0]
 
     def entropies(self, batch: Batch) -> Tensor:
         """Return `[n, t]` entropies of the distributions acted from, in nats, without gradient; 0 where masked."""
@@ -218,6 +223,15 @@ class StackedBank:
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Give slot i everything slot parents[i] has learnt, architecture and all; None = a fresh initialisation."""
         self._states.inherit(parents)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a learner state consists of, by name."""
+        return self._states.parts
+
+    def part(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one part of a member's learner state."""
+        return self._states.part(slot, name)
 
     def state(self, slot: int) -> dict[str, Tensor]:
         """Return copies of everything the member in `slot` has learnt, and its architecture."""
