@@ -19,13 +19,15 @@ class TestAdapterBank(PolicyBankTestCase):
     def make_bank(self, size):
         return different_members(MODEL, size)
 
-    def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False):
+    def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False, base=False):
         rows = make_rows(members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0)
-        return as_batch(rows, bank.sample(rows))
+        return as_batch(rows, bank.sample(rows, base=base))
 
 
 class TestAdapterBankWithOwnReferences(TestAdapterBank):
     """The same contract where every member's reference is its own, and lies elsewhere than the base."""
+
+    own_reference = True
 
     def make_bank(self, size):
         bank = different_members(MODEL, size, own_reference=True)
