@@ -1,7 +1,7 @@
 """The one seam between policies and everything above them: the PolicyBank protocol."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from evogrpo.records import Batch, UpdateReport
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
 `[k]` weighted losses, to be summed. Entropies carry a gradient only in `update(..., entropy_gradient=True)`."""
+
+Policy = Literal["weights", "reference", "base"]
+"""What members are, what beta holds them to, or the untrained policy that all share."""
 
 State = dict[str, Tensor]
 """Everything a member has learnt: weights, optimiser moments, step count, running statistics, and its own reference

@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo.objective import Optimizer
+from evogrpo.policies.bank import Policy
 from evogrpo.policies.tokens.lora import default_lora_config, find_targets, initial_weights, peft_files, scaling
 from evogrpo.policies.tokens.low_rank import LowRankAdapters
 from evogrpo.policies.tokens.states import LearnerStates
-from evogrpo.policies.tokens.weights import Policy, Route, View
+from evogrpo.policies.tokens.weights import Route, View
 
 
 class AdapterWeights(LearnerStates):

@@ -71,13 +71,7 @@ class RoutedAdapters:
             added: Tensor = _AddLowRank.apply(output, inputs, sizes, scale, *own)
             return added
         if len(sizes) == len(weights) > 1 and len(set(sizes)) == 1:  # all members, equally many rows: one product
-            members = len(weights)
-            low = torch.bmm(x.view(members, -1, target.width_in), target.a(weights).mT)
-            wide, b = out.view(members, -1, target.width_out), target.b(weights).mT
-            if wide.dtype == low.dtype:
-                wide.baddbmm_(low, b, alpha=scale)
-            else:
-                wide.add_(torch.bmm(low, b).to(wide.dtype), alpha=scale)
+            _add_all_low_rank(x.unflatten(0, (len(weights), -1)), out, target.a(weights), target.b(weights), scale)
             return output
         for segment, part, base in zip(self._segments, x.split(sizes), out.split(sizes), strict=True):
             _add_low_rank(part, base, *leaves[segment.slot], scale)
@@ -132,6 +126,16 @@ def _add_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) ->
         else:
             out.add_((low @ b.mT).to(out.dtype), alpha=scale)
     return low
+
+
+def _add_all_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """Do the same for all members at once, x being `[p, m, in]`."""
+    with torch.autocast(x.device.type, enabled=False):
+        low, wide = torch.bmm(x, a.mT), out.view(len(x), -1, out.shape[-1])
+        if wide.dtype == low.dtype:
+            wide.baddbmm_(low, b.mT, alpha=scale)
+        else:
+            wide.add_(torch.bmm(low, b.mT).to(wide.dtype), alpha=scale)
 
 
 def _leaves(target: Target, row: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,13 @@
 """The weights of a population of language models, as sampling and learning use them: the Weights protocol."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.policies.bank import Policy
 from evogrpo.records import UpdateReport
-
-Policy = Literal["weights", "reference", "base"]
-"""What members are, what beta holds them to, or the untrained policy that all share."""
 
 
 class View(Protocol):
