@@ -1,63 +1,27 @@
-"""A frozen causal language model as the bank uses it: prefix-shared forward passes that leave the model as it was."""
+"""A frozen causal language model of transformers as a TokenModel: prefix-shared passes that leave it as it was."""
 
-import os
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from evogrpo.policies.tokens.cache import Prefix, PrefixLayer
+from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.policies.tokens.borrowing import frozen, grouped_attention
+from evogrpo.policies.tokens.cache import Context, Prefix, PrefixLayer, Prompts, collected
+from evogrpo.policies.tokens.decoding import CachedDecoding, PlainDecoding
+from evogrpo.policies.tokens.weights import Route, View
 
 Head = Callable[[Tensor], Tensor]
-
-Route = Callable[[Tensor], None]
-"""Tells the adapters which slot each row of the coming forward passes belongs to; slots are sorted."""
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
 
 
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Run `model` without dropout and without gradients for its own weights; put all its flags back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        for parameter, _ in flags:
-            parameter.requires_grad_(False)
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-        for parameter, required in flags:
-            parameter.requires_grad_(required)
-
-
-@contextmanager
-def grouped_attention(device: torch.device) -> Iterator[None]:
-    """Let transformers' attention read keys and values shared by several heads where they are, rather than copy them.
-
-    By default it does so without a mask only, because other devices' kernels need that; the CPU's does not.
-    """
-    name = "TRANSFORMERS_SDPA_FORCE_GQA"
-    before = os.environ.get(name)
-    try:
-        if device.type == "cpu":
-            os.environ[name] = "1"
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = before
-
-
-def pad_left(sequences: "list[tuple[int, ...]]", pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_left(sequences: Sequence[tuple[int, ...]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return token ids `[m, P]` padded on the left, and the mask of real tokens `[m, P]`."""
     width = max(len(sequence) for sequence in sequences)
     ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
@@ -68,7 +32,7 @@ def pad_left(sequences: "list[tuple[int, ...]]", pad_id: int, device: torch.devi
     return ids.to(device), mask.to(device)
 
 
-def _common_length(prompts: "list[tuple[int, ...]]") -> int:
+def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
     """Return how many tokens all prompts begin with, at least one of each prompt's left over."""
     shortest = min(map(len, prompts)) - 1
     first = min(prompts), max(prompts)  # what the extremes share, all in between share
@@ -77,7 +41,10 @@ def _common_length(prompts: "list[tuple[int, ...]]") -> int:
 
 
 class CausalModel:
-    """A base language model, used by calling its modules only.
+    """A base language model, used by calling its modules only; see `evogrpo.policies.tokens.model.TokenModel`.
+
+    Members' weights act through forward hooks on the modules that they change. The hooks exist only while the model is
+    `working`, and do nothing but during a pass of its own.
 
     At construction a probe compares the prefix-shared pass and the bare vocabulary head with the model's own
     `forward`; whatever differs is not used (`shares_prefix`, `head`).
@@ -85,17 +52,31 @@ class CausalModel:
     Args:
         model: A causal language model of transformers; never changed.
         pad_id: Token id used as padding.
+        changed: Dotted names of the modules whose output views change.
         explicit_positions: Whether to pass positions, counted without padding; only models whose attention knows
             nothing but distances can do without.
+        autocast: Makes the context that passes run in, for mixed precision.
 
     Raises:
         ValueError: If the logits cannot be computed from the hidden states, or padding changes them.
     """
 
-    def __init__(self, model: PreTrainedModel, pad_id: int, *, explicit_positions: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pad_id: int,
+        *,
+        changed: Sequence[str] = (),
+        explicit_positions: bool = True,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         self.model = model
         self.pad_id = pad_id
         self.explicit_positions = explicit_positions
+        self.autocast = autocast
+        self._changed = {name: model.get_submodule(name) for name in changed}
+        self._view: View | None = None
+        self._working = False
         self.decoder: nn.Module = model.base_model
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
@@ -103,6 +84,7 @@ class CausalModel:
         with frozen(model), torch.no_grad():
             self.head = self._find_head()
             self._probe_padding()
+            self.shares_prefix = True  # as the probe tries it
             self.shares_prefix = self._probe_prefix()
         if not self.shares_prefix:
             warnings.warn(
@@ -111,47 +93,102 @@ class CausalModel:
                 stacklevel=3,
             )
 
-    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
+    @property
+    def exact(self) -> bool:
+        """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
+        dtype = next(self.model.parameters()).dtype
+        return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Freeze the model and hook the views in; inside another such `with`, there is nothing left to do."""
+        if self._working:
+            yield
+            return
+        handles: list[RemovableHandle] = []
+        try:
+            self._working = True
+            with frozen(self.model), grouped_attention(self.device):
+                handles.extend(module.register_forward_hook(self._hook(name)) for name, module in self._changed.items())
+                yield
+        finally:
+            self._working = False
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
+        def change(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            return None if self._view is None else self._view(name, args[0], output)
+
+        return change
+
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
         """Return final hidden states `[n, t, h]` of tokens `[n, t]` that continue `cache`.
 
         Args:
             ids: `[n, t]` token ids.
             mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the first True.
             cache: What the tokens continue, or None.
+            view: The weights that rows act with; None = the base's alone.
         """
         positions = {}
         if self.explicit_positions:
             positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         # A model without a cache of keys and values has no such argument: it is named only when there is one.
         cached = {} if cache is None else {"past_key_values": cache, "use_cache": True}
-        output = self.decoder(input_ids=ids, attention_mask=mask.long(), **positions, **cached)
+        try:
+            self._view = view
+            output = self.decoder(input_ids=ids, attention_mask=mask.long(), **positions, **cached)
+        finally:
+            self._view = None
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def run_prefix(
-        self, prompts: "list[tuple[int, ...]]", slots: "list[int]", route: Route, shortest_root: int = SHORTEST_ROOT
-    ) -> Prefix:
+    def prefix(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        slots: Sequence[int],
+        route: Route,
+        shortest_root: int = SHORTEST_ROOT,
+    ) -> Prefix | Prompts:
         """Run prompts once each, keeping what completions need to continue from them, gradients included.
 
-        What all prompts begin with, a system prompt for instance, runs only once per slot.
+        What all prompts begin with, a system prompt for instance, runs only once per slot. Where the cache cannot be
+        shared, nothing runs yet.
 
         Args:
             prompts: Token ids of each.
-            slots: Whose adapters run each prompt, sorted.
-            route: Directs the adapters.
+            slots: Whose weights run each prompt, sorted.
+            route: Directs rows to weights.
             shortest_root: Fewest common tokens that are worth a pass of their own.
         """
+        if not self.shares_prefix:
+            ids, mask = pad_left(prompts, self.pad_id, self.device)
+            return Prompts(ids=ids, mask=mask)
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
         if common < shortest_root or len(owners) == len(prompts):
-            route(torch.tensor(slots))
-            return self._run_on(None, torch.arange(len(prompts)), prompts)
-        route(owners)
-        root = self._run_on(None, torch.arange(len(owners)), [prompts[0][:common]] * len(owners))
-        route(torch.tensor(slots))
-        return self._run_on(root, rows.to(self.device), [prompt[common:] for prompt in prompts])
+            return self._run_on(None, torch.arange(len(prompts)), prompts, route(torch.tensor(slots)))
+        root = self._run_on(None, torch.arange(len(owners)), [prompts[0][:common]] * len(owners), route(owners))
+        rest = [prompt[common:] for prompt in prompts]
+        return self._run_on(root, rows.to(self.device), rest, route(torch.tensor(slots)))
 
-    def _run_on(self, root: Prefix | None, rows: Tensor, prompts: "list[tuple[int, ...]]") -> Prefix:
+    def resume(
+        self,
+        parts: Sequence[Context],
+        part_of: Tensor,
+        row_of: Tensor,
+        tokens: Sequence[tuple[int, ...]],
+        slots: Tensor,
+        route: Route,
+    ) -> Prefix:
+        """Go on from rows that were set aside, running only the tokens that follow; see `TokenModel.resume`."""
+        root = collected(parts, part_of.to(self.device), row_of.to(self.device))
+        return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, route(slots))
+
+    def _run_on(
+        self, root: Context | None, rows: Tensor, prompts: Sequence[tuple[int, ...]], view: View | None
+    ) -> Prefix:
         """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
         ids, mask = pad_left(prompts, self.pad_id, self.device)
         layers = [PrefixLayer() for _ in range(self.layers)]
@@ -164,13 +201,51 @@ class CausalModel:
             )
             mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
             layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
-        hidden = self.run(ids, mask, Cache(layers=list(layers)))
+        hidden = self.run(ids, mask, Cache(layers=list(layers)), view)
         return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
 
-    def run_completions(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor) -> Tensor:
-        """Return hidden states `[n, t, h]` of completions that continue prompt number `rows[i]` of `prefix`."""
+    def extend(self, prefix: Prefix | Prompts, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
+        """Run completions on top of prompts; see `TokenModel.extend`."""
+        if isinstance(prefix, Prompts):
+            whole = torch.cat([prefix.ids[rows], ids], dim=1), torch.cat([prefix.mask[rows], present], dim=1)
+            return self.run(*whole, None, view)[:, prefix.ids.shape[1] - 1 :]
+        first = prefix.last_hidden[rows][:, None]
+        if not ids.shape[1]:
+            return first
         cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
-        return self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache)
+        hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, view)
+        return torch.cat([first, hidden], dim=1)
+
+    def decode(
+        self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, route: Route
+    ) -> CachedDecoding | PlainDecoding:
+        """Begin to write rows; see `TokenModel.decode`."""
+        if isinstance(prefix, Prompts):
+            return PlainDecoding(self.run, prefix, rows, slots, route)
+        return CachedDecoding(self.run, prefix, rows, slots, room, route)
+
+    def score(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        temperature: Tensor,
+        forbidden: Tensor,
+        forbidden_ids: Tensor,
+        chunk: int,
+        *,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies; see `TokenModel.score`."""
+        return chunked_log_probs(
+            hidden,
+            self.head,
+            tokens,
+            temperature,
+            forbidden,
+            forbidden_ids,
+            chunk,
+            entropy_gradient=entropy_gradient,
+        )
 
     def _find_head(self) -> Head:
         """Find the function from hidden states to logits that equals the model's own."""
@@ -203,7 +278,7 @@ class CausalModel:
         mask = torch.ones_like(padded, dtype=torch.bool)
         mask[:, :2] = False
         try:
-            shifted = self.run(padded, mask, None)[:, 2:]
+            shifted = self.run(padded, mask, None, None)[:, 2:]
         except TypeError as error:
             remedy = " and position_ids; pass calc_position_embeddings=False" if self.explicit_positions else ""
             raise ValueError(
@@ -224,8 +299,8 @@ class CausalModel:
         present = torch.ones_like(ids, dtype=torch.bool)
         try:
             prompts = [tuple(token % vocabulary for token in prompt) for prompt in prompts]
-            prefix = self.run_prefix(prompts, [0, 0], lambda slots: None, shortest_root=1)
-            shared = self.run_completions(prefix, rows, ids, present)
+            prefix = self.prefix(prompts, [0, 0], lambda slots: None, shortest_root=1)
+            shared = self.extend(prefix, rows, ids, present, None)[:, 1:]
         except Exception:  # noqa: BLE001  # an architecture's cache may fail in any way; the plain path is always right
             return False
         for row, own in enumerate(rows.tolist()):

@@ -1,13 +1,11 @@
-"""Low-rank adapters acting on a model through forward hooks, each row of a forward pass through its own member's."""
+"""Low-rank adapters of all members, each row of a forward pass going through its own member's."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
-from torch.utils.hooks import RemovableHandle
 
 from evogrpo.policies.tokens.lora import Target
 
@@ -21,82 +19,63 @@ class _Segment:
 
 
 class LowRankAdapters:
-    """The adapters of all members over one model.
+    """The adapters of all members, to be routed to the rows of forward passes.
 
     Args:
-        model: The base model.
-        targets: Its adapted modules.
+        targets: The adapted modules.
         weights: `[p, k]` adapters of all members; views of it are what acts.
         scale: Factor on B A x.
     """
 
-    def __init__(self, model: nn.Module, targets: Sequence[Target], weights: Tensor, scale: float) -> None:
-        self._model = model
-        self._targets = targets
-        self._weights = weights
-        self._scale = scale
-        self._segments: tuple[_Segment, ...] = ()
-        self._leaves = {target.name: [_leaves(target, row) for row in weights] for target in targets}
+    def __init__(self, targets: Sequence[Target], weights: Tensor, scale: float) -> None:
+        self.targets = {target.name: target for target in targets}
+        self.weights = weights
+        self.scale = scale
+        self.leaves = {target.name: [_leaves(target, row) for row in weights] for target in targets}
 
-    @contextmanager
-    def attached(self) -> Iterator[None]:
-        """Hook the adapters into the model for the length of a `with`; no rows are routed at its start or end."""
-        modules = dict(self._model.named_modules())
-        handles: list[RemovableHandle] = []
-        try:
-            handles.extend(modules[target.name].register_forward_hook(self._hook(target)) for target in self._targets)
-            yield
-        finally:
-            self._segments = ()
-            for handle in handles:
-                handle.remove()
-
-    def route(self, slots: Tensor | None) -> None:
-        """Set which slot each row of the next forward passes belongs to, sorted; None = adapters off."""
-        self._segments = ()
-        if slots is not None:
-            values, counts = torch.unique_consecutive(slots, return_counts=True)
-            self._segments = tuple(map(_Segment, values.tolist(), counts.tolist()))
+    def route(self, slots: Tensor) -> "RoutedAdapters":
+        """Return the adapters that rows of the given slots, which are sorted, act with."""
+        values, counts = torch.unique_consecutive(slots, return_counts=True)
+        return RoutedAdapters(self, tuple(map(_Segment, values.tolist(), counts.tolist())))
 
     def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
         """Let backward passes add a member's gradient into `buffer` `[k]`; None ends that."""
-        for target in self._targets:
-            for leaf, view in zip(self._leaves[target.name][slot], (target.a, target.b), strict=True):
+        for name, target in self.targets.items():
+            for leaf, view in zip(self.leaves[name][slot], (target.a, target.b), strict=True):
                 leaf.grad = None if buffer is None else view(buffer)
 
-    def _hook(self, target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
-        leaves = self._leaves[target.name]
 
-        def add_adapters(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-            if not self._segments:
-                return None
-            x = args[0].reshape(-1, target.width_in).to(self._weights.dtype)
-            out = output.view(-1, target.width_out)
-            # Not output.shape[0]: some architectures flatten rows and positions before their linear layers.
-            per_row = len(out) // sum(segment.rows for segment in self._segments)
-            sizes = [segment.rows * per_row for segment in self._segments]
-            if not torch.is_grad_enabled() and self._is_whole_bank(sizes):
-                members = len(self._weights)
-                low = torch.bmm(x.view(members, -1, target.width_in), target.a(self._weights).mT)
-                wide, b = out.view(members, -1, target.width_out), target.b(self._weights).mT
-                if wide.dtype == low.dtype:
-                    wide.baddbmm_(low, b, alpha=self._scale)
-                else:
-                    wide.add_(torch.bmm(low, b).to(wide.dtype), alpha=self._scale)
-                return output
-            if torch.is_grad_enabled():
-                own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
-                added: Tensor = _AddLowRank.apply(output, args[0], sizes, self._scale, *own)
-                return added
-            for segment, part, base in zip(self._segments, x.split(sizes), out.split(sizes), strict=True):
-                _add_low_rank(part, base, *leaves[segment.slot], self._scale)
+class RoutedAdapters:
+    """The adapters that the rows of one forward pass act with; see `evogrpo.policies.tokens.weights.View`.
+
+    Args:
+        adapters: Of all members.
+        segments: Whose the rows are, from the first to the last.
+    """
+
+    def __init__(self, adapters: LowRankAdapters, segments: tuple[_Segment, ...]) -> None:
+        self._adapters, self._segments = adapters, segments
+        self._rows = sum(segment.rows for segment in segments)
+
+    def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
+        """Add scale * B A x to what a module put out, in place."""
+        target, scale = self._adapters.targets[module], self._adapters.scale
+        weights, leaves = self._adapters.weights, self._adapters.leaves[module]
+        x = inputs.reshape(-1, target.width_in).to(weights.dtype)
+        out = output.view(-1, target.width_out)
+        # Not output.shape[0]: some architectures flatten rows and positions before their linear layers.
+        per_row = len(out) // self._rows
+        sizes = [segment.rows * per_row for segment in self._segments]
+        if torch.is_grad_enabled():
+            own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
+            added: Tensor = _AddLowRank.apply(output, inputs, sizes, scale, *own)
+            return added
+        if len(sizes) == len(weights) > 1 and len(set(sizes)) == 1:  # all members, equally many rows: one product
+            _add_all_low_rank(x.unflatten(0, (len(weights), -1)), out, target.a(weights), target.b(weights), scale)
             return output
-
-        return add_adapters
-
-    def _is_whole_bank(self, sizes: Sequence[int]) -> bool:
-        """Tell whether the rows are every member's, equally many each: then one batched product serves all."""
-        return len(sizes) == len(self._weights) > 1 and len(set(sizes)) == 1
+        for segment, part, base in zip(self._segments, x.split(sizes), out.split(sizes), strict=True):
+            _add_low_rank(part, base, *leaves[segment.slot], scale)
+        return output
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -147,6 +126,16 @@ def _add_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) ->
         else:
             out.add_((low @ b.mT).to(out.dtype), alpha=scale)
     return low
+
+
+def _add_all_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """Do the same for all members at once, x being `[p, m, in]`."""
+    with torch.autocast(x.device.type, enabled=False):
+        low, wide = torch.bmm(x, a.mT), out.view(len(x), -1, out.shape[-1])
+        if wide.dtype == low.dtype:
+            wide.baddbmm_(low, b.mT, alpha=scale)
+        else:
+            wide.add_(torch.bmm(low, b.mT).to(wide.dtype), alpha=scale)
 
 
 def _leaves(target: Target, row: Tensor) -> tuple[Tensor, Tensor]:
