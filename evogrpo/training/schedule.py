@@ -110,5 +110,5 @@ class Schedule:
             population.space,
             samples_per_step=self.samples_per_step,
             rows_are_samples=not population.shared.bank.rows_are_transitions,
-        ):
+        ).values():
             warnings.warn(reason, stacklevel=3)
