@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from evogrpo.agents.members.banks import DEFAULT, Banks
 from evogrpo.objective import Objective
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.stacked import StackedBank
@@ -189,15 +190,23 @@ class Settings:
 
     objective: Objective
     seed: int = 0
-    max_output_tokens: int = 1
+    max_actions: int = 1
 
 
 @dataclass(frozen=True)
 class Together:
-    """See `evogrpo.agents.learning.step.LearningShared`."""
+    """One policy of members, and these members; see `evogrpo.agents.learning.step`."""
 
     bank: StackedBank
     settings: Settings
+
+    @property
+    def policies(self) -> "dict[str, Together]":
+        return {DEFAULT: self}
+
+    @property
+    def banks(self) -> Banks:
+        return Banks({DEFAULT: self.bank})
 
 
 def together(size: int = 1, **objective: Any) -> Together:

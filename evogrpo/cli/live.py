@@ -102,7 +102,7 @@ class RunDisplay:
     def __init__(self, console: Console, evolution: Evolution) -> None:
         self._console, self._evolution = console, evolution
         self._pace = Pace(evolution)
-        self.words = words_of(evolution.population.shared.body.kind)
+        self.words = words_of(evolution.population.members.kind)
         self._spinner = Spinner("dots")
         self._began = time.monotonic() - evolution.progress.seconds
         self._step: StepReport | None = None

@@ -9,6 +9,10 @@ from torch import Tensor
 from evogrpo.functional.statistics import numbered
 from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
+# In nats. Actions after equal tokens are equally uncertain, but beside other rows their entropies round otherwise. More
+# than rounding in float32, and less than a difference that could matter.
+TIED = 1e-4
+
 
 def importance_weights(
     kind: str, old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, cap: float = 2.0
@@ -97,7 +101,8 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
         quantile: Share to keep, in (0, 1].
 
     Returns:
-        `[n, t]` booleans, a subset of `mask`; actions as uncertain as the least uncertain one kept are kept too.
+        `[n, t]` booleans, a subset of `mask`; actions as uncertain as the least uncertain one kept are kept too, where
+        "as uncertain" means to `TIED` nats.
 
     Source: "Beyond the 80/20 rule" (arXiv:2506.01939).
     """
@@ -110,5 +115,5 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
             continue
         # The 1 - quantile point by linear interpolation lies just below this order statistic (or on it).
         rank = math.ceil((1.0 - quantile) * (len(values) - 1) - 1e-9)
-        kept |= own & (entropies >= values.kthvalue(rank + 1).values)
+        kept |= own & (entropies >= values.kthvalue(rank + 1).values - TIED)
     return kept

@@ -33,6 +33,10 @@ class Sampler(Protocol):
         """Sample one completion for each row, from its member's policy or from the untrained base."""
         ...
 
+    def sync(self, changed: Sequence[int]) -> None:
+        """Take note that the weights in these slots have changed since the last call; all have before the first."""
+        ...
+
 
 class Actor(Protocol):
     """Whatever can act for members step by step, as environments ask; a bank of small networks does."""

@@ -194,8 +194,8 @@ class Evolution:
         self._record(
             "run",
             **self._description,
-            kind=self.population.shared.body.kind,
-            seed=self.population.shared.settings.seed,
+            kind=self.population.members.kind,
+            seed=self.population.members.settings.seed,
             population_size=len(self.population),
             samples_per_step=self.schedule.samples_per_step,
             steps_per_generation=self.schedule.steps_per_generation,
@@ -250,7 +250,7 @@ class Evolution:
             # reward function raised, and the run goes on once it is mended.
             self._save(f"{type(error).__name__} while collecting step {progress.step}")
             raise
-        learned = self.population.learn(collected.batch, step=progress.step)
+        learned = self.population.learn(collected.experience, step=progress.step)
         seconds = time.monotonic() - began
         tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
         indices = {slot: self.population.agents[slot].index for slot in learned}
@@ -350,7 +350,7 @@ class Evolution:
         agent = self.population.agents[self.population.best_slot]
         best = self.progress.best
         if agent.fitness is not None and (best is None or agent.fitness.mean > best.fitness.mean):
-            state = self.population.shared.bank.state(agent.slot)
+            state = self.population.members.banks.state(agent.slot)
             self.progress.best = Best(
                 index=agent.index, generation=self.progress.generation, fitness=agent.fitness, state=state
             )

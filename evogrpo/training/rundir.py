@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import evogrpo
 from evogrpo.agents.checkpoints.saving import learnt, population_state, restore_population, save_agent
-from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.kinds import agent_class
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy, strategy_from_json
@@ -174,9 +174,13 @@ class Saved:
         Raises:
             CheckpointError: If it is another base model, or the record does not fit together.
         """
-        kind, together = _classes(self.base["kind"])
         population = restore_population(
-            kind, self.tensors, self.record["population"], model, self.folder, device=device, together=together
+            agent_class(self.base["kind"]),
+            self.tensors,
+            self.record["population"],
+            model,
+            self.folder,
+            device=device,
         )
         progress = Progress.from_json(self.record["progress"])
         # A kill between saving the best and the checkpoint leaves a best of a generation that is now done again.
@@ -190,16 +194,6 @@ class Saved:
                 state=learnt(tensors),
             )
         return population, progress
-
-
-def _classes(kind: str) -> tuple[type[GRPO], type[Population]]:
-    """Return the classes of the agents and of the population whose members are of this kind."""
-    if kind != "joint":
-        return GRPO, Population
-    from evogrpo.agents.joint_population import MultiAgentPopulation
-    from evogrpo.agents.multi_agent import MultiAgentGRPO
-
-    return MultiAgentGRPO, MultiAgentPopulation
 
 
 def open_run(path: str | Path) -> Saved:

@@ -105,10 +105,10 @@ class Schedule:
     def warn_neutral(self, population: Population) -> None:
         """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective."""
         for reason in neutral(
-            population.shared.settings.objective,
+            population.members.settings.objective,
             [agent.hyperparameters for agent in population.agents],
             population.space,
             samples_per_step=self.samples_per_step,
-            rows_are_samples=not population.shared.bank.rows_are_transitions,
+            rows_are_samples=not any(bank.rows_are_transitions for bank in population.members.banks.values()),
         ).values():
             warnings.warn(reason, stacklevel=3)

@@ -75,7 +75,7 @@ def test_learning_equals_the_formulas(case):
     plan = minibatches(learner, batch, seed=0)
     by_hand = ByHand(peft_twin(agent), batch, agent.hyperparameters, objective)
     losses = by_hand.learn(plan)
-    report = learn(agent._shared, [learner], batch)[0]
+    report = learn(agent.members, [learner], {"default": batch})[0]
     assert report.optimizer_steps == len(plan) == 6
     assert report.loss == pytest.approx(sum(losses) / len(losses), rel=1e-3, abs=1e-5)
     expected = flat(by_hand.member.parameters)

@@ -14,6 +14,7 @@ from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import CARRIED, CARRIED_AT_BIRTH, LossFunction, PolicyBank
 from evogrpo.records import Batch
+from tests.rounding import assert_states_agree
 
 SIZE = 3
 HYPERPARAMETERS = (
@@ -103,18 +104,6 @@ class PolicyBankTestCase(ABC):
         for name, values in one.items():
             assert torch.equal(values.nan_to_num(7.5), other[name].nan_to_num(7.5)), name
 
-    @staticmethod
-    def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], lr: float) -> None:
-        """Check that two learner states agree but for rounding, which AdamW's division may blow up to part of lr."""
-        assert set(one) == set(other)
-        for name, values in one.items():
-            if values.is_floating_point():
-                scale = float(values.abs().max())
-                torch.testing.assert_close(other[name], values, rtol=1e-3, atol=1e-5 * scale + 0.02 * lr, msg=name)
-                torch.testing.assert_close(other[name].norm(), values.norm(), rtol=1e-4, atol=1e-6)
-            else:
-                assert torch.equal(values, other[name]), name
-
     # ---- together equals alone
 
     def test_acting_together_equals_acting_alone(self) -> None:
@@ -159,7 +148,7 @@ class PolicyBankTestCase(ABC):
                 assert report.loss == pytest.approx(reports[slot].loss, rel=1e-3, abs=1e-5)
                 assert report.lr == reports[slot].lr == HYPERPARAMETERS[slot].lr
                 assert report.step == reports[slot].step == seed + 1
-                self.assert_close(bank.state(slot), apart[slot].state(0), HYPERPARAMETERS[slot].lr)
+                assert_states_agree(bank.state(slot), apart[slot].state(0), lr=HYPERPARAMETERS[slot].lr)
                 clipped.append(report.grad_norm > HYPERPARAMETERS[slot].max_grad_norm)
         assert 0 < sum(clipped) < len(clipped), "the test needs gradients on both sides of the bound"
         for slot in range(SIZE):
@@ -168,13 +157,15 @@ class PolicyBankTestCase(ABC):
 
     # ---- a neighbour never changes a member
 
+    POLICIES = ("adapter", "weights", "reference")  # in learner states
+
     def spoil(self, bank: PolicyBank, slot: int, how: str) -> None:
-        """Change one member: make its weights NaN, or give it those of another."""
+        """Change one member: make its weights NaN, or give it others; of its architecture, so no shape changes."""
         state = bank.state(slot)
         if how == "NaN":
             state = {name: torch.full_like(v, torch.nan) if v.is_floating_point() else v for name, v in state.items()}
         else:
-            state = self.make_bank(SIZE + 1).state(SIZE)
+            state = {name: values.flip(0) if name in self.POLICIES else values for name, values in state.items()}
         bank.load_state(slot, state)
 
     @pytest.mark.parametrize("how", ["NaN", "other weights"])
@@ -281,11 +272,11 @@ class PolicyBankTestCase(ABC):
         batch = self.act(bank, range(SIZE))
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
         mixed = batch.select(order)
-        torch.testing.assert_close(bank.log_probs(mixed), bank.log_probs(batch)[order], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(bank.log_probs(mixed), bank.log_probs(batch)[order], rtol=1e-4, atol=1e-4)
         reports, again = self.learn(bank, batch), self.learn(shuffled, mixed)
         for slot in range(SIZE):
-            assert reports[slot].grad_norm == pytest.approx(again[slot].grad_norm, rel=1e-4)
-            self.assert_close(bank.state(slot), shuffled.state(slot), HYPERPARAMETERS[slot].lr)
+            assert reports[slot].grad_norm == pytest.approx(again[slot].grad_norm, rel=1e-3)
+            assert_states_agree(bank.state(slot), shuffled.state(slot), lr=HYPERPARAMETERS[slot].lr)
 
     def test_log_probs_are_those_of_sampling_and_zero_where_masked(self) -> None:
         bank = self.make_bank(SIZE)
@@ -297,7 +288,7 @@ class PolicyBankTestCase(ABC):
         mask[1] = False
         part = bank.log_probs(replace(batch, action_mask=mask))
         assert torch.equal(part[~mask], torch.zeros(int((~mask).sum())))
-        torch.testing.assert_close(part[mask], bank.log_probs(batch)[mask], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(part[mask], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
 
     def test_the_loss_sees_every_row_with_actions_once_and_the_log_probs_are_its_own(self) -> None:
         bank = self.make_bank(SIZE)
@@ -310,7 +301,7 @@ class PolicyBankTestCase(ABC):
 
         def watching(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
             seen.extend(rows.tolist())
-            torch.testing.assert_close(log_probs.detach(), scored[rows], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(log_probs.detach(), scored[rows], rtol=1e-4, atol=1e-4)
             return log_probs.sum(1)
 
         bank.update(batch, watching, dict(enumerate(HYPERPARAMETERS)))
@@ -413,7 +404,7 @@ class PolicyBankTestCase(ABC):
         same_clip = (0.2, 0.2)
         bank.update(swapped, self.loss(swapped, same_clip), {1: HYPERPARAMETERS[0]})
         control.update(batch, self.loss(batch, same_clip), {0: HYPERPARAMETERS[0]})
-        self.assert_close(bank.state(1), control.state(0), HYPERPARAMETERS[0].lr)
+        assert_states_agree(bank.state(1), control.state(0), lr=HYPERPARAMETERS[0].lr)
         self.assert_same(bank.state(0), parent)
         with pytest.raises(AssertionError):
             self.assert_same(bank.state(0), bank.state(1))

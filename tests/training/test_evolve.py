@@ -132,9 +132,9 @@ def test_the_journal_holds_every_event_whole(run):
 
 def test_the_base_is_measured_before_anything_is_learnt(run):
     env = tiny_env()
-    scores = evaluate(tiny_population(1).shared, [0], env, "validation")[0]
+    scores = evaluate(tiny_population(1).members, [0], env, "validation")[0]
     assert run.events("baseline")[0]["fitness"] == pytest.approx(scores.mean())
-    before = evaluate(tiny_population(1).shared, [0], env, "test")[0]
+    before = evaluate(tiny_population(1).members, [0], env, "test")[0]
     assert run.events("test")[0]["before"]["fitness"] == pytest.approx(before.mean())
 
 

@@ -12,7 +12,13 @@ from evogrpo.envs.groups import SPLITS, Split, deal_starts
 from evogrpo.envs.prompts.episodes import PromptEpisodes
 from evogrpo.envs.prompts.facade import Facade, PromptTensors, StepResult
 from evogrpo.envs.prompts.reasoning import reasoning_tables
-from evogrpo.envs.prompts.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards, make_runner
+from evogrpo.envs.prompts.reward_functions import (
+    OnRewardError,
+    RewardFn,
+    RewardFunc,
+    make_rewards,
+    make_runner,
+)
 from evogrpo.envs.prompts.splits import Table, check_table, make_splits
 from evogrpo.envs.prompts.templates import (
     Message,

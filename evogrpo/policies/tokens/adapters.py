@@ -131,6 +131,9 @@ class AdapterBank:
             truncated=torch.cat([part.truncated for part in parts])[back],
         )
 
+    def sync(self, changed: Sequence[int]) -> None:
+        """Do nothing: the bank samples from the weights themselves."""
+
     def log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities of the batch's actions, in nats, without gradient; 0 where masked."""
         return self._score(batch, adapted=True)[0]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import yaml
 
 import evogrpo
-from evogrpo.agents.members.networks import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.evolution.strategies import Strategy, Tournament, strategy_from_json
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.persistence.durable import replace_file
