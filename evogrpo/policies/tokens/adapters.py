@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import LossFunction
-from evogrpo.policies.tokens.adapter_weights import AdapterWeights
-from evogrpo.policies.tokens.causal import CausalModel
+from evogrpo.policies.tokens.engine.causal import CausalModel
 from evogrpo.policies.tokens.micro_batches import share_prefixes
 from evogrpo.policies.tokens.passes import TokenPasses
 from evogrpo.policies.tokens.sampling import sample
+from evogrpo.policies.tokens.weights.adapter_weights import AdapterWeights
 from evogrpo.records import Batch, Rollout, Rows, TokenInputs, UpdateReport
 
 

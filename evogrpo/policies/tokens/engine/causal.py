@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.log_probs import chunked_log_probs
-from evogrpo.policies.tokens.borrowing import frozen, grouped_attention
-from evogrpo.policies.tokens.cache import Context, Prefix, PrefixLayer, Prompts, collected
-from evogrpo.policies.tokens.decoding import CachedDecoding, PlainDecoding
-from evogrpo.policies.tokens.weights import Route, View
-
-Head = Callable[[Tensor], Tensor]
+from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
+from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
+from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
+from evogrpo.policies.tokens.engine.heads import close, find_head
+from evogrpo.policies.tokens.weights.protocol import Route, View
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
 
@@ -41,7 +40,7 @@ def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
 
 
 class CausalModel:
-    """A base language model, used by calling its modules only; see `evogrpo.policies.tokens.model.TokenModel`.
+    """A base language model, used by calling its modules only; see `engine.protocol.TokenModel`.
 
     Members' weights act through forward hooks on the modules that they change. The hooks exist only while the model is
     `working`, and do nothing but during a pass of its own.
@@ -82,7 +81,7 @@ class CausalModel:
         self.layers = int(model.config.get_text_config().num_hidden_layers)
         self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         with frozen(model), torch.no_grad():
-            self.head = self._find_head()
+            self.head = find_head(model)
             self._probe_padding()
             self.shares_prefix = True  # as the probe tries it
             self.shares_prefix = self._probe_prefix()
@@ -247,30 +246,6 @@ class CausalModel:
             entropy_gradient=entropy_gradient,
         )
 
-    def _find_head(self) -> Head:
-        """Find the function from hidden states to logits that equals the model's own."""
-        ids = torch.arange(4, device=self.device)[None] % self.model.config.get_text_config().vocab_size
-        expected = self.model(input_ids=ids).logits
-        hidden = self.decoder(input_ids=ids).last_hidden_state
-        bare: Head = self.model.get_output_embeddings()
-        config = self.model.config.get_text_config()
-        cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2
-        factor, divisor = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
-        heads: list[Head] = [bare]
-        if cap:
-            heads.append(lambda x: cap * torch.tanh(bare(x) / cap))
-        if factor:  # Cohere
-            heads.append(lambda x: factor * bare(x))
-        if divisor:  # Granite
-            heads.append(lambda x: bare(x) / divisor)
-        for head in heads:
-            if self._close(head(hidden), expected):
-                return head
-        raise ValueError(
-            f"the logits of {type(self.model).__name__} are not its output embeddings applied to its final hidden "
-            "states (soft-capped, scaled or bare), so log-probabilities cannot be computed: use another architecture"
-        )
-
     def _probe_padding(self) -> None:
         """Refuse a model for which padding on the left changes the hidden states."""
         ids = torch.tensor([[3, 1, 2]], device=self.device) % self.model.config.get_text_config().vocab_size
@@ -284,7 +259,7 @@ class CausalModel:
             raise ValueError(
                 f"{type(self.model).__name__} cannot be run with attention_mask{remedy}: {error}"
             ) from error
-        if not self._close(shifted, self.decoder(input_ids=ids).last_hidden_state):
+        if not close(shifted, self.decoder(input_ids=ids).last_hidden_state):
             raise ValueError(
                 f"padding on the left changes what {type(self.model).__name__} computes"
                 f"{'' if self.explicit_positions else ': it needs positions, leave calc_position_embeddings at True'}"
@@ -306,12 +281,6 @@ class CausalModel:
         for row, own in enumerate(rows.tolist()):
             whole = torch.tensor([*prompts[own], *ids[row].tolist()], device=self.device)[None]
             plain = self.decoder(input_ids=whole).last_hidden_state[0, len(prompts[own]) :]
-            if not self._close(shared[row], plain):
+            if not close(shared[row], plain):
                 return False
         return True
-
-    @staticmethod
-    def _close(got: Tensor, expected: Tensor) -> bool:
-        tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2
-        scale = float(expected.float().abs().max()) or 1.0
-        return got.shape == expected.shape and float((got - expected).float().abs().max()) <= tolerance * scale

@@ -7,15 +7,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from evogrpo.policies.tokens.cache import Context, GrowingCache, Prefix, Prompts
-from evogrpo.policies.tokens.weights import Route, View
+from evogrpo.policies.tokens.engine.cache import Context, GrowingCache, Prefix, Prompts
+from evogrpo.policies.tokens.weights.protocol import Route, View
 
 Run = Callable[[Tensor, Tensor, Cache | None, View | None], Tensor]
 """(token ids `[n, t]`, mask `[n, P + t]`, what they continue, their weights) -> hidden states `[n, t, h]`."""
 
 
 class CachedDecoding:
-    """Decoding on top of prompts that have been run; see `evogrpo.policies.tokens.model.Decoding`.
+    """Decoding on top of prompts that have been run; see `evogrpo.policies.tokens.engine.protocol.Decoding`.
 
     Args:
         run: Runs tokens through the model.
