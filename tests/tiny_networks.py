@@ -138,6 +138,7 @@ def acted_batch(
     nudge: float = 0.0,
     equal_shapes: bool = False,
     groups: Sequence[int] = GROUP_SIZES,
+    base: bool = False,
 ) -> Batch:
     """Let slot i act as member number `members[i]`: its own observations, draws, group size and temperature."""
     work = [
@@ -161,6 +162,7 @@ def acted_batch(
         uniforms=(uniforms + nudge).clip(0, 1 - 1e-7).astype(np.float32),
         temperature=temperature.repeat(STEPS),
         action_mask=masks,
+        base=base,
     )
     lengths = torch.tensor([STEPS if equal_shapes else 1 + (start + replica) % STEPS for *_, start, replica in work])
     present = torch.arange(STEPS) < lengths[:, None]

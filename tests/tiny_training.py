@@ -191,13 +191,13 @@ def finish(run: Evolution) -> list[Any]:
     return list(run.reports())
 
 
-def start_or_resume(folder: str) -> None:
+def start_or_resume(folder: str, own: type[Strategy] | None = None, **schedule: Any) -> None:
     """Bring a run of three members to its end, wherever it stands: what a killed process is started again with."""
     torch.set_num_threads(1)
     try:
-        run = resumed_run(Path(folder))
+        run = resumed_run(Path(folder), strategy=own)
     except CheckpointError:
-        run = tiny_run(Path(folder))
+        run = tiny_run(Path(folder), strategy=own and own(), **schedule)
     finish(run)
 
 

@@ -17,7 +17,7 @@ from evogrpo.evolution.lineage import NETWORK, Lineage
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.hyperparameters import HyperparameterConfig
-from evogrpo.policies.bank import Sampler
+from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, LearnReport
 

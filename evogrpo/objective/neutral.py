@@ -18,7 +18,7 @@ def neutral(
     *,
     samples_per_step: int,
     rows_are_samples: bool = True,
-) -> tuple[str, ...]:
+) -> dict[str, str]:
     """Say which evolving hyperparameters change nothing, why, and what to do.
 
     Args:
@@ -30,7 +30,7 @@ def neutral(
             known in advance.
 
     Returns:
-        One sentence per hyperparameter; empty when everything that evolves can matter.
+        A sentence by hyperparameter, in the order of `space`; empty when everything that evolves can matter.
     """
     several = not rows_are_samples or _several_steps(members, space, samples_per_step)
     found: dict[str, str] = {}
@@ -48,7 +48,7 @@ def neutral(
                     "exactly 1 and nothing is ever clipped: raise update_epochs or lower batch_size below "
                     f"samples_per_step ({samples_per_step}), or leave {name} out"
                 )
-    return tuple(found[name] for name in space if name in found)
+    return {name: found[name] for name in space if name in found}
 
 
 def _several_steps(members: Sequence[Hyperparameters], space: HyperparameterConfig, samples_per_step: int) -> bool:

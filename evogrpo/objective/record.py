@@ -1,9 +1,10 @@
 """How members learn: the frozen record of loss, advantages, KL, reference and reward switches."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.interop.fields import Reading
@@ -29,6 +30,20 @@ class Objective(Switches):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_combination(self)
+
+    def of(self, hyperparameters: Hyperparameters) -> Self:
+        """Return the member's own objective: this one with its `loss_type` and `advantage`, where it has them.
+
+        Raises:
+            ValueError: If another switch is incompatible with them; `check` says so before anything runs.
+        """
+        return self.with_types(hyperparameters.loss_type, hyperparameters.advantage)
+
+    def resolved(self, hyperparameters: Hyperparameters, space: Container[str]) -> Hyperparameters:
+        """Return hyperparameters whose evolving names are written out: mutation has to know what they are."""
+        names = {name: getattr(self, name) for name in ("loss_type", "advantage") if name in space}
+        missing = {name: value for name, value in names.items() if getattr(hyperparameters, name) is None}
+        return dataclasses.replace(hyperparameters, **missing) if missing else hyperparameters
 
     def check(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
         """Refuse what no member of a population could use, or what one of them could not.

@@ -1,12 +1,12 @@
 """What can be said of how members learn: every switch by itself, its meaning and its legal values."""
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
-from evogrpo.hyperparameters import Hyperparameters, finite_number, whole_number
+from evogrpo.hyperparameters import finite_number, whole_number
 from evogrpo.kinds import (
     LOSS_TYPES,
     STEP_ADVANTAGES,
@@ -121,30 +121,17 @@ class Switches:
         """Whether a switch differs from its default."""
         return bool(getattr(self, name) != _DEFAULTS[name])
 
-    def of(self, hyperparameters: Hyperparameters) -> Self:
-        """Return the member's own objective: this one with its `loss_type` and `advantage`, where it has them.
-
-        Switches named after another loss type (`cispo_clip_low`, `sapo_tau_...`) go back to their defaults.
-
-        Raises:
-            ValueError: If another switch is incompatible with them; `check` says so before anything runs.
-        """
-        return self.with_types(hyperparameters.loss_type, hyperparameters.advantage)
-
     def with_types(self, loss_type: LossType | None = None, advantage: AdvantageType | None = None) -> Self:
-        """Return this objective with another loss type and advantage; None keeps its own. See `of`."""
+        """Return this objective with another loss type and advantage; None keeps its own.
+
+        Switches that only the former loss type reads (`cispo_clip_low`, `sapo_tau_...`) go back to their defaults.
+        """
         loss_type, advantage = loss_type or self.loss_type, advantage or self.advantage
         if (loss_type, advantage) == (self.loss_type, self.advantage):
             return self
         left = () if loss_type == self.loss_type else LOSS_TYPES[self.loss_type].switches
         own = {name: _DEFAULTS[name] for name in left}
         return dataclasses.replace(self, loss_type=loss_type, advantage=advantage, **own)
-
-    def resolved(self, hyperparameters: Hyperparameters, space: Container[str]) -> Hyperparameters:
-        """Return hyperparameters whose evolving names are written out: mutation has to know what they are."""
-        names = {name: getattr(self, name) for name in ("loss_type", "advantage") if name in space}
-        missing = {name: value for name, value in names.items() if getattr(hyperparameters, name) is None}
-        return dataclasses.replace(hyperparameters, **missing) if missing else hyperparameters
 
 
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Switches)}

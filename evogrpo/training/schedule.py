@@ -106,5 +106,5 @@ class Schedule:
             population.space,
             samples_per_step=self.samples_per_step,
             rows_are_samples=not any(bank.rows_are_transitions for bank in population.members.banks.values()),
-        ):
+        ).values():
             warnings.warn(reason, stacklevel=3)

@@ -28,18 +28,28 @@ CLIPS = (0.2, 0.1, 0.3)
 class PolicyBankTestCase(ABC):
     """The contract of PolicyBank. Members of the banks under test must differ, and their groups be ragged."""
 
+    own_reference = False
+    """Whether the banks under test are made with own references."""
+
     @abstractmethod
     def make_bank(self, size: int) -> PolicyBank:
         """Build a bank of `size` members that all differ."""
 
     @abstractmethod
     def act(
-        self, bank: PolicyBank, members: Sequence[int], *, seed: int = 0, nudge: float = 0.0, equal_shapes: bool = False
+        self,
+        bank: PolicyBank,
+        members: Sequence[int],
+        *,
+        seed: int = 0,
+        nudge: float = 0.0,
+        equal_shapes: bool = False,
+        base: bool = False,
     ) -> Batch:
         """Let slot i act as member number `members[i]`, whose group size, settings and draws are its own.
 
         `nudge` is added to every uniform draw. With `equal_shapes` the batch's shape does not depend on what the
-        members do. The rewards are a function of what was chosen.
+        members do. With `base` the untrained base acts for them. The rewards are a function of what was chosen.
         """
 
     # ---- building blocks
@@ -354,6 +364,57 @@ class PolicyBankTestCase(ABC):
         self.learn(bank, batch)
         assert torch.equal(bank.reference_log_probs(batch), before)
 
+    # ---- what beta holds to, and the untrained base
+
+    def test_the_base_acts_and_scores_alike_whoever_asks_and_whatever_was_learnt(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE), base=True)
+        scored = bank.log_probs(batch, base=True)
+        assert batch.sampler_log_probs is not None
+        torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(scored, bank.log_probs(batch), atol=1e-2), "the test needs members unlike the base"
+        others = replace(batch, member_ids=(batch.member_ids + 1) % SIZE)
+        torch.testing.assert_close(bank.log_probs(others, base=True), scored, rtol=1e-5, atol=1e-5)
+        self.learn(bank, batch)
+        if self.own_reference:
+            bank.keep_reference([0, 2])
+            bank.mix_reference(1, 0.5)
+        bank.inherit([1, 1, None])
+        assert torch.equal(bank.log_probs(batch, base=True), scored)
+        again = self.act(bank, range(SIZE), base=True)
+        assert torch.equal(again.actions, batch.actions)
+        assert again.sampler_log_probs is not None
+        assert torch.equal(again.sampler_log_probs, batch.sampler_log_probs)
+
+    def test_the_reference_is_the_members_own_where_they_have_one_and_the_base_otherwise(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        base = bank.log_probs(batch, base=True)
+        if not self.own_reference:
+            assert torch.equal(bank.reference_log_probs(batch), base)
+            for change in (lambda: bank.keep_reference([0]), lambda: bank.mix_reference(0, 0.5)):
+                with pytest.raises(ValueError, match="reference"):
+                    change()
+            self.learn(bank, batch)
+            assert torch.equal(bank.reference_log_probs(batch), base)
+            return
+        before = bank.reference_log_probs(batch)
+        bank.keep_reference([0, 1])
+        kept, mine = bank.log_probs(batch), [batch.member_ids == slot for slot in range(SIZE)]
+        self.learn(bank, batch)
+        moved = [bank.reference_log_probs(batch)]
+        bank.mix_reference(0, 0.5)
+        bank.mix_reference(1, 1.0)
+        moved.append(bank.reference_log_probs(batch))
+        now = bank.log_probs(batch)
+        for slot, (first, second) in enumerate(([kept, None], [kept, now], [before, before])):
+            torch.testing.assert_close(moved[0][mine[slot]], first[mine[slot]], rtol=1e-5, atol=1e-5)
+            if second is not None:
+                torch.testing.assert_close(moved[1][mine[slot]], second[mine[slot]], rtol=1e-5, atol=1e-5)
+        for end in (kept, now):  # half-way between them
+            assert not torch.allclose(moved[1][mine[0]], end[mine[0]], atol=1e-6)
+        assert torch.equal(bank.log_probs(batch, base=True), base)
+
     def test_a_small_step_lowers_the_loss_by_what_the_gradient_predicts(self) -> None:
         bank = self.make_bank(1)
         batch = self.act(bank, [0])
@@ -439,6 +500,16 @@ class PolicyBankTestCase(ABC):
         assert self.learn(bank, batch) == self.learn(again, batch)
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), again.state(slot))
+
+    def test_a_state_is_its_parts_and_each_is_a_copy(self) -> None:
+        bank = self.make_bank(SIZE)
+        self.learn(bank, self.act(bank, range(SIZE)))
+        for slot, state in enumerate(self.states(bank)):
+            assert tuple(state) == bank.parts
+            for values in (parts := {name: bank.part(slot, name) for name in bank.parts}).values():
+                values.zero_()
+            assert set(parts) == set(state)
+            self.assert_same({name: bank.part(slot, name) for name in bank.parts}, state)
 
     def test_a_state_is_a_copy_both_ways(self) -> None:
         bank = self.make_bank(SIZE)

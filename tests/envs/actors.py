@@ -18,6 +18,8 @@ def flat(observations):
 class Scrambler:
     """Acts by a number in [0, 1) that mixes observation, member and draw; equal rows act alike in any company."""
 
+    uniforms_per_action = 1
+
     def __init__(self, space):
         self.space = space
         self.rows = []
@@ -54,6 +56,8 @@ class Scrambler:
 
 class Rule:
     """Acts by a function of the observations alone."""
+
+    uniforms_per_action = 1
 
     def __init__(self, rule):
         self.rule = rule

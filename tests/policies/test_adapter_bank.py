@@ -20,13 +20,15 @@ class TestAdapterBank(PolicyBankTestCase):
     def make_bank(self, size):
         return different_members(MODEL, size)
 
-    def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False):
+    def act(self, bank, members, *, seed=0, nudge=0.0, equal_shapes=False, base=False):
         rows = make_rows(members, seed=seed, nudge=nudge, tokens=TOKENS, min_new_tokens=TOKENS if equal_shapes else 0)
-        return as_batch(rows, bank.sample(rows))
+        return as_batch(rows, bank.sample(rows, base=base))
 
 
 class TestAdapterBankWithOwnReferences(TestAdapterBank):
     """The same contract where every member's reference is its own, and lies elsewhere than the base."""
+
+    own_reference = True
 
     def make_bank(self, size):
         bank = different_members(MODEL, size, own_reference=True)
@@ -79,7 +81,7 @@ def test_reducing_the_memory_peak_changes_no_result(reduce_memory_peak):
     plain = different_members(MODEL, 2)
     chunked = different_members(MODEL, 2, reduce_memory_peak=reduce_memory_peak)
     if reduce_memory_peak:
-        chunked.logits_rows = 7  # a tiny batch would fit into one chunk
+        chunked.passes.logits_rows = 7  # a tiny batch would fit into one chunk
     batch = sampled_batch(plain)
     torch.testing.assert_close(plain.log_probs(batch), chunked.log_probs(batch), rtol=1e-6, atol=1e-6)
     reports = [bank.update(batch, grpo_loss(batch), {0: HYPERPARAMETERS[0]})[0] for bank in (plain, chunked)]

@@ -99,7 +99,7 @@ def test_the_journal_holds_every_event_whole(run):
         *("evolvable", "strategy", "members"),
     }
     assert opening["evolvable"] == json.loads(json.dumps(SPACE.to_json()))
-    assert opening["strategy"] == Tournament(z=0.0).to_json()
+    assert opening["strategy"] == {"name": "tournament", **Tournament(z=0.0).to_json()}
     assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 4
     (baseline,) = run.events("baseline")
     assert set(baseline) == {"event", "time", "split", "fitness", "standard_error", "questions"}

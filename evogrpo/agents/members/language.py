@@ -27,7 +27,7 @@ from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.groups import Conversations, GroupEnvironment, Split
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.policies.bank import Sampler
+from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint

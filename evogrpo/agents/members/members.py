@@ -17,7 +17,7 @@ from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.objective import Objective
-from evogrpo.policies.bank import Sampler
+from evogrpo.policies.sampler import Sampler
 from evogrpo.records import Experience
 
 CheckpointFiles = dict[str, bytes | Callable[[], bytes]]

@@ -26,7 +26,7 @@ from evogrpo.envs.groups import GroupEnvironment, Scores, Split
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.policies.bank import Sampler
+from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
 from evogrpo.records import Acted, Batch, Experience, ObservationInputs
 

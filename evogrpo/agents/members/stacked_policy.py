@@ -73,11 +73,6 @@ class StackedPolicy:
             statistics=1 + 2 * self._width if self._width else 0,
         )
 
-    @property
-    def uniforms_per_action(self) -> int:
-        """How many uniform numbers one action is drawn with."""
-        return self.bank.uniforms_per_action
-
     def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> Acted:
         """Choose actions for raw observations; see `evogrpo.records.Actor`."""
         return self.bank.act(self.shown(observations, member_ids), member_ids, **options)

@@ -30,7 +30,7 @@ from evogrpo.envs.groups import Scores, Split
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.policies.bank import Sampler
+from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Experience, ObservationInputs
 

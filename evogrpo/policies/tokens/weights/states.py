@@ -44,12 +44,21 @@ class LearnerStates:
         self.reference = self.weights.clone() if own_reference else None
         if self.reference is not None:
             self._matrices["reference"], self._first["reference"] = self.reference, first
-        self._steps = [0] * size
+        self._steps, self._changes = [0] * size, [0] * size
 
     @property
     def size(self) -> int:
         """Number of slots."""
         return len(self._steps)
+
+    @property
+    def own_reference(self) -> bool:
+        """Whether every member has a reference of its own."""
+        return self.reference is not None
+
+    def changes(self, slot: int) -> int:
+        """Return how often the member's weights have changed."""
+        return self._changes[slot]
 
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Give slot i everything slot parents[i] has learnt, all at once; None = a fresh initialisation.
@@ -65,6 +74,7 @@ class LearnerStates:
         # A parent whose own slot is overwritten as well must be read before anything is written.
         saved = {parent: self.state(parent) for parent in changed.values() if parent is not None and parent in changed}
         for slot, parent in changed.items():
+            self._changes[slot] += 1
             if parent is None:
                 for name, matrix in self._matrices.items():
                     first = self._first[name]
@@ -91,10 +101,18 @@ class LearnerStates:
             raise ValueError("members have no references of their own to change: make them with reference='snapshot'")
         self.reference[slot].lerp_(self.weights[slot], mixing)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a learner state consists of, by name."""
+        return *self._matrices, "step"
+
+    def part(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one part of a member's learner state: a vector `[k]`, its statistics or its step count."""
+        return torch.tensor(self._steps[slot]) if name == "step" else self._matrices[name][slot].clone()
+
     def state(self, slot: int) -> dict[str, Tensor]:
-        """Return copies of a member's weights, AdamW moments `[k]`, running statistics, reference and step count."""
-        copies = {name: matrix[slot].clone() for name, matrix in self._matrices.items()}
-        return copies | {"step": torch.tensor(self._steps[slot])}
+        """Return copies of all parts of a member's learner state."""
+        return {name: self.part(slot, name) for name in self.parts}
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Put what `state` returned into a slot.
@@ -102,7 +120,7 @@ class LearnerStates:
         Raises:
             ValueError: If names, shapes or types differ from this bank's; nothing is changed then.
         """
-        expected = {*self._matrices, "step"}
+        expected = set(self.parts)
         if set(state) != expected:
             hint = ""
             if set(state) ^ expected == {"reference"}:
@@ -122,6 +140,7 @@ class LearnerStates:
         for name, matrix in self._matrices.items():
             matrix[slot] = state[name]
         self._steps[slot] = int(step)
+        self._changes[slot] += 1
 
     @torch.no_grad()
     def step(self, slot: int, gradient: Tensor, hyperparameters: Hyperparameters, loss: float) -> UpdateReport:
@@ -147,6 +166,7 @@ class LearnerStates:
         if not norm < float("inf"):
             return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
         self._steps[slot] += 1
+        self._changes[slot] += 1
         adamw_step_(
             self.weights[slot],
             gradient,

@@ -1,5 +1,6 @@
-"""Keys and values of prompts that rows share, and of the rows that continue them."""
+"""Keys and values of prompts that rows share, of the rows that continue them, and of rows to be gone on with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,6 +102,11 @@ class _GrowingLayer(PrefixLayer):
         """Drop all rows but the given ones."""
         self.storage = tuple(storage[rows] for storage in self.storage)
 
+    def rows_taken(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies of the keys and values of some rows."""
+        keys, values = (storage[rows, :, : self.length] for storage in self.storage)
+        return keys, values
+
 
 class GrowingCache(Cache):
     """Key/values of rows that are being decoded."""
@@ -114,17 +120,81 @@ class GrowingCache(Cache):
         for layer in self.growing:
             layer.keep(rows)
 
+    def taken(self, rows: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Return copies of the keys and values of some rows, layer by layer."""
+        return tuple(layer.rows_taken(rows) for layer in self.growing)
+
 
 @dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """Prompts that have been run: what rows that share them continue from.
+class Context:
+    """Rows that have been run: what further tokens attend to.
 
     Attributes:
         layers: Keys and values `[m, heads, P, width]` of every attention layer.
         mask: `[m, P]` booleans, False on the padding, which is on the left.
-        last_hidden: `[m, h]` final hidden state of each prompt's last token.
     """
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     mask: Tensor
+
+    def tightened(self) -> "Context":
+        """Return the same with all that is masked, wherever it is, moved to the left, and no more of it than needed."""
+        width = int(self.mask.sum(1).max())
+        order = self.mask.int().argsort(dim=1, stable=True)[:, self.mask.shape[1] - width :]
+        place = order[:, None, :, None]
+        return Context(
+            layers=tuple(
+                (
+                    keys.gather(2, place.expand(*keys.shape[:2], width, keys.shape[3])),
+                    values.gather(2, place.expand(*values.shape[:2], width, values.shape[3])),
+                )
+                for keys, values in self.layers
+            ),
+            mask=self.mask.gather(1, order),
+        )
+
+
+def collected(parts: Sequence[Context], part_of: Tensor, row_of: Tensor) -> Context:
+    """Return rows of several contexts as one, padded to the widest: row i is row `row_of[i]` of part `part_of[i]`."""
+    numbers = part_of.unique().tolist()
+    used, rows = [parts[number] for number in numbers], [row_of[part_of == number] for number in numbers]
+    back = torch.argsort(torch.argsort(part_of, stable=True))
+    width = max(part.mask.shape[1] for part in used)
+
+    def joined(values: Sequence[Tensor], dim: int) -> Tensor:
+        chosen = [value[own] for value, own in zip(values, rows, strict=True)]
+        after = [0, 0] * (chosen[0].dim() - 1 - dim)
+        wide = [torch.nn.functional.pad(value, (*after, width - value.shape[dim], 0)) for value in chosen]
+        return torch.cat(wide)[back]
+
+    return Context(
+        layers=tuple(
+            (joined([part.layers[layer][0] for part in used], 2), joined([part.layers[layer][1] for part in used], 2))
+            for layer in range(len(used[0].layers))
+        ),
+        mask=joined([part.mask for part in used], 1),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix(Context):
+    """Prompts that have been run: what rows that share them continue from.
+
+    Attributes:
+        last_hidden: `[m, h]` final hidden state of each prompt's last token.
+    """
+
     last_hidden: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """Prompts that are run again with everything that continues them, where a cache cannot be shared.
+
+    Attributes:
+        ids: `[m, P]` token ids.
+        mask: `[m, P]` booleans, False on the padding, which is on the left.
+    """
+
+    ids: Tensor
+    mask: Tensor

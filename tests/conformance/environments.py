@@ -1,0 +1,399 @@
+"""What every GroupEnvironment promises: subclass the test case of its kind, say how to build one, inherit every test.
+
+`AskedEnvironmentTestCase` is for environments that open `Conversations`, which language models hold;
+`PlayedEnvironmentTestCase` for those that are played step by step, with `SoloEnvironmentTestCase` where `play` returns
+`Played` and `JointEnvironmentTestCase` where it returns `JointPlayed`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from evogrpo.envs.control.actions import mask_sizes
+from evogrpo.envs.control.assignment import assign
+from evogrpo.envs.control.draws import AgentDraws, StepDraws
+from evogrpo.envs.control.trees import flatten
+from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Scores, Split
+from evogrpo.randomness import generator
+from evogrpo.records import Transcript
+from tests.envs.actors import Scrambler
+
+LOOKED_AT = 24  # starts of each split
+
+
+class GroupEnvironmentTestCase(ABC):
+    """The contract of GroupEnvironment: which starts there are, and in which order they are dealt."""
+
+    @abstractmethod
+    def make_env(self, seed: int = 0) -> GroupEnvironment:
+        """Build the environment, with at least two starts in every split and eight in training."""
+
+    @abstractmethod
+    def identities(self, opened: Any) -> list[Hashable]:
+        """Return what tells one opened start from another."""
+
+    @pytest.fixture
+    def env(self) -> Iterator[GroupEnvironment]:
+        """Build the environment, and close it afterwards where it can be closed."""
+        env = self.make_env()
+        yield env
+        if hasattr(env, "close"):
+            env.close()
+
+    def looked_at(self, env: GroupEnvironment, split: Split) -> range:
+        """Return some starts of a split."""
+        return range(min(env.size(split), LOOKED_AT))
+
+    # ---- spaces, starts and their order
+
+    def test_it_has_spaces_and_starts(self, env):
+        assert isinstance(env.observation_space, gymnasium.Space)
+        assert isinstance(env.action_space, gymnasium.Space)
+        assert all(env.size(split) >= 2 for split in SPLITS)
+        assert env.size("train") >= 8
+
+    def test_a_smaller_count_deals_a_prefix_of_the_block(self, env):
+        for step in (3, 0, 1):
+            block = env.deal(step, 7, 7)
+            assert all(0 <= start < env.size("train") for start in block)
+            for count in (5, 1, 7):
+                assert env.deal(step, count, 7) == block[:count]
+
+    def test_what_is_dealt_does_not_depend_on_who_asked_before(self, env):
+        fresh = self.make_env()
+        wanted = fresh.deal(2, 4, 4)
+        for step in range(4):
+            env.deal(step, 3, 4)
+        env.open("validation", [0])
+        assert env.deal(2, 4, 4) == wanted
+
+    def test_a_pass_deals_no_start_twice(self, env):
+        count = min(env.size("train"), 64)
+        dealt = [start for step in range(count // 4) for start in env.deal(step, 4, 4)]
+        assert len(set(dealt)) == len(dealt)
+
+    def test_seeds_deal_different_orders(self):
+        assert len({self.make_env(seed).deal(0, 8, 8) for seed in range(4)}) > 1
+
+    @pytest.mark.parametrize("split", SPLITS)
+    def test_opening_twice_gives_the_same(self, env, split):
+        starts = self.looked_at(env, split)
+        first = self.identities(env.open(split, starts))
+        assert self.identities(env.open(split, starts)) == first
+        assert self.identities(self.make_env().open(split, starts)) == first
+        assert self.identities(env.open(split, [1, 0, 1])) == [first[1], first[0], first[1]]
+
+    def test_splits_share_no_start(self, env):
+        opened = {split: self.identities(env.open(split, self.looked_at(env, split))) for split in SPLITS}
+        everything = [each for identities in opened.values() for each in identities]
+        assert len(set(everything)) == len(everything)
+
+    @pytest.mark.parametrize(("split", "start"), [("train", -1), ("test", "size"), ("dev", 0)])
+    def test_what_does_not_exist_is_not_opened(self, env, split, start):
+        with pytest.raises(ValueError, match=split):
+            env.open(split, [env.size(split) if start == "size" else start])
+
+
+# ---- conversations
+
+
+class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
+    """The contract of environments that open `Conversations`. What is said should make the environment reply."""
+
+    @abstractmethod
+    def say(self, env: Any, rng: np.random.Generator) -> Sequence[int]:
+        """Return a completion, with or without a final EOS; different ones for different draws."""
+
+    def identities(self, opened: Any) -> list[Hashable]:
+        """Return the prompts."""
+        return [tuple(prompt) for prompt in opened.prompts]
+
+    def hold(
+        self,
+        env: Any,
+        opened: Conversations,
+        start_of_row: Sequence[int],
+        rows: Sequence[int],
+        *,
+        together: bool = True,
+    ) -> dict[int, Transcript]:
+        """Hold conversations to their end; what is said depends on the row and the turn alone."""
+        held: dict[int, Transcript] = {}
+        for group in [list(rows)] if together else [[row] for row in rows]:
+            living = group
+            for turn in range(opened.max_turns):
+                for row in living:
+                    before = held.get(row)
+                    said = tuple(map(int, self.say(env, generator(0, "say", row, turn))))
+                    held[row] = Transcript(
+                        row=row,
+                        start=start_of_row[row],
+                        said=(*(before.said if before else ()), said),
+                        heard=before.heard if before else (),
+                    )
+                if turn + 1 == opened.max_turns:
+                    break
+                replies = opened.respond([held[row] for row in living])
+                assert len(replies) == len(living)
+                heard = {row: tuple(reply) for row, reply in zip(living, replies, strict=True) if reply is not None}
+                for row, reply in heard.items():
+                    last = held[row]
+                    held[row] = Transcript(row=row, start=last.start, said=last.said, heard=(*last.heard, reply))
+                living = list(heard)
+                if not living:
+                    break
+        return held
+
+    def held(self, env: Any) -> tuple[Conversations, list[Transcript]]:
+        """Open starts and hold three conversations about each."""
+        opened = env.open("train", range(4))
+        start_of_row = [start for start in range(4) for _ in range(3)]
+        held = self.hold(env, opened, start_of_row, range(12))
+        return opened, [held[row] for row in range(12)]
+
+    def test_prompts_are_token_ids_and_questions_words(self, env):
+        opened = env.open("train", self.looked_at(env, "train"))
+        assert isinstance(opened, Conversations)
+        assert len(opened.prompts) == len(opened.questions) == len(self.looked_at(env, "train"))
+        assert all(len(prompt) > 0 and all(isinstance(token, int) for token in prompt) for prompt in opened.prompts)
+        assert all(tuple(prompt) in env.observation_space for prompt in opened.prompts)
+        assert all(isinstance(question, str) and question for question in opened.questions)
+
+    def test_replies_are_token_ids_and_only_where_turns_remain(self, env):
+        opened, transcripts = self.held(env)
+        assert opened.max_turns >= 1
+        heard = [reply for transcript in transcripts for reply in transcript.heard]
+        assert all(reply and all(isinstance(token, int) for token in reply) for reply in heard)
+        if opened.max_turns == 1:
+            assert list(opened.respond(transcripts)) == [None] * len(transcripts)
+        else:
+            assert heard, "what `say` says must make the environment reply"
+
+    def test_a_reply_depends_on_its_conversation_alone(self, env):
+        start_of_row = [0, 1, 2, 3, 0, 1]
+        together = self.hold(env, env.open("train", range(4)), start_of_row, range(6))
+        apart = self.hold(env, env.open("train", range(4)), start_of_row, [5, 3, 0, 4, 1, 2], together=False)
+        assert apart == together
+
+    def test_scores_have_one_entry_for_each_conversation(self, env):
+        opened, transcripts = self.held(env)
+        self.check_scores(opened.score(transcripts), transcripts)
+
+    def test_a_conversation_that_ends_with_a_reply_is_scored(self, env):
+        opened = env.open("train", range(4))
+        said = tuple(map(int, self.say(env, generator(0, "say", 0, 0))))
+        transcripts = [Transcript(row=row, start=row, said=(said,)) for row in range(4)]
+        if opened.max_turns > 1:
+            replies = opened.respond(transcripts)
+            transcripts = [
+                Transcript(row=row, start=row, said=(said,), heard=() if reply is None else (tuple(reply),))
+                for row, reply in enumerate(replies)
+            ]
+        self.check_scores(opened.score(transcripts), transcripts)
+
+    def test_a_score_depends_on_its_conversation_alone(self, env):
+        opened, transcripts = self.held(env)
+        together = self.rows(opened.score(transcripts))
+        order = [7, 2, 11, 0]
+        assert self.rows(opened.score([transcripts[row] for row in order])) == [together[row] for row in order]
+        assert self.rows(opened.score([transcripts[5]])) == [together[5]]
+
+    @staticmethod
+    def check_scores(scores: Scores, transcripts: Sequence[Transcript]) -> None:
+        """Check the shapes, and that parts add up to rewards."""
+        n = len(transcripts)
+        assert scores.rewards.shape == (n,)
+        assert scores.rewards.dtype == np.float64
+        assert len(scores.completions) == n
+        assert all(isinstance(text, str) for text in scores.completions)
+        assert len(scores.weights) == len(scores.components) > 0
+        parts = np.stack(list(scores.components.values()))
+        assert parts.shape == (len(scores.weights), n)
+        total = np.nansum(np.array(scores.weights)[:, None] * parts, axis=0)
+        applies = ~np.isnan(scores.rewards)
+        np.testing.assert_allclose(scores.rewards[applies], total[applies])
+        if scores.step_rewards is not None:
+            lengths = [len(transcript.tokens) for transcript in transcripts]
+            assert scores.step_rewards.shape == (n, max(1, *lengths))
+            for row, length in enumerate(lengths):
+                assert np.isnan(scores.step_rewards[row, length:]).all()
+            np.testing.assert_allclose(np.nansum(scores.step_rewards, axis=1)[applies], scores.rewards[applies])
+
+    @staticmethod
+    def rows(scores: Scores) -> list[Hashable]:
+        """Return the scores row by row."""
+        values = np.stack([scores.rewards, *scores.components.values()], axis=1)
+        steps = [None] * len(values)
+        if scores.step_rewards is not None:
+            steps = [[(t, row[t]) for t in np.flatnonzero(~np.isnan(row))] for row in scores.step_rewards]
+        return [
+            (row.tobytes(), text, str(own)) for row, text, own in zip(values, scores.completions, steps, strict=True)
+        ]
+
+
+# ---- episodes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedRow:
+    """What happened in one row, without padding.
+
+    Attributes:
+        begins: What was seen first.
+        steps: All that was seen, done and earned, in bytes.
+        legal: Whether every action was legal.
+    """
+
+    begins: Hashable
+    steps: Hashable
+    legal: bool
+
+
+class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
+    """The contract of environments that are played: an episode depends on its start, place, draws and actions alone."""
+
+    @abstractmethod
+    def play(
+        self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
+    ) -> list[PlayedRow]:
+        """Play one episode of training starts for each row, a member's rows next to each other, with its own draws.
+
+        Row r of a member draws with the numbers of (member, r), whoever else plays.
+        """
+
+    def identities(self, opened: Any) -> list[Hashable]:
+        """Return the reset seeds."""
+        return list(opened.seeds)
+
+    def groups(self, env: Any, members: Sequence[int], *, starts: int = 3, greedy: bool = False) -> list[PlayedRow]:
+        """Play groups of four; rows are [member, start, place]."""
+        start_of_row = [start for _ in members for start in range(starts) for _ in range(4)]
+        return self.play(
+            env, range(starts), start_of_row, [each for each in members for _ in range(4 * starts)], greedy=greedy
+        )
+
+    def test_a_member_plays_the_same_in_whatever_company(self, env):
+        together = self.groups(env, (0, 3, 5))
+        for number, member in enumerate((0, 3, 5)):
+            assert self.groups(env, (member,)) == together[12 * number : 12 * number + 12]
+
+    def test_further_rows_of_a_member_change_nothing(self, env):
+        assert self.groups(env, (2,), starts=2) == self.groups(env, (2,))[:8]
+
+    def test_where_a_start_stands_among_those_opened_changes_nothing(self, env):
+        rows = [0, 0, 1, 1]
+        one = self.play(env, [4, 6], rows, [1] * 4, greedy=False)
+        other = self.play(env, [6, 5, 4], [2 - 2 * row for row in rows], [1] * 4, greedy=False)
+        assert one == other
+
+    @pytest.mark.parametrize("greedy", [False, True])
+    def test_play_repeats(self, env, greedy):
+        first = self.groups(env, (0, 1), greedy=greedy)
+        self.groups(env, (4,), greedy=not greedy)
+        assert self.groups(env, (0, 1), greedy=greedy) == first
+        assert self.groups(self.make_env(), (0, 1), greedy=greedy) == first
+
+    def test_a_group_begins_alike(self, env):
+        played = self.groups(env, (0, 1))
+        for first in range(0, len(played), 4):
+            assert len({row.begins for row in played[first : first + 4]}) == 1
+        assert len({row.steps for row in played}) > 1
+
+    def test_illegal_actions_are_never_taken(self, env):
+        assert all(row.legal for row in self.groups(env, (0, 1)))
+
+
+class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
+    """Environments whose `play` is that of `evogrpo.envs.control.gymnasium.StepEpisodes`."""
+
+    def play(
+        self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
+    ) -> list[PlayedRow]:
+        """See `PlayedEnvironmentTestCase`."""
+        names = list(dict.fromkeys(members))
+        counts = [members.count(name) for name in names]
+        draws = StepDraws(0, "sample", streams=[(name,) for name in names], rows=counts, width=1)
+        played = env.open("train", starts).play(
+            Scrambler(env.action_space), start_of_row, members, uniforms=None if greedy else draws
+        )
+        leaves = flatten(env.observation_space, played.observations)
+        rows = []
+        for row, length in enumerate(played.lengths.tolist()):
+            masks = None if played.action_masks is None else played.action_masks[row, :length]
+            columns = (*leaves, played.actions, played.log_probs, played.step_rewards)
+            rows.append(
+                PlayedRow(
+                    begins=tuple(leaf[row, 0].tobytes() for leaf in leaves),
+                    steps=(
+                        *(column[row, :length].tobytes() for column in columns),
+                        None if masks is None else masks.tobytes(),
+                        bool(played.terminated[row]),
+                        bool(played.truncated[row]),
+                    ),
+                    legal=legal(env.action_space, played.actions[row, :length], masks),
+                )
+            )
+        return rows
+
+
+class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
+    """Environments whose `play` is that of `evogrpo.envs.control.pettingzoo.JointEpisodes`."""
+
+    def play(
+        self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
+    ) -> list[PlayedRow]:
+        """See `PlayedEnvironmentTestCase`."""
+        names = list(dict.fromkeys(members))
+        counts = [members.count(name) for name in names]
+        draws = AgentDraws(0, "sample", streams=[(name,) for name in names], rows=counts, width_of=lambda agent: 1)
+        assignment = assign(env.observation_spaces, env.action_spaces, "independent")
+        actors = {name: Scrambler(role.action_space) for name, role in assignment.roles.items()}
+        played = env.open("train", starts).play(
+            actors, assignment, start_of_row, members, uniforms=None if greedy else draws
+        )
+        parts: list[list[Any]] = [[] for _ in members]
+        begins: list[list[Any]] = [[] for _ in members]
+        lawful = [True] * len(members)
+        for policy, own in played.episodes.items():
+            role = assignment.roles[policy]
+            leaves = flatten(role.observation_space, own.observations)
+            for number, row in enumerate(own.rows.tolist()):
+                here = own.present[number]
+                if not here.any():
+                    continue
+                masks = None if own.action_masks is None else own.action_masks[number][here]
+                columns = (*leaves, own.actions, own.log_probs, own.own_rewards, own.team_rewards)
+                parts[row].append(
+                    (
+                        own.agents[number],
+                        tuple(np.flatnonzero(here).tolist()),
+                        *(column[number][here].tobytes() for column in columns),
+                        bool(own.terminated[number]),
+                        bool(own.truncated[number]),
+                    )
+                )
+                if here[0]:
+                    begins[row].append((own.agents[number], *(leaf[number, 0].tobytes() for leaf in leaves)))
+                lawful[row] &= legal(role.action_space, own.actions[number][here], masks)
+        earned = [tuple(sorted(returns.items())) for returns in played.returns]
+        return [
+            PlayedRow(begins=tuple(begins[row]), steps=(*parts[row], earned[row]), legal=lawful[row])
+            for row in range(len(members))
+        ]
+
+
+def legal(space: gymnasium.Space[Any], actions: np.ndarray, masks: np.ndarray | None) -> bool:
+    """Tell whether actions `[t, ...]` exist, and are legal under masks `[t, k]`."""
+    sizes = mask_sizes(space)
+    if not sizes:
+        return True
+    flat = actions.reshape(len(actions), -1)
+    if (flat < 0).any() or (flat >= np.array(sizes)).any():
+        return False
+    firsts = np.cumsum((0, *sizes[:-1]))
+    return masks is None or bool(np.take_along_axis(masks, flat + firsts, axis=1).all())

@@ -1,0 +1,105 @@
+"""Every environment of the package, and one of an outsider's, keeps to the contract of its kind."""
+
+from functools import cache
+
+from evogrpo.envs import HuggingFaceGym, StepRewards
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.prompts.arithmetic import two_digit_sums
+from tests.conformance.environments import (
+    AskedEnvironmentTestCase,
+    JointEnvironmentTestCase,
+    SoloEnvironmentTestCase,
+)
+from tests.envs import joint_probes, probes
+from tests.envs.conftest import CHAT, build
+from tests.two_turns import GuessTwice
+
+ROWS = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
+TOKENIZER = build(CHAT)
+
+
+def last_digit(completion, answer, question):
+    return float(completion[-1:] == answer[-1:])
+
+
+def length(completions, **columns):
+    return [None if len(text) % 3 == 0 else float(len(text)) for text in completions]
+
+
+def steps(completion_ids, **columns):
+    return [StepRewards([1.0, 0.5], [0, len(ids) - 1]) for ids in completion_ids]
+
+
+class Asked(AskedEnvironmentTestCase):
+    def say(self, env, rng):
+        text = "".join(rng.choice(list("0123456789 "), size=rng.integers(1, 5)))
+        ids = env.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return [*ids, env.tokenizer.eos_token_id] if rng.random() < 0.5 else ids
+
+
+class TestQuestionsAndAnswers(Asked):
+    def make_env(self, seed=0):
+        return HuggingFaceGym(ROWS, None, TOKENIZER, reward_fn=last_digit, seed=seed)
+
+
+class TestSeveralRewards(Asked):
+    def make_env(self, seed=0):
+        rows = [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS]
+        functions = [length, steps]
+        return HuggingFaceGym(rows, None, build(None), reward_funcs=functions, reward_weights=[0.5, 2.0], seed=seed)
+
+
+@cache
+def arithmetic(seed):
+    return two_digit_sums(TOKENIZER, seed=seed)
+
+
+class TestArithmetic(Asked):
+    def make_env(self, seed=0):
+        return arithmetic(seed)  # 8190 questions take a while to tokenise
+
+
+class TestTwoTurns(Asked):
+    def make_env(self, seed=0):
+        return GuessTwice(tokenizer=TOKENIZER, seed=seed)
+
+
+class TestNative(SoloEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return GymnasiumGroups("CartPole-v1", seed=seed)
+
+
+class TestFewNativeLanes(SoloEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return GymnasiumGroups("Pendulum-v1", lanes=5, max_episode_steps=30, seed=seed)
+
+
+class TestSerial(SoloEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return GymnasiumGroups("CartPole-v1", vectorization="serial", lanes=5, max_episode_steps=40, seed=seed)
+
+
+class TestProcesses(SoloEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return GymnasiumGroups("CartPole-v1", vectorization="processes", lanes=2, max_episode_steps=15, seed=seed)
+
+
+class TestMasked(SoloEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return GymnasiumGroups(probes.Masked, seed=seed)
+
+
+class TestNoise(SoloEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return GymnasiumGroups(probes.NoisyWalk, reseed_noise=True, remake=True, lanes=7, seed=seed)
+
+
+class TestBirthsAndEnds(JointEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return PettingZooGroups(joint_probes.Lives, lanes=5, seed=seed)
+
+
+class TestJointMasks(JointEnvironmentTestCase):
+    def make_env(self, seed=0):
+        return PettingZooGroups(joint_probes.Masked, seed=seed)

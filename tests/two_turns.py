@@ -1,0 +1,113 @@
+"""An environment of two turns that an outsider might write: a digit is guessed, and told to be higher or lower first.
+
+It is built on nothing but the protocol: `GroupEnvironment` opens `Conversations`.
+"""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from evogrpo.envs import Scores, Split, deal_starts
+from evogrpo.envs.groups import REPLY, SPLITS
+from evogrpo.randomness import generator
+from evogrpo.records import Transcript
+
+SIZES = {"train": 40, "validation": 10, "test": 10}
+HINTS = {True: " up ", False: " down "}
+
+
+def guess(text: str) -> int | None:
+    """Return the first digit of a text."""
+    return next((int(character) for character in text if character in string.digits), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuessTwice:
+    """Behind each box, named by two letters, is a digit; reward 1 for it, less the farther the last guess is off.
+
+    A second guess is asked for only where the first was wrong, after the hint.
+
+    Attributes:
+        tokenizer: Turns text into token ids and back.
+        seed: Of the digits and of the order of the boxes.
+    """
+
+    tokenizer: Any
+    seed: int = 0
+    observation_space: gymnasium.Space[Any] = field(init=False)
+    action_space: gymnasium.Space[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        vocabulary = gymnasium.spaces.Discrete(len(self.tokenizer))
+        for name in ("observation_space", "action_space"):
+            object.__setattr__(self, name, gymnasium.spaces.Sequence(vocabulary))
+
+    def size(self, split: Split) -> int:
+        return SIZES[split]
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        return deal_starts(self.seed, self.size("train"), step, count, block)
+
+    def open(self, split: Split, starts: Sequence[int]) -> "Boxes":
+        if split not in SIZES or not all(0 <= start < SIZES[split] for start in starts):
+            raise ValueError(f"boxes of {split} are numbered up to {SIZES.get(split, 0)}, got {list(starts)}")
+        first = sum(SIZES[earlier] for earlier in SPLITS[: SPLITS.index(split)])
+        digits = generator(self.seed, "boxes").integers(10, size=sum(SIZES.values()))
+        letters = string.ascii_lowercase
+        numbers = [first + start for start in starts]
+        return Boxes(
+            tokenizer=self.tokenizer,
+            questions=tuple(f"{letters[number // 26]}{letters[number % 26]}?" for number in numbers),
+            digits=tuple(int(digits[number]) for number in numbers),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boxes:
+    """Opened boxes."""
+
+    tokenizer: Any
+    questions: tuple[str, ...]
+    digits: tuple[int, ...]
+    max_turns: int = 2
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [self._ids(question) for question in self.questions]
+
+    def respond(self, transcripts: Sequence[Transcript]) -> list[list[int] | None]:
+        return [self._hint(transcript) for transcript in transcripts]
+
+    def score(self, transcripts: Sequence[Transcript]) -> Scores:
+        closeness = np.array([self._closeness(transcript) for transcript in transcripts], dtype=np.float64)
+        return Scores(
+            rewards=closeness,
+            components={"closeness": closeness},
+            completions=tuple(self._shown(transcript) for transcript in transcripts),
+            weights=(1.0,),
+        )
+
+    def _hint(self, transcript: Transcript) -> list[int] | None:
+        guessed, digit = guess(self._text(transcript.said[-1])), self.digits[transcript.start]
+        if len(transcript.said) == self.max_turns or guessed == digit:
+            return None
+        return self._ids(HINTS[guessed is None or guessed < digit])
+
+    def _closeness(self, transcript: Transcript) -> float:
+        guessed = guess(self._text(transcript.said[-1]))
+        return 0.0 if guessed is None else 1 - abs(guessed - self.digits[transcript.start]) / 9
+
+    def _shown(self, transcript: Transcript) -> str:
+        first, *second = (self._text(part) for part in transcript.said)
+        hints = [f"\n{REPLY}{self._text(part)}\n" for part in transcript.heard]
+        return "".join([first, *hints, *second])
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _text(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
