@@ -107,11 +107,13 @@ class MemberStep:
         index: Who it is.
         metrics: What was measured, what it cost and, for members that play, Stable-Baselines3's names for it; None =
             not finite.
+        samples: How many completions or episodes it learnt from.
         failed: Why the member must be replaced; None when all is well.
     """
 
     index: int
     metrics: Mapping[str, float | None]
+    samples: int
     failed: str | None
 
     @property

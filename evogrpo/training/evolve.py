@@ -297,7 +297,12 @@ class Evolution:
             step=step,
             generation=progress.generation + 1,
             learned={
-                slot: MemberStep(index=indices[slot], metrics=each, failed=learned[slot].failed)
+                slot: MemberStep(
+                    index=indices[slot],
+                    metrics=each,
+                    samples=len(learned[slot].advantages),
+                    failed=learned[slot].failed,
+                )
                 for slot, each in logged.items()
             },
             seconds=seconds,

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from evogrpo.training.prepared import prepare
-from evogrpo.training.run_reports import GenerationReport, StepReport
 
 from evogrpo import Tournament, evolve, resume
 from evogrpo.cli.tables import plan_lines
 from evogrpo.evolution import NoEvolution
+from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.html import write_html
@@ -24,7 +23,7 @@ from evogrpo.training.configuration.record import load_config, parse_config
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.rundir import open_run
-from tests.cli.project import write_project
+from tests.cli.project import prepare, write_project
 from tests.strategies.gaussian_process import GaussianProcess
 from tests.strategies.halving import Halving
 from tests.tiny_models import tiny_model
@@ -149,7 +148,7 @@ def test_halves_retire_the_others_spend_twice_as_much_and_then_all_slots_fill(ha
         members = generations[report.generation - 1].members
         assert sorted(report.learned) == [member.slot for member in members]
         samples = run.progress.history[report.generation - 1].samples_per_step
-        assert {len(learned.advantages) for learned in report.learned.values()} == {samples}
+        assert {learned.samples for learned in report.learned.values()} == {samples}
     births = {birth.index: birth for birth in run.population.lineage.births}
     newcomers = [birth for birth in births.values() if birth.born == 3]
     assert [birth.index for birth in newcomers] == [4, 5, 6]
