@@ -17,7 +17,7 @@ from evogrpo.agents.options import Options
 from evogrpo.agents.team_options import JointOptions
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
-from evogrpo.evolution.strategies import Child, Plan
+from evogrpo.evolution import Child, Plan
 from evogrpo.functional.advantages import advantages
 from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.objective import Objective
