@@ -27,6 +27,7 @@ class OpenedPrompts:
         runner: Calls them.
         tokenizer: Decodes completions.
         on_reward_error: What happens where a reward function fails.
+        max_turns: Most completions in one conversation.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -35,16 +36,12 @@ class OpenedPrompts:
     runner: Runner
     tokenizer: Tokenizer
     on_reward_error: OnRewardError
+    max_turns: int = 1
 
     @property
     def questions(self) -> tuple[str, ...]:
         """The question of each opened start; of a conversation, what the user said last."""
         return tuple(_question(row, "prompt" if self.rewards[0].batched else "question") for row in self.rows)
-
-    @property
-    def max_turns(self) -> int:
-        """One: a completion answers a prompt."""
-        return 1
 
     def respond(self, transcripts: Sequence[Transcript]) -> list[list[int] | None]:
         """Reply nothing."""
