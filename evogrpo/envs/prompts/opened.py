@@ -43,7 +43,7 @@ class OpenedPrompts:
         """The question of each opened start; of a conversation, what the user said last."""
         return tuple(_question(row, "prompt" if self.rewards[0].batched else "question") for row in self.rows)
 
-    def respond(self, transcripts: Sequence[Transcript]) -> list[list[int] | None]:
+    def respond(self, transcripts: Sequence[Transcript]) -> Sequence[Sequence[int] | None]:
         """Reply nothing."""
         return [None] * len(transcripts)
 
@@ -79,7 +79,7 @@ class OpenedPrompts:
     def _check(self, transcripts: Sequence[Transcript]) -> None:
         starts = sorted({transcript.start for transcript in transcripts})
         if not starts:
-            raise ValueError("there must be at least one conversation to score, got none")
+            raise ValueError("there must be at least one conversation, got none")
         if starts[0] < 0 or starts[-1] >= len(self.prompts):
             raise ValueError(f"starts must lie in [0, {len(self.prompts) - 1}], got {starts}")
 
