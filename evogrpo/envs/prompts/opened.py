@@ -86,10 +86,7 @@ class OpenedPrompts:
     def _step_rewards(
         self, evaluated: Evaluated, answers: Answers, transcripts: Sequence[Transcript]
     ) -> NDArray[np.float64]:
-        """Return [n, t] what was earned at each token: a reward for a whole conversation stands at the last one said.
-
-        What is earned at a token of a reply belongs to the token that was said before it.
-        """
+        """Return [n, t] what was earned at each token said; a whole conversation's reward stands at the last one."""
         table = np.full((len(answers.texts), max(1, *map(len, answers.token_ids))), np.nan)
         said = [_said_before(transcript.sampled) for transcript in transcripts]
         for reward in self.rewards:
