@@ -12,10 +12,10 @@ USER_STAMP := $(VENV)/.installed
 DEV_STAMP  := $(VENV)/.installed-dev
 
 # One thread for each test process: more of them fight over the cores. Tests never reach for a model hub.
-PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${THREADS:-1} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-slow test-gpu lint format clean
+.PHONY: help install dev demo test test-cpus test-slow test-gpu lint format clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -49,6 +49,21 @@ demo: $(USER_STAMP)  ## evolve four agents on a small language model (ARGS="--se
 
 test: $(DEV_STAMP)  ## run the test suite (ARGS="tests/test_package.py -x" narrows it)
 	$(PYTEST) -n $(WORKERS) -q $(ARGS)
+
+# What decides how kernels add up, and so how they round: instruction set:threads:option of pytest.
+CPUS := native:1: native:2: default:1: default:2: avx2:1: avx2:2: native:1:--no-mkldnn
+
+test-cpus: $(DEV_STAMP)  ## run the suite under every kind of CPU arithmetic this machine can imitate
+	@failed=; \
+	for cpu in $(CPUS); do \
+		capability=$${cpu%%:*}; option=$${cpu##*:}; THREADS=$${cpu#*:}; THREADS=$${THREADS%%:*}; \
+		unset ATEN_CPU_CAPABILITY; \
+		if [ $$capability != native ]; then export ATEN_CPU_CAPABILITY=$$capability; fi; \
+		echo "--- instruction set $$capability, threads $$THREADS $$option"; \
+		$(PYTEST) -n $(WORKERS) -q $$option $(ARGS) || failed="$$failed $$cpu"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "The suite failed under (instruction set:threads:option):$$failed" >&2; exit 1; fi; \
+	echo "The suite passes under all of them."
 
 test-slow: $(DEV_STAMP)  ## run the tests on a real model
 	$(PYTEST) -m "slow and not gpu" $(ARGS)

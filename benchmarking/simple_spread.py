@@ -118,9 +118,9 @@ def train_grpo(seed: int, joint_steps: int) -> tuple[Any, PettingZooGroups, int]
     per_step = GRPO_EPISODES * ENV_KWARGS["max_cycles"]
     while spent + per_step <= joint_steps:
         collected = population.collect(env, step=step, samples_per_step=GRPO_EPISODES, block=GRPO_EPISODES // 8)
-        population.learn(collected.batch, step=step)
+        population.learn(collected.experience, step=step)
         spent, step = spent + per_step, step + 1
-    return population.shared.bank.banks["shared"], env, spent
+    return population.members.banks["shared"], env, spent
 
 
 class PPORollouts:

@@ -60,7 +60,7 @@ def run(seed: int, steps: int) -> dict[str, list[float]]:
     for agent, settings in zip(population, VARIANTS.values(), strict=True):
         for name, value in settings.items():
             setattr(agent, name, value)
-    base = evaluate(population.shared, [0], env, "test", base=True)[0]
+    base = evaluate(population.members, [0], env, "test", base=True)[0]
     with tempfile.TemporaryDirectory() as run_dir:
         for _ in evolve(
             population,
@@ -72,7 +72,7 @@ def run(seed: int, steps: int) -> dict[str, list[float]]:
             run_dir=run_dir,
         ):
             pass
-    scores = evaluate(population.shared, range(len(VARIANTS)), env, "test")
+    scores = evaluate(population.members, range(len(VARIANTS)), env, "test")
     return {"untrained base": base.tolist()} | dict(zip(VARIANTS, scores.tolist(), strict=True))
 
 

@@ -1,6 +1,7 @@
 """Settings of the whole suite: no network, one thread, and property tests that are the same on every run."""
 
 import os
+from collections.abc import Iterator
 
 # Before anything imports torch or transformers.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,8 +15,9 @@ settings.load_profile("suite")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Declare what `make test-cpus` varies and no environment variable does."""
+    """Declare how a CPU may compute otherwise that no environment variable says."""
     parser.addoption("--no-mkldnn", action="store_true", help="compute without oneDNN's kernels")
+    parser.addoption("--round-otherwise", type=int, help="round matrix products as CPU number so-and-so might")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,3 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.backends.mkldnn.enabled = False
+
+
+@pytest.fixture(autouse=True, scope="session")  # what tests share is computed like what they compare with it
+def _rounding(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let every test round as it was asked to."""
+    seed = request.config.getoption("--round-otherwise")
+    if seed is None:
+        yield
+        return
+    from tests.rounding import rounding_otherwise
+
+    with rounding_otherwise(seed):
+        yield

@@ -51,6 +51,7 @@ def make_rows(
     nudge: float = 0.0,
     greedy: bool = False,
     prompts: tuple[tuple[int, ...], ...] = PROMPTS,
+    keep: bool = False,
 ) -> Rows:
     """Return rows in which slot i acts as member number `members[i]`, whose settings and draws are its own.
 
@@ -70,17 +71,7 @@ def make_rows(
         temperature=torch.tensor([0.0 if greedy else TEMPERATURES[member % 3] for _, member, _, _ in work]),
         uniforms=torch.from_numpy(draws + nudge).clamp(0.0, 1.0 - 1e-9),
         min_new_tokens=min_new_tokens,
-    )
-
-
-def pick_rows(rows: Rows, keep: Tensor) -> Rows:
-    """Return the given rows, in that order."""
-    return replace(
-        rows,
-        prompt_ids=rows.prompt_ids[keep],
-        member_ids=rows.member_ids[keep],
-        temperature=rows.temperature[keep],
-        uniforms=rows.uniforms[keep],
+        keep=keep,
     )
 
 
@@ -95,12 +86,52 @@ def as_batch(rows: Rows, rollout: Rollout) -> Batch:
         ),
         actions=rollout.actions,
         present=rollout.present,
-        action_mask=rollout.present,
+        action_mask=rollout.action_mask,
         rewards=((rollout.actions * rollout.present).sum(1) % 7).float(),
         group_ids=rows.member_ids * len(rows.prompts) + rows.prompt_ids,
         member_ids=rows.member_ids,
         sampler_log_probs=rollout.log_probs,
     )
+
+
+def heard_by(rows: Rows, turn: int) -> tuple[tuple[int, ...], ...]:
+    """Return what an environment answers each row after a turn: up to three tokens, in one row of four nothing."""
+    return tuple(tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(row % 4)) for row in range(len(rows)))
+
+
+def next_turn(
+    rows: Rows, rollout: Rollout, heard: Sequence[Sequence[int]], *, seed: int = 1, **changes: object
+) -> Rows:
+    """Return the same rows for a further turn with draws of its own, resuming on whatever the sampler has kept."""
+    before = rows.history or ((),) * len(rows)
+    lengths = rollout.present.sum(1).tolist()
+    history = tuple(
+        (*old, *said[:length], *answer)
+        for old, said, length, answer in zip(before, rollout.actions.tolist(), lengths, heard, strict=True)
+    )
+    draws = np.stack([generator(seed, "test turns", row).random(rows.max_new_tokens) for row in range(len(rows))])
+    fields = {"history": history, "kept": rollout.kept, "kept_rows": None, "uniforms": torch.from_numpy(draws)}
+    return replace(rows, **(fields | changes))
+
+
+def episodes(rows: Rows, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]) -> Batch:
+    """Put turns (what was said, what was heard after it) together as experience in which only what was said counts."""
+    table: list[list[tuple[int, bool, int, float]]] = [[] for _ in range(len(rows))]  # token, counts, place, log_prob
+    for rollout, heard in turns:
+        for row, cells in enumerate(table):
+            own = rollout.present[row]
+            said = zip(rollout.actions[row][own].tolist(), rollout.log_probs[row][own].tolist(), strict=True)
+            cells += [(token, True, place, value) for place, (token, value) in enumerate(said)]
+            cells += [(token, False, 0, 0.0) for token in heard[row]]
+    width = max(map(len, table))
+    whole = [[*cells, *[(PAD, False, 0, 0.0)] * (width - len(cells))] for cells in table]
+    actions, mask, places, log_probs = (
+        torch.tensor([[cell[i] for cell in cells] for cells in whole]) for i in range(4)
+    )
+    present = torch.arange(width) < torch.tensor([len(cells) for cells in table])[:, None]
+    rollout = Rollout(actions=actions, present=present, action_mask=mask, log_probs=log_probs, truncated=mask[:, 0])
+    batch = as_batch(rows, rollout)
+    return replace(batch, inputs=replace(batch.inputs, turn_places=places))
 
 
 def sampled_batch(bank: AdapterBank, **choices: object) -> Batch:

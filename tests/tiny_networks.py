@@ -9,6 +9,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from evogrpo.agents.members.banks import DEFAULT, Banks
 from evogrpo.objective import Objective
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.stacked import StackedBank
@@ -137,6 +138,7 @@ def acted_batch(
     nudge: float = 0.0,
     equal_shapes: bool = False,
     groups: Sequence[int] = GROUP_SIZES,
+    base: bool = False,
 ) -> Batch:
     """Let slot i act as member number `members[i]`: its own observations, draws, group size and temperature."""
     work = [
@@ -160,6 +162,7 @@ def acted_batch(
         uniforms=(uniforms + nudge).clip(0, 1 - 1e-7).astype(np.float32),
         temperature=temperature.repeat(STEPS),
         action_mask=masks,
+        base=base,
     )
     lengths = torch.tensor([STEPS if equal_shapes else 1 + (start + replica) % STEPS for *_, start, replica in work])
     present = torch.arange(STEPS) < lengths[:, None]
@@ -189,15 +192,23 @@ class Settings:
 
     objective: Objective
     seed: int = 0
-    max_output_tokens: int = 1
+    max_actions: int = 1
 
 
 @dataclass(frozen=True)
 class Together:
-    """See `evogrpo.agents.learning.step.LearningShared`."""
+    """One policy of members, and these members; see `evogrpo.agents.learning.step`."""
 
     bank: StackedBank
     settings: Settings
+
+    @property
+    def policies(self) -> "dict[str, Together]":
+        return {DEFAULT: self}
+
+    @property
+    def banks(self) -> Banks:
+        return Banks({DEFAULT: self.bank})
 
 
 def together(size: int = 1, **objective: Any) -> Together:

@@ -77,7 +77,7 @@ def tiny_population(size: int, **options: Any) -> Population:
 
 def scatter(agent: EvolvableAlgorithm, seed: int = 0, std: float = 0.2) -> None:
     """Give an agent random adapters, far from the base, and a fresh optimiser."""
-    bank = agent._shared.bank
+    bank = agent.members.banks["default"]
     state = bank.state(agent.slot)
     for name in ("exp_avg", "exp_avg_sq", "step"):
         state[name].zero_()
@@ -86,7 +86,7 @@ def scatter(agent: EvolvableAlgorithm, seed: int = 0, std: float = 0.2) -> None:
 
 
 def state_of(agent: EvolvableAlgorithm) -> dict[str, Tensor]:
-    return agent._shared.bank.state(agent.slot)
+    return agent.state()
 
 
 def equal_states(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
@@ -95,7 +95,7 @@ def equal_states(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool
 
 def peft_twin(agent: EvolvableAlgorithm) -> PeftMember:
     """Return the agent's policy as a separate PEFT model over a copy of the base."""
-    bank = agent._shared.bank
+    bank = agent.members.banks["default"]
     adapter, _ = bank.peft_files(agent.slot)
     return PeftMember(shared_model(), bank.lora_config, adapter, [EOS])
 
@@ -133,7 +133,7 @@ def sampled(agent: GRPO, rewards: Tensor) -> Batch:
     """Return an agent's own completions as a batch, with the given rewards `[prompts, g]`."""
     ids, masks = agent.get_action(tiny_env(data_batch_size=len(rewards)).reset()[0], training=True)
     batch = as_batch((ids, masks, rewards), agent.slot, agent.hyperparameters, 0, agent.device)
-    return replace(batch, sampler_log_probs=agent._shared.bank.log_probs(batch))
+    return replace(batch, sampler_log_probs=agent.members.banks["default"].log_probs(batch))
 
 
 def practise(agent: GRPO, seed: int = 0) -> None:
@@ -167,7 +167,13 @@ def tiny_run(
     )
 
 
-def resumed_run(folder: Path, *, env: HuggingFaceGym | None = None, **schedule: Any) -> Evolution:
+def resumed_run(
+    folder: Path,
+    *,
+    env: HuggingFaceGym | None = None,
+    strategy: Strategy | type[Strategy] | None = None,
+    **schedule: Any,
+) -> Evolution:
     """Return a run as another process would bring it back: new model object, new bank, new environment."""
     saved = open_run(folder)
     population, progress = saved.restore(tiny_model())
@@ -175,7 +181,7 @@ def resumed_run(folder: Path, *, env: HuggingFaceGym | None = None, **schedule: 
         population,
         env or tiny_env(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
-        strategy=saved.strategy,
+        strategy=saved.strategy(strategy),
         run_dir=saved.run_dir(folder),
         progress=progress,
     )
@@ -185,13 +191,13 @@ def finish(run: Evolution) -> list[Any]:
     return list(run.reports())
 
 
-def start_or_resume(folder: str) -> None:
+def start_or_resume(folder: str, own: type[Strategy] | None = None, **schedule: Any) -> None:
     """Bring a run of three members to its end, wherever it stands: what a killed process is started again with."""
     torch.set_num_threads(1)
     try:
-        run = resumed_run(Path(folder))
+        run = resumed_run(Path(folder), strategy=own)
     except CheckpointError:
-        run = tiny_run(Path(folder))
+        run = tiny_run(Path(folder), strategy=own and own(), **schedule)
     finish(run)
 
 

@@ -62,7 +62,7 @@ def train_alone(env: CountedGroups, population: Population, recipe: Recipe, reco
     while not recorder.offer(env.steps, act):
         block = samples // agent.group_size
         collected = population.collect(env, step=step, samples_per_step=samples, block=block)
-        population.learn(collected.batch, step=step)
+        population.learn(collected.experience, step=step)
         if agent.failed:
             raise SystemExit(agent.failed)
         step += 1

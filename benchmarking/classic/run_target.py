@@ -48,7 +48,7 @@ def run(task: str, size: int, seed: int, limit: float, interval: int) -> dict[st
     measured = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor, "steps": env.steps}
     best = evolution.progress.best
     assert best is not None
-    alone = population.shared.alone()
+    alone = population.members.alone()
     alone.bank.load_state(0, best.state)
     scores = evaluate(alone, [0], env, "test", questions=TEST_EPISODES)[0]
     return {"seed": seed, "size": size, **measured, "fitness": best.fitness.mean, "test": float(scores.mean())}

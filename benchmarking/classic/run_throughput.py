@@ -48,7 +48,7 @@ def evogrpo_work(task: str, members: int) -> Work:
         block = samples // population[0].group_size
         for step in range(learning_steps):
             collected = population.collect(env, step=step, samples_per_step=samples, block=block)
-            population.learn(collected.batch, step=step)
+            population.learn(collected.experience, step=step)
         return env.steps
 
     return work

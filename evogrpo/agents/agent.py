@@ -1,31 +1,19 @@
-"""EvolvableAlgorithm: what every agent can do whatever it learns: clone, mutate, hooks, devices, spaces."""
+"""EvolvableAlgorithm: what every agent is, whatever it learns: a slot, an identity, and its hyperparameters."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
 from gymnasium import spaces
 
-from evogrpo.agents.learning.step import Learner
-from evogrpo.agents.members.shared import Shared
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.members import Members
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import NETWORK, MemberRecord
-from evogrpo.evolution.mutation import Changes, Mutation
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value, unknown_name_error
-from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
-
-
-@dataclass(frozen=True)
-class NetworkGroup:
-    """Which of an agent's networks is evaluated as its policy.
-
-    Attributes:
-        eval_network: A name among `evolvable_attributes(networks_only=True)`.
-    """
-
-    eval_network: str
+from evogrpo.evolution.mutation import Changes, Mutation, spread_members
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value
+from evogrpo.randomness import generator
 
 
 class _Hyperparameter:
@@ -51,15 +39,13 @@ class EvolvableAlgorithm:
         index: Who it is in the lineage; never reused within a run.
         parent: Index of the member it was cloned from; None for a founder.
         born: Generation of its birth.
+        members: All agents of its population, with their weights.
         hyperparameters: Its frozen record; `agent.lr = x` and the like replace it, and take effect at the next use.
         fitness: Its last evaluation; None before the first, or when it failed.
         failed: Why it must be replaced; None when all is well.
         training: Whether `get_action` samples (True) or takes what is most likely.
         steps: Calls of `get_action` in training, plus calls of `learn`; numbers its random streams.
     """
-
-    kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
-    """Kinds of bodies that agents of this class have."""
 
     lr = _Hyperparameter()
     clip_coef = _Hyperparameter()
@@ -77,10 +63,9 @@ class EvolvableAlgorithm:
     loss_type = _Hyperparameter()
     advantage = _Hyperparameter()
 
-    def __init__(self, shared: Shared, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
-        self._shared = shared
+    def __init__(self, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
+        self.members = members
         self._hooks: list[Callable[[], object]] = []
-        self._evaluated = "actor"
         self.slot = slot
         self.index = index
         self.parent: int | None = None
@@ -88,9 +73,11 @@ class EvolvableAlgorithm:
         self.hyperparameters = hyperparameters
         self.fitness: Fitness | None = None
         self.failed: str | None = None
+        self.retired = False
         self.training = True
         self.steps = 0
         self._predictions = 0
+        self._evaluated = "actor"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {self.hyperparameters})"
@@ -100,7 +87,7 @@ class EvolvableAlgorithm:
     @property
     def hp_config(self) -> HyperparameterConfig | None:
         """What evolves and between which values; None when nothing does."""
-        return self._shared.hp_config
+        return self.members.hp_config
 
     def record(self) -> MemberRecord:
         """Return what evolution needs to know about this member."""
@@ -130,17 +117,16 @@ class EvolvableAlgorithm:
         Raises:
             ValueError: If the agent has neither `hp_config` nor `evolve_network`.
         """
-        body = self._shared.body
-        if not self.hp_config and not body.evolves:
+        if not self.hp_config and not self.members.evolves:
             raise ValueError("nothing can be mutated: the agent was made without hp_config")
         changes: dict[str, tuple[Value, Value]] = {}
         if self.hp_config:
             self.hyperparameters, moved = (mutation or Mutation())(self.hyperparameters, self.hp_config, rng)
             changes.update(moved)
-        proposal = body.proposal(self.slot, rng)
-        if proposal is not None:
-            body.reshape(self.slot, proposal[1], rng)
-            changes[NETWORK] = proposal
+        drawn = self.members.proposal(self.slot, rng)
+        if drawn is not None:
+            self.members.reshape(self.slot, drawn.architecture, rng)
+            changes[NETWORK] = drawn.old, drawn.new
         self.mutated()
         return changes
 
@@ -161,18 +147,36 @@ class EvolvableAlgorithm:
             wrap: Whether it computes under the same accelerator's precision.
         """
         twin = type(self)._member(
-            self._shared.alone(wrap=wrap), 0, self.index if index is None else index, self.hyperparameters
+            self.members.alone(wrap=wrap), 0, self.index if index is None else index, self.hyperparameters
         )
-        twin._shared.bank.load_state(0, self._shared.bank.state(self.slot))
+        twin.load_state(self.state())
         type(self).copy_attributes(self, twin)
         return twin
 
     @classmethod
-    def _member(cls, shared: Shared, slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
+    def _member(cls, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
         """Make an agent in a slot of an existing bank."""
         agent = cls.__new__(cls)
-        EvolvableAlgorithm.__init__(agent, shared, slot, index, hyperparameters)
+        EvolvableAlgorithm.__init__(agent, members, slot, index, hyperparameters)
         return agent
+
+    @classmethod
+    def founders(
+        cls, members: Members, first: Hyperparameters, index: int, *, samples: int, spread: bool
+    ) -> list[Self]:
+        """Make the agents of a new population.
+
+        Args:
+            members: What they are made of.
+            first: Hyperparameters of the first; those that evolve are spread over their ranges for the others.
+            index: Identity of the first; the others count up from it.
+            samples: Samples per learning step, which group sizes divide.
+            spread: False gives all of them those of the first. They still sample for themselves, so they soon differ.
+        """
+        space = members.hp_config if spread and members.hp_config else HyperparameterConfig()
+        rng = generator(members.settings.seed, "spread")
+        records = spread_members(first, space, members.banks.size, rng, samples)
+        return [cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
 
     @staticmethod
     def copy_attributes(agent: "EvolvableAlgorithm", clone: "EvolvableAlgorithm") -> "EvolvableAlgorithm":
@@ -186,7 +190,7 @@ class EvolvableAlgorithm:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return copies of everything the agent has learnt, by name: weights, moments, step count, statistics."""
-        return self._shared.bank.state(self.slot)
+        return self.members.banks.state(self.slot)
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put what `state` returned into this agent.
@@ -194,21 +198,7 @@ class EvolvableAlgorithm:
         Raises:
             ValueError: If names, shapes or types are not this agent's; nothing is changed then.
         """
-        self._shared.bank.load_state(self.slot, state)
-
-    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, dict[str, torch.Tensor]]:
-        """Return copies of what selection copies: the policy's own weights, its own reference, optimiser, statistics.
-
-        Args:
-            networks_only: Leave the optimiser and the running statistics out.
-        """
-        state = self._shared.bank.state(self.slot)
-        weights = {name: state.pop(name) for name in self._shared.body.weights}
-        if networks_only:
-            return {"actor": weights}
-        others: tuple[str, ...] = ("carried", "reference")
-        kept = {name: {name: state.pop(name)} for name in others if name in state}
-        return {"actor": weights, "optimizer": state, **kept}
+        self.members.banks.load_state(self.slot, state)
 
     def keep_reference(self) -> None:
         """Make the current policy the member's own reference, which beta then holds it to.
@@ -216,41 +206,7 @@ class EvolvableAlgorithm:
         Raises:
             ValueError: If the objective's reference is the base.
         """
-        self._shared.bank.keep_reference([self.slot])
-
-    @staticmethod
-    def inspect_attributes(agent: "EvolvableAlgorithm", input_args_only: bool = False) -> dict[str, Any]:
-        """Return an agent's attributes other than networks and optimisers.
-
-        Args:
-            agent: The agent.
-            input_args_only: Only those that are constructor arguments.
-        """
-        settings = agent._shared.settings
-        arguments: dict[str, Any] = {
-            "index": agent.index,
-            "hp_config": agent.hp_config,
-            **agent.hyperparameters.to_json(),
-            **{field.name: getattr(settings, field.name) for field in fields(cast(Any, settings))},
-            **agent._shared.body.arguments(),
-        }
-        if "observation_spaces" not in arguments:
-            arguments |= {"observation_space": agent.observation_space, "action_space": agent.action_space}
-        if input_args_only:
-            return arguments
-        state = ("slot", "parent", "born", "fitness", "failed", "training", "steps")
-        return {**arguments, **{name: getattr(agent, name) for name in state}}
-
-    def register_network_group(self, group: NetworkGroup) -> None:
-        """Set which network `get_policy` returns.
-
-        Raises:
-            ValueError: If the agent has no network of that name.
-        """
-        names = self.evolvable_attributes(networks_only=True)
-        if group.eval_network not in names:
-            raise unknown_name_error("network", group.eval_network, names)
-        self._evaluated = group.eval_network
+        self.members.banks.keep_reference([self.slot])
 
     def set_training_mode(self, training: bool) -> None:
         """Choose between sampling (True) and what is most likely (False) in `get_action`."""
@@ -261,44 +217,14 @@ class EvolvableAlgorithm:
     @property
     def observation_space(self) -> spaces.Space[Any] | None:
         """What the agent reads; None for a language model unless given."""
-        return self._shared.observation_space
+        return self.members.observation_space
 
     @property
     def action_space(self) -> spaces.Space[Any] | None:
         """What the agent does; None for a language model unless given."""
-        return self._shared.action_space
+        return self.members.action_space
 
     @property
     def device(self) -> torch.device:
         """Where the bank computes."""
-        return self._shared.body.device
-
-    @staticmethod
-    def get_state_dim(observation_space: Any) -> Any:
-        """Return the shape of an observation; see `evogrpo.spaces.observation_dim`."""
-        return observation_dim(observation_space)
-
-    @staticmethod
-    def get_action_dim(action_space: Any) -> Any:
-        """Return the number of outputs that an action needs; see `evogrpo.spaces.action_dim`."""
-        return action_dim(action_space)
-
-    def preprocess_observation(self, observation: Any) -> Any:
-        """Turn an observation into tensors on the agent's device; see `evogrpo.spaces.preprocess_observation`."""
-        if self.observation_space is None:
-            raise ValueError("observation_space must be given to the agent before observations can be preprocessed")
-        return preprocess_observation(observation, self.observation_space, self.device)
-
-    def to_device(self, *experiences: Any) -> tuple[Any, ...]:
-        """Return the experiences with every tensor in them, however nested, on the agent's device."""
-        return tuple(_moved(item, self.device) for item in experiences)
-
-
-def _moved(item: Any, device: torch.device) -> Any:
-    if isinstance(item, torch.Tensor):
-        return item.to(device)
-    if isinstance(item, Mapping):
-        return {key: _moved(value, device) for key, value in item.items()}
-    if isinstance(item, list | tuple):
-        return type(item)(_moved(value, device) for value in item)
-    return item
+        return self.members.device

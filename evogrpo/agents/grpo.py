@@ -11,20 +11,17 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import nn
 
-from evogrpo.agents.agent import EvolvableAlgorithm
+from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
 from evogrpo.agents.learning.step import learn
-from evogrpo.agents.options import Options, open_shared
+from evogrpo.agents.options import Options, founders_samples, open_members
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import check_groups, evaluate
 from evogrpo.envs.groups import GroupEnvironment, Split
-from evogrpo.evolution.mutation import spread_members
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, common_samples
-from evogrpo.randomness import generator
 from evogrpo.records import LearnReport
 
 
-class GRPO(EvolvableAlgorithm):
+class GRPO(AgileRLAgent):
     """An agent trained by group relative policy optimisation.
 
     The constructor makes one agent in a bank of its own; `GRPO.population` makes several that share one bank.
@@ -51,8 +48,8 @@ class GRPO(EvolvableAlgorithm):
         pad_token_id: int | None = None,
         **options: Unpack[Options],
     ) -> None:
-        shared, hyperparameters = open_shared(1, observation_space, action_space, actor_network, pad_token_id, options)
-        super().__init__(shared, 0, options.get("index", 0), hyperparameters)
+        members, first = open_members(1, observation_space, action_space, actor_network, pad_token_id, options)
+        super().__init__(members, 0, options.get("index", 0), first)
 
     @classmethod
     def population(
@@ -89,15 +86,10 @@ class GRPO(EvolvableAlgorithm):
         Raises:
             ValueError: If an argument is unknown, missing or out of range.
         """
-        config = options.get("hp_config") or HyperparameterConfig()
-        samples = samples_per_step or common_samples(options.get("group_size", Hyperparameters().group_size), config)
-        shared, first = open_shared(size, observation_space, action_space, actor_network, pad_token_id, options)
-        rng = generator(shared.settings.seed, "spread")
-        # Members that start alike still sample their own completions, so they soon differ.
-        records = spread_members(first, config if spread else HyperparameterConfig(), size, rng, samples)
-        index = options.get("index", 0)
-        agents = [cls._member(shared, slot, index + slot, record) for slot, record in enumerate(records)]
-        return Population(agents, shared, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
+        samples = founders_samples(options, samples_per_step)
+        members, first = open_members(size, observation_space, action_space, actor_network, pad_token_id, options)
+        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)
+        return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
     # ---- acting and learning
 
@@ -121,7 +113,7 @@ class GRPO(EvolvableAlgorithm):
             ValueError: If the states or the mask do not fit.
         """
         training = self.training if training is None else training
-        chosen = self._shared.play.act(self.learner(), states, training=training, action_mask=action_mask)
+        chosen = self.members.act(self.learner(), states, training=training, action_mask=action_mask)
         self.steps += int(training)
         return chosen
 
@@ -151,7 +143,7 @@ class GRPO(EvolvableAlgorithm):
         Raises:
             ValueError: If the agent is a language model, or the observation does not fit.
         """
-        actions = self._shared.play.predict(
+        actions = self.members.predict(
             self.learner(),
             observation,
             deterministic=deterministic,
@@ -178,8 +170,8 @@ class GRPO(EvolvableAlgorithm):
         Raises:
             ValueError: If the parts do not fit together.
         """
-        batch = self._shared.play.batch(self.learner(), experiences)
-        report = learn(self._shared, [self.learner()], batch)[self.slot]
+        learner = self.learner()
+        report = learn(self.members, [learner], self.members.experience(learner, experiences))[self.slot]
         self.steps += 1
         self.failed = report.failed
         return report
@@ -195,9 +187,9 @@ class GRPO(EvolvableAlgorithm):
         """
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
-        self._shared.play.check(env)
+        self.members.check(env)
         check_groups(env)
-        return float(np.mean([evaluate(self._shared, [self.slot], env, split) for _ in range(loop)]))
+        return float(np.mean([evaluate(self.members, [self.slot], env, split) for _ in range(loop)]))
 
     # ---- the network
 
@@ -205,20 +197,20 @@ class GRPO(EvolvableAlgorithm):
         """Return the policy as a module that reads the agent's weights and holds none of its own.
 
         For a language model `policy(input_ids, attention_mask)` gives logits `[n, t, v]`; for a small network
-        `policy(observations)` gives the numbers `[m, o]` that parametrise its actions (see `NetworkBody.policy`).
+        `policy(observations)` gives the numbers `[m, o]` that parametrise its actions (see `StackedPolicy.module`).
         """
-        return self._shared.body.policy(self.slot)
+        return self.members.policy(self.slot)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the base model, so that the next call compiles it again.
 
         Does nothing for a model that the user has not compiled.
         """
-        self._shared.body.recompile()
+        self.members.recompile()
 
     def unwrap_models(self) -> None:
         """Stop computing under the accelerator's precision; affects all members of the bank."""
-        self._shared.body.unwrap()
+        self.members.unwrap()
 
     # ---- checkpoints
 

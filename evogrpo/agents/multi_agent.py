@@ -1,19 +1,16 @@
 """MultiAgentGRPO: several policies of one member, learning together in a joint environment."""
 
 from collections.abc import Mapping
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 
 from evogrpo.agents.agent import EvolvableAlgorithm
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.joint_population import MultiAgentPopulation, learn_members
-from evogrpo.agents.members.joint_body import Spaces
-from evogrpo.agents.rollout.collecting import Collected, collect
-from evogrpo.agents.team_options import JointOptions, open_with_options
+from evogrpo.agents.members.team import AgentSpaces
+from evogrpo.agents.options import TeamOptions, founders_samples, open_team
+from evogrpo.agents.population import Population
+from evogrpo.agents.rollout.collecting import collect
+from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
-from evogrpo.evolution.mutation import spread_members
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, common_samples
-from evogrpo.randomness import generator
-from evogrpo.records import LearnReport
 
 
 class MultiAgentGRPO(GRPO):
@@ -23,13 +20,13 @@ class MultiAgentGRPO(GRPO):
     the same agent's parts of the group's other episodes: an advantage is relative within (seed, agent). A policy that
     several agents share learns from all their rows.
 
-    Everything else is as in `GRPO`. The constructor makes one member in banks of its own; `MultiAgentGRPO.population`
-    makes several that share them.
+    Everything else is as in `GRPO`; `learn` takes what `collect` returned as `experience`. The constructor makes one
+    member in banks of its own; `MultiAgentGRPO.population` makes several that share them.
 
     Args:
         observation_spaces: What each agent sees, by its name, as `PettingZooGroups.observation_spaces` has it.
         action_spaces: Where each agent acts, by its name.
-        options: Everything else, with defaults: see `evogrpo.agents.team_options.JointOptions`.
+        options: Everything else, with defaults: see `evogrpo.agents.options.TeamOptions`.
 
     Raises:
         ValueError: If an argument is unknown or out of range, or agents of one policy differ in their spaces.
@@ -37,30 +34,28 @@ class MultiAgentGRPO(GRPO):
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to every agent apart.
     """
 
-    kinds = ("joint",)
-
     def __init__(
         self,
-        observation_spaces: Spaces,
-        action_spaces: Spaces,
-        **options: Unpack[JointOptions],
+        observation_spaces: AgentSpaces,
+        action_spaces: AgentSpaces,
+        **options: Unpack[TeamOptions],
     ) -> None:
-        shared, hyperparameters = open_with_options(1, observation_spaces, action_spaces, options)
-        EvolvableAlgorithm.__init__(self, shared, 0, options.get("index", 0), hyperparameters)
+        members, first = open_team(1, observation_spaces, action_spaces, options)
+        EvolvableAlgorithm.__init__(self, members, 0, options.get("index", 0), first)
 
     @classmethod
     def population(  # type: ignore[override]  # spaces by agent
         cls,
         size: int,
-        observation_spaces: Spaces,
-        action_spaces: Spaces,
+        observation_spaces: AgentSpaces,
+        action_spaces: AgentSpaces,
         wrapper_cls: type[Any] | None = None,
         wrapper_kwargs: Mapping[str, Any] | None = None,
         *,
         samples_per_step: int | None = None,
         spread: bool = True,
-        **options: Unpack[JointOptions],
-    ) -> MultiAgentPopulation:
+        **options: Unpack[TeamOptions],
+    ) -> Population:
         """Make members that play and learn together.
 
         The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
@@ -79,14 +74,10 @@ class MultiAgentGRPO(GRPO):
         Raises:
             ValueError: If an argument is unknown or out of range.
         """
-        config = options.get("hp_config") or HyperparameterConfig()
-        samples = samples_per_step or common_samples(options.get("group_size", Hyperparameters().group_size), config)
-        shared, first = open_with_options(size, observation_spaces, action_spaces, options)
-        rng = generator(shared.settings.seed, "spread")
-        records = spread_members(first, config if spread else HyperparameterConfig(), size, rng, samples)
-        index = options.get("index", 0)
-        agents = [cls._member(shared, slot, index + slot, each) for slot, each in enumerate(records)]
-        return MultiAgentPopulation(agents, shared, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
+        samples = founders_samples(options, samples_per_step)
+        members, first = open_team(size, observation_spaces, action_spaces, options)
+        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)
+        return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
     # ---- acting and learning
 
@@ -118,19 +109,4 @@ class MultiAgentGRPO(GRPO):
         """
         samples = samples_per_step or self.group_size
         block = max(1, samples // self.group_size)
-        # A joint environment opens joint episodes, which `JointPlay` knows how to play.
-        return collect(self._shared, [self.learner()], cast(Any, env), samples_per_step=samples, block=block)
-
-    def learn(self, experiences: Any) -> LearnReport:
-        """Learn from what `collect` returned as `batch`.
-
-        Returns:
-            A report that unpacks as `loss, kl`; other measurements are its attributes.
-
-        Raises:
-            ValueError: If it is anything else.
-        """
-        report = learn_members(self._shared, [self.learner()], experiences)[self.slot]
-        self.steps += 1
-        self.failed = report.failed
-        return report
+        return collect(self.members, [self.learner()], env, samples_per_step=samples, block=block)

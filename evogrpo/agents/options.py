@@ -1,6 +1,7 @@
 """The constructor arguments of agents, declared once for single agents and populations, and what they build."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -11,39 +12,45 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evogrpo.agents.learning.shaping import refuse_for_transitions
-from evogrpo.agents.members.language import LanguageBody, LanguageSettings, device_of
-from evogrpo.agents.members.networks import NETWORK_DEFAULTS, NetworkBody, NetworkSettings
-from evogrpo.agents.members.prompting import LanguagePlay
-from evogrpo.agents.members.shared import Settings, Shared
-from evogrpo.agents.members.stepping import StepPlay
+from evogrpo.agents.members.devices import device_of
+from evogrpo.agents.members.language import LanguageMembers
+from evogrpo.agents.members.language_settings import LanguageSettings
+from evogrpo.agents.members.members import Members, Settings
+from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, NetworkSettings
+from evogrpo.agents.members.networks import NetworkMembers
+from evogrpo.agents.members.stacked_policy import StackedPolicy
+from evogrpo.agents.members.team import AgentSpaces, TeamMembers
+from evogrpo.agents.members.team_settings import Credit, TeamSettings
+from evogrpo.envs.control.assignment import Policies
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
     AdvantageType,
     HyperparameterConfig,
     Hyperparameters,
     LossType,
+    common_samples,
     refuse_unknown,
 )
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 
 
-class Options(TypedDict, total=False):
-    """Optional arguments of `GRPO` and `GRPO.population`.
+class CommonOptions(TypedDict, total=False):
+    """Optional arguments of all agents.
 
     Some defaults are others for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
     of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
-    `evogrpo.agents.members.networks`).
+    `evogrpo.agents.members.network_settings`).
 
     Attributes:
         hp_config: What evolution may change; nothing by default.
         index: Identity in the lineage; 0 by default. A population counts up from it.
-        batch_size: Completions (for small networks transitions) per optimizer step; 64 by default, for small networks
-            2048.
+        batch_size: Completions (for small networks transitions, of several agents each policy's) per optimizer step; 64
+            by default, for small networks 2048.
         lr: AdamW step size; 1e-4 by default, for small networks 5e-3.
         clip_coef: Half-width of the trust region on the probability ratio; 0.2 by default.
-        max_grad_norm: Bound on the gradient's norm; 0.5 by default.
-        update_epochs: Passes over each learning step's completions; 1 by default, for small networks 4.
+        max_grad_norm: Bound on the norm of each policy's gradient; 0.5 by default.
+        update_epochs: Passes over each learning step's samples; 1 by default, for small networks 4.
         group_size: Completions per prompt (episodes per reset seed); 8 by default.
         temperature: Divides the logits while sampling and learning; 1 by default. T means probabilities p^(1/T).
         beta: Weight of the KL to the reference policy; 0 by default, which costs no reference pass.
@@ -58,18 +65,6 @@ class Options(TypedDict, total=False):
         optimizer: AdamW settings: betas, eps, weight decay, warm-up and schedule.
         seed: Root of every random stream; 0 by default.
         device: Where to put the model; it stays where it is by default. Small networks are on the CPU by default.
-        accelerator: Chooses the device and the precision of forward passes; one process only.
-        calc_position_embeddings: For language models, like all up to `source`: pass positions, counted without padding,
-            to the model; True by default. False is for models that take none.
-        reduce_memory_peak: Compute log-probabilities over a few hundred tokens' logits at a time, with the same
-            results; True by default.
-        min_output_tokens: Ends of sequence are ruled out for that many first tokens; 0 by default.
-        max_output_tokens: Most tokens of a completion; 128 by default.
-        eos_token_ids: Tokens that end a completion; the model's generation config names them by default.
-        lora_config: What to adapt; rank 16 on all linear layers by default.
-        micro_batch_tokens: Most tokens in one forward pass with gradients, the knob between memory and speed; 1024 by
-            default.
-        source: What the base model was loaded from, for checkpoints; the model's own name by default.
         network: For small networks, like all that follow. The architecture that members start with; two tanh layers
             of 64 by default, behind convolutions for images.
         evolve_network: Lets architectures change when members are mutated, within these limits; they stay as they are
@@ -95,22 +90,58 @@ class Options(TypedDict, total=False):
     gamma: float
     loss_type: LossType | None
     advantage: AdvantageType | None
+    objective: Objective
+    optimizer: Optimizer
+    seed: int
+    device: str | torch.device | None
+    network: NetworkConfig
+    evolve_network: ArchitectureLimits | None
+    normalise_observations: bool
+
+
+class Options(CommonOptions, total=False):
+    """Optional arguments of `GRPO` and `GRPO.population`, beside the common ones.
+
+    Attributes:
+        accelerator: Chooses the device and the precision of forward passes; one process only.
+        calc_position_embeddings: For language models, like all that follow: pass positions, counted without padding,
+            to the model; True by default. False is for models that take none.
+        reduce_memory_peak: Compute log-probabilities over a few hundred tokens' logits at a time, with the same
+            results; True by default.
+        min_output_tokens: Ends of sequence are ruled out for that many first tokens; 0 by default.
+        max_output_tokens: Most tokens of a completion; 128 by default.
+        eos_token_ids: Tokens that end a completion; the model's generation config names them by default.
+        lora_config: What to adapt; rank 16 on all linear layers by default.
+        micro_batch_tokens: Most tokens in one forward pass with gradients, the knob between memory and speed; 1024 by
+            default.
+        source: What the base model was loaded from, for checkpoints; the model's own name by default.
+    """
+
+    accelerator: Accelerator | None
     calc_position_embeddings: bool
     reduce_memory_peak: bool
     min_output_tokens: int
     max_output_tokens: int
     eos_token_ids: tuple[int, ...]
-    accelerator: Accelerator | None
-    device: str | torch.device | None
     lora_config: LoraConfig | None
-    objective: Objective
-    optimizer: Optimizer
-    seed: int
     micro_batch_tokens: int
     source: str | None
-    network: NetworkConfig
-    evolve_network: ArchitectureLimits | None
-    normalise_observations: bool
+
+
+class TeamOptions(CommonOptions, total=False):
+    """Optional arguments of `MultiAgentGRPO` and `MultiAgentGRPO.population`, beside the common ones.
+
+    Attributes:
+        policies: "shared" (default): one policy for all agents; "prefix": one for all agents whose names agree before
+            the last underscore; "independent": one for each agent.
+        credit: "team" (default): an agent's action is worth what all agents earn from then on; "agent": what the agent
+            earns itself, as in a competition.
+        agent_ids: Tell a policy that acts for several agents which of them it acts for; False by default.
+    """
+
+    policies: Policies
+    credit: Credit
+    agent_ids: bool
 
 
 LANGUAGE_ONLY = (
@@ -126,20 +157,20 @@ LANGUAGE_ONLY = (
 NETWORKS_ONLY = ("network", "evolve_network", "normalise_observations")
 
 
-def open_shared(
+def open_members(
     size: int,
     observation_space: spaces.Space[Any] | None,
     action_space: spaces.Space[Any] | None,
     actor_network: nn.Module | None,
     pad_token_id: int | None,
     options: Options,
-) -> tuple[Shared, Hyperparameters]:
+) -> tuple[Members, Hyperparameters]:
     """Check the constructor arguments, then build what they describe: the one place where kinds of members differ.
 
     A transformers model makes language models. Without one, spaces that are not of tokens make small networks.
 
     Returns:
-        What members share, and the first member's hyperparameters.
+        The members, and the first one's hyperparameters.
 
     Raises:
         ValueError: If an argument is unknown, missing or out of range; nothing is built then.
@@ -164,7 +195,7 @@ def _open_language(
     model: PreTrainedModel,
     pad_token_id: int | None,
     options: Options,
-) -> tuple[Shared, Hyperparameters]:
+) -> tuple[Members, Hyperparameters]:
     values: Mapping[str, Any] = options
     _refuse_other_kind(NETWORKS_ONLY, values, "small networks")
     if pad_token_id is None:
@@ -176,24 +207,20 @@ def _open_language(
         **{name: values[name] for name in names if name in values and name != "eos_token_ids"},
     )
     hyperparameters = _first_member(values, settings)
-    body = LanguageBody.placed(
+    accelerator = values.get("accelerator")
+    members = LanguageMembers(
         model,
         size,
         settings,
+        values.get("hp_config"),
         lora_config=values.get("lora_config"),
         source=values.get("source"),
-        accelerator=values.get("accelerator"),
-        device=values.get("device"),
-    )
-    shared = Shared(
-        body=body,
-        play=LanguagePlay(body, settings),
-        settings=settings,
-        hp_config=values.get("hp_config"),
+        device=device_of(accelerator, values.get("device")),
+        autocast=nullcontext if accelerator is None else accelerator.autocast,
         observation_space=given[0],
         action_space=given[1],
     )
-    return shared, hyperparameters
+    return members, hyperparameters
 
 
 def _open_networks(
@@ -202,7 +229,7 @@ def _open_networks(
     module: nn.Module | None,
     pad_token_id: int | None,
     options: Options,
-) -> tuple[Shared, Hyperparameters]:
+) -> tuple[Members, Hyperparameters]:
     chosen: Mapping[str, Any] = options
     values = {**NETWORK_DEFAULTS, **{name: value for name, value in chosen.items() if value is not None}}
     _refuse_other_kind(LANGUAGE_ONLY, values, "language models")
@@ -216,19 +243,34 @@ def _open_networks(
     hyperparameters = _first_member(values, settings)
     space = values.get("hp_config") or HyperparameterConfig()
     refuse_for_transitions(settings.objective, hyperparameters, space)
-    accelerator, device = values.get("accelerator"), values.get("device")
-    if accelerator is not None:
-        device = device_of(accelerator, device)
-    body = NetworkBody(*given, size, settings, module=module, device=device or "cpu")
-    shared = Shared(
-        body=body,
-        play=StepPlay(body),
-        settings=settings,
-        hp_config=values.get("hp_config"),
-        observation_space=given[0],
-        action_space=given[1],
-    )
-    return shared, hyperparameters
+    device = device_of(values.get("accelerator"), values.get("device")) or "cpu"
+    networks = StackedPolicy(*given, size, settings, module=module, device=device)
+    return NetworkMembers(networks, values.get("hp_config")), hyperparameters
+
+
+def open_team(
+    size: int, observation_spaces: AgentSpaces, action_spaces: AgentSpaces, options: TeamOptions
+) -> tuple[Members, Hyperparameters]:
+    """Check the constructor arguments of members that act for several agents, then make the banks they describe.
+
+    Raises:
+        ValueError: If an argument is unknown or out of range; nothing is made then.
+    """
+    refuse_unknown("argument", options, TeamOptions.__annotations__)
+    values: Mapping[str, Any] = {**NETWORK_DEFAULTS, **options}
+    settings = TeamSettings(**{name: values[name] for name in TeamSettings.__dataclass_fields__ if name in values})
+    hyperparameters = _first_member(values, settings)
+    space = values.get("hp_config") or HyperparameterConfig()
+    refuse_for_transitions(settings.objective, hyperparameters, space)
+    device = values.get("device") or "cpu"
+    members = TeamMembers(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
+    return members, hyperparameters
+
+
+def founders_samples(options: CommonOptions, samples_per_step: int | None) -> int:
+    """Return the samples per learning step that founders' group sizes are to divide."""
+    config = options.get("hp_config") or HyperparameterConfig()
+    return samples_per_step or common_samples(options.get("group_size", Hyperparameters().group_size), config)
 
 
 def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: str) -> None:

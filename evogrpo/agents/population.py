@@ -7,27 +7,32 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import Tensor
 
 from evogrpo.agents.learning.step import learn
-from evogrpo.agents.members.shared import Shared
-from evogrpo.agents.rollout.collecting import Collected, check_groups, collect, evaluate
+from evogrpo.agents.members.members import Members
+from evogrpo.agents.rollout.collecting import check_groups, collect, evaluate
+from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.lineage import NETWORK, Lineage
-from evogrpo.evolution.strategies import Plan, Strategy
+from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.strategies import Strategy
 from evogrpo.hyperparameters import HyperparameterConfig
+from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, LearnReport
+from evogrpo.records import Experience, LearnReport
 
 if TYPE_CHECKING:
     from evogrpo.agents.agent import EvolvableAlgorithm
 
 
 class Population(Sequence[Any]):
-    """A sequence of agents over one bank: `population[i]` is the agent in slot i.
+    """A sequence of agents over one bank: `population[i]` is the agent in slot i, retired or not.
 
     Made by `GRPO.population`.
 
     Attributes:
         agents: The agents in slot order, without wrappers.
+        members: What they are made of, with the weights of all.
         lineage: Every birth so far.
         next_index: The first index that no member has had.
     """
@@ -35,14 +40,14 @@ class Population(Sequence[Any]):
     def __init__(
         self,
         agents: "Sequence[EvolvableAlgorithm]",
-        shared: Shared,
+        members: Members,
         *,
         wrapper_cls: type[Any] | None = None,
         wrapper_kwargs: Mapping[str, Any] | None = None,
         lineage: Lineage | None = None,
     ) -> None:
         self.agents = list(agents)
-        self.shared = shared
+        self.members = members
         self.lineage = lineage or Lineage.of_founders([agent.record() for agent in self.agents])
         self.next_index = 1 + max(agent.index for agent in self.agents)
         self._handed_out = [wrapper_cls(agent, **(wrapper_kwargs or {})) if wrapper_cls else agent for agent in agents]
@@ -63,7 +68,7 @@ class Population(Sequence[Any]):
     @property
     def space(self) -> HyperparameterConfig:
         """What evolves; empty when nothing does."""
-        return self.shared.hp_config or HyperparameterConfig()
+        return self.members.hp_config or HyperparameterConfig()
 
     @property
     def best(self) -> Any:
@@ -84,31 +89,40 @@ class Population(Sequence[Any]):
 
     @property
     def healthy(self) -> "list[EvolvableAlgorithm]":
-        """The agents that have not failed."""
-        return [agent for agent in self.agents if agent.failed is None]
+        """The agents that have neither failed nor been retired."""
+        return [agent for agent in self.agents if agent.failed is None and not agent.retired]
 
     def collect(self, env: GroupEnvironment, *, step: int, samples_per_step: int, block: int) -> Collected:
         """Let every healthy member act from its share of one learning step's starts; see `collecting.collect`."""
         learners = [agent.learner(step) for agent in self.healthy]
-        return collect(self.shared, learners, env, samples_per_step=samples_per_step, block=block)
+        return collect(self.members, learners, env, samples_per_step=samples_per_step, block=block)
 
-    def learn(self, batch: Batch, *, step: int) -> dict[int, LearnReport]:
-        """Let the healthy members learn from a batch, and mark those that fail.
+    def learn(
+        self, experience: Experience, *, step: int, sources: Mapping[int, Sequence[int]] | None = None
+    ) -> dict[int, LearnReport]:
+        """Let the healthy members learn from what was sampled, and mark those that fail.
 
         Args:
-            batch: Rows of every healthy member.
+            experience: By policy, rows of every healthy member.
             step: Number of the learning step; names the random streams.
+            sources: For slots that are to learn from others' samples, through their ratio to the policy that acted: the
+                slots whose samples they learn from, their own only if it is among them.
 
         Returns:
             One report per member, by slot.
         """
-        reports = learn(self.shared, [agent.learner(step) for agent in self.healthy], batch)
+        given = sources or {}
+        learners = [
+            replace(agent.learner(step), sources=tuple(given[agent.slot]) if agent.slot in given else None)
+            for agent in self.healthy
+        ]
+        reports = learn(self.members, learners, experience)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
         return reports
 
     def evaluate(self, env: GroupEnvironment, split: Split = "validation", *, questions: int | None = None) -> None:
-        """Set every healthy member's fitness, all on the same questions; failed members get None.
+        """Set every healthy member's fitness, all on the same questions; failed and retired ones get None.
 
         Args:
             env: Where the questions come from.
@@ -119,25 +133,36 @@ class Population(Sequence[Any]):
         for agent in self.agents:
             agent.fitness = None
         if healthy:
-            scores = evaluate(self.shared, [agent.slot for agent in healthy], env, split, questions=questions)
+            scores = evaluate(self.members, [agent.slot for agent in healthy], env, split, questions=questions)
             for agent, row in zip(healthy, scores, strict=True):
                 agent.fitness = Fitness.from_scores(row.tolist())
 
     def baseline(self, env: GroupEnvironment, split: Split, *, questions: int | None = None) -> Fitness:
         """Return the fitness of the untrained base."""
-        scores = evaluate(self.shared, [0], env, split, questions=questions, base=True)
+        scores = evaluate(self.members, [0], env, split, questions=questions, base=True)
         return Fitness.from_scores(scores[0].tolist())
 
     def compare(
         self, state: Mapping[str, Tensor], env: GroupEnvironment, split: Split, *, questions: int | None = None
     ) -> tuple[Fitness, Fitness]:
         """Return the fitness of the untrained base, and of a learner state."""
-        alone = self.shared.alone()
-        alone.bank.load_state(0, state)
+        alone = self.members.alone()
+        alone.banks.load_state(0, state)
         before, after = (
             evaluate(alone, [0], env, split, questions=questions, base=base)[0].tolist() for base in (True, False)
         )
         return Fitness.from_scores(before), Fitness.from_scores(after)
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Let an outside engine write the completions of language models instead of the bank itself.
+
+        It is told before it samples whose weights have changed. Where its log-probabilities are not the trainer's, the
+        objective's `importance_correction` corrects for the difference.
+
+        Raises:
+            ValueError: If the members are small networks, which act as their environments ask.
+        """
+        self.members.sample_with(sampler)
 
     def check(self, env: Any) -> None:
         """Refuse an environment that the members cannot act in.
@@ -145,33 +170,38 @@ class Population(Sequence[Any]):
         Raises:
             ValueError: With what does not fit, and what to do.
         """
-        self.shared.play.check(env)
+        self.members.check(env)
         check_groups(env)
 
-    def plan(self, strategy: Strategy, *, generation: int, samples_per_step: int) -> Plan:
-        """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones."""
-        seed = self.shared.settings.seed
-        plan = strategy.plan(
-            [agent.record() for agent in self.agents],
-            [agent.fitness for agent in self.agents],
-            self.space,
-            next_index=self.next_index,
-            generation=generation,
-            rng=generator(seed, "plan", generation),
-            samples_per_step=samples_per_step,
-        )
-        if not self.shared.body.evolves or not strategy.mutates:
+    def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
+        """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones.
+
+        Args:
+            strategy: The rule.
+            generations: What it sees; the last one is that of the members as they are now.
+
+        Raises:
+            ValueError: If every member failed, or the plan cannot be carried out.
+        """
+        seed = self.members.settings.seed
+        history = History(space=self.space, next_index=self.next_index, generations=tuple(generations))
+        plan = strategy.plan(history, generator(seed, "plan", history.last.number))
+        plan.check(history)
+        if not self.members.evolves or not strategy.mutates:
             return plan
         children = []
-        for child in plan.children:
-            parent = plan.parents[child.slot]
+        for planned in plan.children:
+            child, parent = planned, plan.parents[planned.slot]
             rng = generator(seed, "change of network", child.index)
-            proposal = None if parent is None else self.shared.body.proposal(parent, rng)
-            children.append(child if proposal is None else replace(child, changes={**child.changes, NETWORK: proposal}))
+            drawn = None if parent is None else self.members.proposal(parent, rng)
+            if drawn is not None:
+                changes = {**child.changes, NETWORK: (drawn.old, drawn.new)}
+                child = replace(child, changes=changes, architecture=drawn.architecture)
+            children.append(child)
         return replace(plan, children=tuple(children))
 
     def apply(self, plan: Plan) -> None:
-        """Carry a plan out: copy learner states, then give every child its identity, hyperparameters and network.
+        """Carry a plan out: copy learner states, retire members, and give children identity, settings and network.
 
         Raises:
             ValueError: If the plan is for another number of members, or repeats an index.
@@ -179,16 +209,19 @@ class Population(Sequence[Any]):
         if len(plan.parents) != len(self):
             raise ValueError(f"the plan is for {len(plan.parents)} members, this population has {len(self)}")
         lineage = self.lineage.extended(plan.children, generation=plan.generation)
-        self.shared.bank.inherit(plan.parents)
+        self.members.banks.inherit(plan.parents)
         self.lineage = lineage
+        for slot in plan.vacant:
+            agent = self.agents[slot]
+            agent.fitness, agent.failed, agent.retired = None, None, True
         for child in plan.children:
             agent = self.agents[child.slot]
             agent.index, agent.parent, agent.born = child.index, child.parent, plan.generation
             agent.hyperparameters = child.hyperparameters
-            agent.fitness, agent.failed, agent.steps = None, None, 0
-            if NETWORK in child.changes:
-                rng = generator(self.shared.settings.seed, "weights of a new network", child.index)
-                self.shared.body.reshape(child.slot, str(child.changes[NETWORK][1]), rng)
+            agent.fitness, agent.failed, agent.retired, agent.steps = None, None, False, 0
+            if child.architecture is not None:
+                rng = generator(self.members.settings.seed, "weights of a new network", child.index)
+                self.members.reshape(child.slot, child.architecture, rng)
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()

@@ -103,8 +103,8 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "resume",
         "evogrpo.cli.train:resume",
         "go on with a stopped run, or train a finished one further",
-        "Goes on from the newest complete checkpoint, exactly as if it had never stopped. The reward functions named "
-        "in the run's config.yaml are run: resume only runs whose config.yaml you trust.",
+        "Goes on from the newest complete checkpoint, exactly as if it had never stopped. The reward functions and "
+        "the strategy named in the run's config.yaml are run: resume only runs whose config.yaml you trust.",
     )
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
     resume.add_argument("--generations", type=int, metavar="N", help="generations in all, those already done included")
@@ -123,7 +123,8 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "video",
         "evogrpo.cli.inspect:video",
         "record episodes of a run's best member as MP4 files",
-        "For runs in a Gymnasium environment that can be drawn; needs the extra evogrpo[video].",
+        "For runs in a Gymnasium environment that can be drawn; needs the extra evogrpo[video]. Code that the run's "
+        "config.yaml names is run: only for runs whose config.yaml you trust.",
     )
     video.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="how many test starts to play (default 1)")

@@ -8,12 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.envs.groups import SPLITS
+from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.hyperparameters import RLParameter, Value
 from evogrpo.objective import Objective
 from evogrpo.report.text import count_text, duration_text, number_text, printable
 from evogrpo.report.words import LANGUAGE, NETWORKS
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.members import AgentConfig
+from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.question_tasks import DatasetTask, QuestionTask, Task
 from evogrpo.training.configuration.record import Config, default_hyperparameters
 from evogrpo.training.forecast import Arithmetic, LanguageArithmetic, Memory, NetworkArithmetic, Rounds
@@ -186,14 +188,15 @@ def _all_alike(config: Config) -> bool:
 
 def _evolving(prepared: Prepared) -> str:
     config = prepared.config
-    strategy = config.strategy.to_json()
+    strategy = strategy_record(config.strategy)
     if strategy["name"] == "no_evolution":
         return "nothing: the control, without selection and mutation"
     spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.evolve.items())
     if isinstance(prepared, PreparedNetworks) and prepared.agent.evolve_network is not None:
         spaces = f"{spaces}{', ' if spaces else ''}the networks themselves"
-    details = ", ".join(f"{key} {value}" for key, value in strategy.items() if key in ("size", "z"))
-    return f"{spaces or 'no hyperparameter, selection only'}; {strategy['name']} ({details})"
+    shown = ("size", "z") if strategy["name"] in BUILT_IN else config.strategy.to_json()
+    details = ", ".join(f"{key} {strategy[key]}" for key in shown)
+    return f"{spaces or 'no hyperparameter, selection only'}; {strategy['name']}{details and f' ({details})'}"
 
 
 def _range(parameter: RLParameter) -> str:

@@ -72,7 +72,7 @@ class Pace:
         bounds = []
         if schedule.generations is not None:
             generations = schedule.generations - progress.generation
-            steps = generations * schedule.steps_per_generation - progress.step_in_generation
+            steps = generations * progress.steps_per_generation - progress.step_in_generation
             bounds.append(max(steps, 0) * per_step + generations * evaluation)
         if schedule.max_seconds is not None:
             bounds.append(max(schedule.max_seconds - progress.seconds, 0.0))
@@ -102,7 +102,7 @@ class RunDisplay:
     def __init__(self, console: Console, evolution: Evolution) -> None:
         self._console, self._evolution = console, evolution
         self._pace = Pace(evolution)
-        self.words = words_of(evolution.population.shared.body.kind)
+        self.words = words_of(evolution.population.members.kind)
         self._spinner = Spinner("dots")
         self._began = time.monotonic() - evolution.progress.seconds
         self._step: StepReport | None = None
@@ -138,7 +138,7 @@ class RunDisplay:
 
     def _log_step(self, report: StepReport) -> None:
         """Write a line into a log: for the last step of a generation, and else if none was written for a second."""
-        last = self._evolution.progress.step_in_generation == self._evolution.schedule.steps_per_generation
+        last = self._evolution.progress.step_in_generation == self._evolution.progress.steps_per_generation
         if last or time.monotonic() - self._logged >= SECONDS_BETWEEN_LINES:
             left = self._pace.left()
             line = step_text(report, self._position(report.step + 1))
@@ -215,9 +215,9 @@ class RunDisplay:
         if evolution.finished():
             return Text(f"testing on {self._questions('test')} {self.words.questions}")
         where = f"generation {progress.generation + 1}{total}"
-        if progress.step_in_generation >= schedule.steps_per_generation:
+        if progress.step_in_generation >= progress.steps_per_generation:
             return Text(f"{where} · validating")
-        return Text(f"{where} · step {progress.step_in_generation + 1}/{schedule.steps_per_generation}")
+        return Text(f"{where} · step {progress.step_in_generation + 1}/{progress.steps_per_generation}")
 
 
 def _about(seconds: float) -> str:

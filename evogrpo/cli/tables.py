@@ -96,18 +96,21 @@ def _move(old: Value, new: Value) -> str:
 
 
 def plan_lines(report: GenerationReport) -> list[Text]:
-    """Say what selection decided after a generation: one line per birth, or that everyone stays."""
+    """Say what selection decided after a generation: one line per retirement and birth, or that everyone stays."""
     plan = report.plan
     if plan is None:
         return []
-    if not plan.children:
+    members = {member.slot: member.index for member in report.members}
+    retired = [slot for slot in plan.vacant if slot in members]
+    if not plan.children and not retired:
         close = any("within noise" in reason for reason in plan.reasons)
         why = "no difference is beyond the noise" if close else "nobody was replaced"
         return [Text(f"selection: everyone stays, {why}", "dim")]
-    lines = []
+    lines = [Text(f"selection: #{members[slot]} is retired", "cyan") for slot in retired]
     for child in plan.children:
-        gone = next(member.index for member in report.members if member.slot == child.slot)
-        line = Text.assemble((f"selection: #{gone} → #{child.index}", "cyan"), f", a clone of #{child.parent}")
+        gone = f"#{members[child.slot]} → " if child.slot in members else "new, "
+        origin = "a founder" if child.parent is None else f"a clone of #{child.parent}"
+        line = Text.assemble((f"selection: {gone}#{child.index}", "cyan"), f", {origin}")
         changes = changes_text(child.changes)
         lines.append(line.append(f" with {changes}" if changes else ", unchanged"))
     return lines

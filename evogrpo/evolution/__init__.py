@@ -1,10 +1,12 @@
 """Evolution: numbers in, plans out; nothing here imports torch."""
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.history import Generation, History, Seat
 from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, neighbour, quantile, spread_members
+from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
-from evogrpo.evolution.strategies import NoEvolution, Plan, Strategy, Tournament, strategy_from_json
+from evogrpo.evolution.strategies import NoEvolution, Stateless, Strategy, Tournament, strategy_from_json
 
 __all__ = [
     "Birth",
@@ -13,11 +15,15 @@ __all__ = [
     "Child",
     "Choice",
     "Fitness",
+    "Generation",
+    "History",
     "Lineage",
     "MemberRecord",
     "Mutation",
     "NoEvolution",
     "Plan",
+    "Seat",
+    "Stateless",
     "Strategy",
     "Tournament",
     "best_slot",

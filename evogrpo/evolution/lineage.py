@@ -12,6 +12,21 @@ NETWORK = "network"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ArchitectureChange:
+    """A change of a member's network.
+
+    Attributes:
+        architecture: The new one, as plain JSON values that the members it was drawn from understand.
+        old: The old one in words.
+        new: The new one in words.
+    """
+
+    architecture: Mapping[str, Any]
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemberRecord:
     """One living member.
 
@@ -29,6 +44,15 @@ class MemberRecord:
     born: int
     hyperparameters: Hyperparameters
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {**vars(self), "hyperparameters": self.hyperparameters.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned."""
+        return cls(**{**values, "hyperparameters": Hyperparameters.from_json(values["hyperparameters"])})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Child:
@@ -41,6 +65,7 @@ class Child:
         hyperparameters: Its own.
         changes: Where they differ from its parent's, by name: (old, new).
         reason: Why it was born.
+        architecture: The network it gets, as plain JSON values; None = its parent's.
     """
 
     slot: int
@@ -49,10 +74,11 @@ class Child:
     hyperparameters: Hyperparameters
     changes: Changes = field(default_factory=dict)
     reason: str = ""
+    architecture: Mapping[str, Any] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
-        return {
+        values = {
             "slot": self.slot,
             "index": self.index,
             "parent": self.parent,
@@ -60,6 +86,7 @@ class Child:
             "changes": {name: list(change) for name, change in self.changes.items()},
             "reason": self.reason,
         }
+        return values if self.architecture is None else {**values, "architecture": dict(self.architecture)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:

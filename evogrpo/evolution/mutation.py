@@ -13,7 +13,7 @@ from evogrpo.hyperparameters import (
     Hyperparameters,
     RLParameter,
     Value,
-    feasible_group_sizes,
+    check_group_size,
     finite_number,
     is_categorical,
     is_integer,
@@ -183,11 +183,7 @@ def spread_members(
     if whole_number("size", size) < 1:
         raise ValueError(f"a population needs at least one member, got size={size}")
     space = space.for_samples_per_step(samples_per_step)
-    if samples_per_step % defaults.group_size:
-        valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
-        raise ValueError(
-            f"group_size must divide samples_per_step={samples_per_step}, got {defaults.group_size}: use one of {valid}"
-        )
+    check_group_size(defaults.group_size, samples_per_step)
     others: list[dict[str, Any]] = [{} for _ in range(size - 1)]
     for name, parameter in space.items():
         fractions = (rng.permutation(size - 1) + rng.random(size - 1)) / max(size - 1, 1)

@@ -1,6 +1,6 @@
 """Which member each slot should hold next, decided on paired validation scores."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +13,11 @@ class Choice:
     """What selection decides for one slot.
 
     Attributes:
-        parent: The slot whose learner state it takes; its own slot if it keeps what it holds.
+        parent: The slot whose learner state it takes; its own slot if it keeps what it holds; None for nobody's.
         reason: Why, in words.
     """
 
-    parent: int
+    parent: int | None
     reason: str
 
 
@@ -30,8 +30,8 @@ def healthy_slots(fitness: Sequence[Fitness | None]) -> list[int]:
     healthy = [slot for slot, value in enumerate(fitness) if value is not None]
     if not healthy:
         raise ValueError(
-            f"all {len(fitness)} members failed, so there is no healthy member to clone: resume from the last "
-            "generation with a smaller learning rate or a smaller gradient norm"
+            "every member failed, so there is no healthy member to clone: resume from the last generation with a "
+            "smaller learning rate or a smaller gradient norm"
         )
     return healthy
 
@@ -50,7 +50,9 @@ def best_slot(fitness: Sequence[Fitness | None], among: Sequence[int] | None = N
     return min(slots, key=lambda slot: (-_healthy(fitness, slot).mean, slot))
 
 
-def tournament(fitness: Sequence[Fitness | None], size: int, z: float, rng: np.random.Generator) -> tuple[Choice, ...]:
+def tournament(
+    fitness: Sequence[Fitness | None], size: int, z: float, rng: np.random.Generator, *, empty: Collection[int] = ()
+) -> tuple[Choice, ...]:
     """Hold one tournament per slot; the winner takes the slot only if it beats the holder beyond the noise.
 
     The challenger of a slot is the best of `size` healthy members drawn without replacement. It replaces the slot's
@@ -60,10 +62,11 @@ def tournament(fitness: Sequence[Fitness | None], size: int, z: float, rng: np.r
     best member holds no tournament and keeps its slot. A failed member is replaced by its challenger at once.
 
     Args:
-        fitness: One entry per slot; None for a failed member.
+        fitness: One entry per slot; None for a failed member and for an empty slot.
         size: Contestants per tournament, at least 1; 1 challenges with a random member.
         z: Standard errors a difference must exceed, at least 0; 0 replaces at any positive difference.
         rng: The generator of these draws.
+        empty: The slots that hold nobody; they stay so.
 
     Returns:
         One choice per slot.
@@ -75,6 +78,9 @@ def tournament(fitness: Sequence[Fitness | None], size: int, z: float, rng: np.r
     elite = best_slot(fitness)
     choices = []
     for slot, holder in enumerate(fitness):
+        if slot in empty:
+            choices.append(Choice(parent=None, reason="empty"))
+            continue
         if slot == elite:
             choices.append(Choice(parent=slot, reason="kept: elite"))
             continue

@@ -1,131 +1,81 @@
-"""Strategies: from the members and their fitness to a plan of plain data, the next generation."""
+"""Strategies: from the history of a run to a plan of plain data, the next generation."""
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 
-from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.lineage import Child, MemberRecord
+from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
-from evogrpo.hyperparameters import (
-    HyperparameterConfig,
-    finite_number,
-    refuse_unknown,
-    unknown_name_error,
-    whole_number,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What happens to every slot between two generations, as plain data.
-
-    Attributes:
-        generation: The generation whose fitness it was made from.
-        parents: For each slot, the slot whose learner state it takes, its own if unchanged, or None for a fresh
-            initialisation: the argument of `bank.inherit`.
-        children: One birth for every slot whose member changes; the members of all other slots keep their index.
-        reasons: Why, one for each slot.
-        elite: The slot of the best member at this evaluation.
-
-    Raises:
-        ValueError: If the fields contradict each other.
-    """
-
-    generation: int
-    parents: tuple[int | None, ...]
-    children: tuple[Child, ...]
-    reasons: tuple[str, ...]
-    elite: int
-
-    def __post_init__(self) -> None:
-        slots = range(len(self.parents))
-        born = [child.slot for child in self.children]
-        if len(self.reasons) != len(slots):
-            raise ValueError(f"a plan has one reason per slot, got {len(self.reasons)} for {len(slots)} slots")
-        if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born)):
-            raise ValueError(
-                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite} "
-                f"and children in {born}"
-            )
-        if len(set(born)) != len(born) or len({child.index for child in self.children}) != len(born):
-            raise ValueError(
-                f"children have slots and indices of their own, got {[(c.slot, c.index) for c in self.children]}"
-            )
-        unborn = [slot for slot in slots if self.parents[slot] != slot and slot not in born]
-        if unborn:
-            raise ValueError(f"a slot that takes another's state needs a child with a new index, missing in {unborn}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        return {
-            "generation": self.generation,
-            "parents": list(self.parents),
-            "children": [child.to_json() for child in self.children],
-            "reasons": list(self.reasons),
-            "elite": self.elite,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
-        return cls(
-            generation=values["generation"],
-            parents=tuple(values["parents"]),
-            children=tuple(Child.from_json(child) for child in values["children"]),
-            reasons=tuple(values["reasons"]),
-            elite=values["elite"],
-        )
+from evogrpo.hyperparameters import finite_number, refuse_unknown, unknown_name_error, whole_number
 
 
 class Strategy(Protocol):
-    """A rule of evolution. It holds settings only: what it decides depends on its arguments alone."""
+    """A rule of evolution: settings, the arguments of its class, and perhaps a state that plans change.
+
+    One that remembers nothing inherits from `Stateless`.
+    """
 
     @property
     def mutates(self) -> bool:
         """Whether children may differ from their parents; asked only where networks evolve."""
         ...
 
-    def plan(
-        self,
-        members: Sequence[MemberRecord],
-        fitness: Sequence[Fitness | None],
-        space: HyperparameterConfig,
-        *,
-        next_index: int,
-        generation: int,
-        rng: np.random.Generator,
-        samples_per_step: int,
-    ) -> Plan:
-        """Decide what every slot holds next.
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        """Decide what every slot holds next, and what the next generations spend.
+
+        A failed member is never kept: it is replaced by a healthy one's child, or retired.
 
         Args:
-            members: One record per slot, in slot order.
-            fitness: One entry per slot; None for a failed member, which is always replaced by a healthy clone.
-            space: What evolves.
-            next_index: The first index no member ever had; children take this one and those after it.
-            generation: The number of the generation just evaluated.
-            rng: The generator of every draw of this plan.
-            samples_per_step: Samples each member collects per learning step; proposed group sizes divide it.
+            history: Every generation up to the one just evaluated.
+            rng: The generator of this plan's draws, named by the run's seed and the generation.
 
         Returns:
-            The plan. It does not depend on anything but the arguments.
+            The plan, such as `Plan.from_choices` makes. It depends on the arguments, the settings and the state alone.
 
         Raises:
-            ValueError: If every member failed, or the arguments contradict each other.
+            ValueError: If every member failed.
         """
         ...
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values; `strategy_from_json` reads them."""
+        """Return the settings as plain JSON values: keyword arguments with which the class builds an equal strategy."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return as plain JSON values all that earlier plans have left behind and later ones depend on."""
+        ...
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        """Put back what `state` returned, read from JSON: from here on plans are those that would have followed."""
         ...
 
 
+class Stateless:
+    """What a strategy inherits that remembers nothing from one plan to the next."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the empty state."""
+        return {}
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        """Take the empty state.
+
+        Raises:
+            ValueError: If it is not empty.
+        """
+        if values:
+            raise ValueError(
+                f"{type(self).__name__} remembers nothing, got a state with {', '.join(values)}: another strategy's"
+            )
+
+
 @dataclass(frozen=True, kw_only=True)
-class Tournament:
+class Tournament(Stateless):
     """Replace members that a challenger beats beyond the noise by a mutated clone of it; keep everyone else.
 
     With `mutation=None` it selects without changing hyperparameters: the control that shows how much of a result
@@ -163,35 +113,29 @@ class Tournament:
         """Whether children differ from their parents."""
         return self.mutation is not None
 
-    def plan(
-        self,
-        members: Sequence[MemberRecord],
-        fitness: Sequence[Fitness | None],
-        space: HyperparameterConfig,
-        *,
-        next_index: int,
-        generation: int,
-        rng: np.random.Generator,
-        samples_per_step: int,
-    ) -> Plan:
-        """Hold one tournament per slot; see `Strategy.plan` for the arguments."""
-        _check_members(members, fitness, next_index)
-        space = space.for_samples_per_step(samples_per_step)
-        elite = best_slot(fitness)
-        choices = list(tournament(fitness, self.size, self.z, rng))
-        renewed = set() if self.elitism else {elite}
-        if renewed:
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        """Hold one tournament per member; an empty slot stays empty."""
+        last = history.last
+        space = history.space.for_samples_per_step(last.samples_per_step)
+        elite = best_slot(last.fitness)
+        choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty))
+        if not self.elitism:
             choices[elite] = Choice(parent=elite, reason="mutated: the best, without elitism")
-        return _plan(members, choices, renewed, self.mutation, space, elite, next_index, generation, rng)
+        mutated = {}
+        for slot, choice in enumerate(choices):
+            renewed = choice.parent != slot or (slot == elite and not self.elitism)
+            if self.mutation is not None and choice.parent is not None and renewed:
+                mutated[slot], _ = self.mutation(last.member(choice.parent).hyperparameters, space, rng)
+        return Plan.from_choices(history, choices, mutated)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         mutation = None if self.mutation is None else self.mutation.to_json()
-        return {"name": "tournament", "size": self.size, "elitism": self.elitism, "z": self.z, "mutation": mutation}
+        return {"size": self.size, "elitism": self.elitism, "z": self.z, "mutation": mutation}
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoEvolution:
+class NoEvolution(Stateless):
     """Train every member apart: no selection and no mutation, the control for both.
 
     Only failed members are replaced, by exact clones of healthy members drawn at random.
@@ -199,101 +143,53 @@ class NoEvolution:
 
     mutates = False
 
-    def plan(
-        self,
-        members: Sequence[MemberRecord],
-        fitness: Sequence[Fitness | None],
-        space: HyperparameterConfig,
-        *,
-        next_index: int,
-        generation: int,
-        rng: np.random.Generator,
-        samples_per_step: int,
-    ) -> Plan:
-        """Keep every healthy member; see `Strategy.plan` for the arguments."""
-        _check_members(members, fitness, next_index)
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        """Keep every healthy member; an empty slot stays empty."""
+        last = history.last
         # A space that evolution would refuse is refused here too: an arm and its control take the same settings.
-        space = space.for_samples_per_step(samples_per_step)
-        healthy = healthy_slots(fitness)
+        history.space.for_samples_per_step(last.samples_per_step)
+        healthy, empty = healthy_slots(last.fitness), last.empty
         choices = []
-        for slot, value in enumerate(fitness):
-            if value is not None:
+        for slot, value in enumerate(last.fitness):
+            if slot in empty:
+                choices.append(Choice(parent=None, reason="empty"))
+            elif value is not None:
                 choices.append(Choice(parent=slot, reason="kept: no evolution"))
             else:
                 parent = int(rng.choice(healthy))
                 choices.append(Choice(parent=parent, reason=f"replaced by slot {parent}: failed"))
-        return _plan(members, choices, set(), None, space, best_slot(fitness), next_index, generation, rng)
+        return Plan.from_choices(history, choices)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the settings as plain JSON values."""
-        return {"name": "no_evolution"}
+        """Return the settings as plain JSON values: there are none."""
+        return {}
 
 
-def strategy_from_json(values: Mapping[str, Any]) -> Strategy:
-    """Build a strategy from what its `to_json` returned; settings left out take their defaults.
+BUILT_IN: Mapping[str, type[Tournament] | type[NoEvolution]] = {"tournament": Tournament, "no_evolution": NoEvolution}
+"""The strategies of this package by name."""
+
+
+def strategy_from_json(values: Mapping[str, Any], own: Callable[..., Strategy] | None = None) -> Strategy:
+    """Build a strategy from its name and its settings; settings left out take their defaults.
+
+    Args:
+        values: The settings, as `Strategy.to_json` returns them, and "name".
+        own: The class to build where the name is not of `BUILT_IN`. Names are never imported here: a file that says
+            one may come from anybody.
 
     Raises:
-        ValueError: If the name or a setting is unknown or refused.
+        ValueError: If the name or a setting is unknown, missing or refused.
     """
-    settings = {key: value for key, value in values.items() if key != "name"}
-    match values.get("name"):
-        case "tournament":
-            refuse_unknown("setting of tournament", settings, ["size", "elitism", "z", "mutation"])
-            if isinstance(settings.get("mutation"), Mapping):
-                settings["mutation"] = Mutation.from_json(settings["mutation"])
-            return Tournament(**settings)
-        case "no_evolution":
-            refuse_unknown("setting of no_evolution", settings, [])
-            return NoEvolution()
-        case name:
-            raise unknown_name_error("strategy", name, ["tournament", "no_evolution"])
-
-
-def _check_members(members: Sequence[MemberRecord], fitness: Sequence[Fitness | None], next_index: int) -> None:
-    if len(members) != len(fitness):
-        raise ValueError(f"every member has one fitness entry, got {len(members)} members and {len(fitness)} entries")
-    if [member.slot for member in members] != list(range(len(members))):
-        raise ValueError(f"members must come in slot order, got slots {[member.slot for member in members]}")
-    if any(member.index >= next_index for member in members):
-        raise ValueError(
-            f"next_index must exceed every index in use, got {next_index} for {[member.index for member in members]}"
-        )
-
-
-def _plan(
-    members: Sequence[MemberRecord],
-    choices: Sequence[Choice],
-    renewed: set[int],
-    mutation: Mutation | None,
-    space: HyperparameterConfig,
-    elite: int,
-    next_index: int,
-    generation: int,
-    rng: np.random.Generator,
-) -> Plan:
-    """Turn the choices into a plan: a child in every slot that takes another's state or is in `renewed`."""
-    children: list[Child] = []
-    for slot, choice in enumerate(choices):
-        if choice.parent == slot and slot not in renewed:
-            continue
-        parent = members[choice.parent]
-        hyperparameters, changes = (
-            (parent.hyperparameters, {}) if mutation is None else mutation(parent.hyperparameters, space, rng)
-        )
-        children.append(
-            Child(
-                slot=slot,
-                index=next_index + len(children),
-                parent=parent.index,
-                hyperparameters=hyperparameters,
-                changes=changes,
-                reason=choice.reason,
-            )
-        )
-    return Plan(
-        generation=generation,
-        parents=tuple(choice.parent for choice in choices),
-        children=tuple(children),
-        reasons=tuple(choice.reason for choice in choices),
-        elite=elite,
-    )
+    name, settings = values.get("name"), {key: value for key, value in values.items() if key != "name"}
+    kind = BUILT_IN.get(name, own) if isinstance(name, str) else own
+    if kind is None:
+        raise unknown_name_error("strategy", name, BUILT_IN)
+    if isinstance(kind, type) and issubclass(kind, Tournament) and isinstance(settings.get("mutation"), Mapping):
+        settings["mutation"] = Mutation.from_json(settings["mutation"])
+    accepted = inspect.signature(kind)
+    refuse_unknown(f"setting of {name}", settings, accepted.parameters)
+    try:
+        accepted.bind(**settings)
+    except TypeError as error:
+        raise ValueError(f"the settings of {name} are not complete: {error}") from error
+    return kind(**settings)

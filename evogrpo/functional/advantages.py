@@ -11,11 +11,9 @@ from evogrpo.functional.returns import (
 )
 from evogrpo.functional.reward_shaping import clip_rewards, penalise_kl, place_on_actions
 from evogrpo.functional.statistics import group_statistics, numbered, numbered_groups
+from evogrpo.kinds import ADVANTAGES
 
 Coefficient = float | Tensor
-
-OF_COMPLETIONS = ("outcome", "rloo", "mean_only", "batch_std", "gdpo")
-OF_ACTIONS = ("process", "return_to_go_group", "return_to_go_timestep")
 
 
 def advantages(
@@ -43,13 +41,13 @@ def advantages(
     "return_to_go_group" and "return_to_go_timestep" normalise last, after the return: they compare returns.
 
     Args:
-        kind: One of `OF_COMPLETIONS` or `OF_ACTIONS`.
+        kind: One of `AdvantageType`.
         rewards: `[n]` total reward of each completion; NaN = does not apply.
         group_ids: `[n]` which group each completion belongs to; at least 2 of each.
         member_ids: `[n]` whose completion it is; statistics of a batch are taken for each member apart.
         mask: `[n, t]` booleans, True = counts.
         step_rewards: `[n, t]` reward earned at each action; NaN = no reward is given here. None: `rewards`, at the
-            last action. Read by the estimators `OF_ACTIONS` only.
+            last action. Read by the `STEP_ADVANTAGES` only.
         components: `[n, f]` the reward functions apart, NaN = does not apply; needed by "gdpo", read by it only.
         component_weights: `[f]`; None = all 1.
         gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
@@ -65,17 +63,9 @@ def advantages(
     Raises:
         ValueError: If `kind` is unknown, "gdpo" gets no components, or a group has fewer than 2 completions.
     """
-    if kind in OF_COMPLETIONS:
-        if kind == "gdpo":
-            if components is None:
-                raise ValueError("gdpo normalises every reward function apart, so it needs the rewards of each")
-            applies = ~components.isnan().all(1)
-            values = gdpo(components, component_weights, group_ids, member_ids, eps)
-        else:
-            applies = ~rewards.isnan()
-            values = _of_completions(kind, rewards, group_ids, member_ids, eps)
-        steps = place_on_actions(_clip(values, reward_clip), mask)
-    elif kind in OF_ACTIONS:
+    if kind not in ADVANTAGES:
+        raise ValueError(f"advantage must be one of {', '.join(ADVANTAGES)}, got {kind!r}")
+    if ADVANTAGES[kind] == "step rewards":
         steps = place_on_actions(rewards, mask) if step_rewards is None else step_rewards
         steps = torch.where(mask, steps, torch.nan)
         applies = ~steps.isnan().all(1)
@@ -83,7 +73,15 @@ def advantages(
             steps = normalised_step_rewards(steps, mask, group_ids, eps)
         steps = _clip(steps, reward_clip)
     else:
-        raise ValueError(f"advantage must be one of {', '.join(OF_COMPLETIONS + OF_ACTIONS)}, got {kind!r}")
+        if ADVANTAGES[kind] == "reward functions":
+            if components is None:
+                raise ValueError(f"{kind} normalises every reward function apart, so it needs the rewards of each")
+            applies = ~components.isnan().all(1)
+            values = gdpo(components, component_weights, group_ids, member_ids, eps)
+        else:
+            applies = ~rewards.isnan()
+            values = _of_completions(kind, rewards, group_ids, member_ids, eps)
+        steps = place_on_actions(_clip(values, reward_clip), mask)
     if kl_penalty is not None:
         steps = _clip(penalise_kl(steps, kl_penalty, mask), reward_clip)
     if kind == "return_to_go_group":
@@ -137,17 +135,7 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, eps: float = 1e-4) -> T
 
 
 def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    r"""Subtract the group's mean and divide by nothing: r - mean_g, in reward units.
-
-    Args:
-        rewards: `[n]`; NaN = does not apply.
-        group_ids: `[n]`.
-
-    Returns:
-        `[n]` as `group_advantages`.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
+    r"""Subtract the group's mean and divide by nothing: r - mean_g, in reward units; otherwise as `group_advantages`.
 
     Source: Dr. GRPO (arXiv:2503.20783).
     """
@@ -157,15 +145,7 @@ def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     r"""Subtract the mean of the other completions of the group: r - mean of the rest = g / (g - 1) (r - mean_g).
 
-    Args:
-        rewards: `[n]`; NaN = does not apply, and does not count in g.
-        group_ids: `[n]`.
-
-    Returns:
-        `[n]` in reward units; otherwise as `group_advantages`.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
+    In reward units; rewards of NaN do not count in g. Otherwise as `group_advantages`.
 
     Source: RLOO (arXiv:2402.14740).
     """
@@ -176,17 +156,8 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def batch_std(rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4) -> Tensor:
     r"""Centre on the group's mean and divide by the member's whole batch: (r - mean_g) / (std_batch + eps).
 
-    Args:
-        rewards: `[n]`; NaN = does not apply.
-        group_ids: `[n]`.
-        member_ids: `[n]` whose completion each is; the deviation is of all the member's rewards.
-        eps: Added to the standard deviation, in reward units.
-
-    Returns:
-        `[n]` as `group_advantages`.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
+    `member_ids`, `[n]`, say whose completion each is: the deviation is of all the member's rewards. Otherwise as
+    `group_advantages`.
 
     Source: Lite PPO (arXiv:2508.08221).
     """
@@ -206,22 +177,19 @@ def gdpo(
     Args:
         components: `[n, f]` one column per reward function; NaN = does not apply.
         weights: `[f]`; None = all 1.
-        group_ids: `[n]`.
+        group_ids: `[n]`, at least 2 of each, as in `group_advantages`.
         member_ids: `[n]` whose completion each is; the deviation of the sums is taken for each member apart.
         eps: Added to every standard deviation.
 
     Returns:
         `[n]` advantages, dimensionless; 0 where no function applies.
 
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
-
     Source: GDPO (arXiv:2601.05242); "normalize_then_sum" in TRL.
     """
-    scores = torch.stack([group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1)
-    total = scores.sum(1) if weights is None else scores @ weights.to(scores)
+    standard = torch.stack([group_advantages(column, group_ids, eps) for column in components.double().unbind(1)], 1)
+    total = standard.sum(1) if weights is None else standard @ weights.to(standard)
     member, members = numbered(member_ids)
-    # The mean of the sums needs no subtraction: within a group the scores of every function add up to 0.
+    # The mean of the sums needs no subtraction: within a group the values of every function add up to 0.
     std = group_statistics(total, ~components.isnan().all(1), member, members).std[member]
     return (total / (std + eps)).to(components.dtype)
 

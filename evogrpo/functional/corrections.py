@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.statistics import numbered
+from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
-CORRECTIONS = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+# In nats. Actions after equal tokens are equally uncertain, but beside other rows their entropies round otherwise. More
+# than rounding in float32, and less than a difference that could matter.
+TIED = 1e-4
 
 
 def importance_weights(
@@ -20,7 +23,7 @@ def importance_weights(
     Above the cap it becomes the cap ("_truncate") or 0 ("_mask").
 
     Args:
-        kind: One of `CORRECTIONS`.
+        kind: One of `ImportanceCorrection`.
         old_log_probs: `[n, t]` of the trainer's policy at sampling time, in nats.
         sampler_log_probs: `[n, t]` that the sampler reported, in nats; NaN = unknown, taken as equal.
         mask: `[n, t]` booleans, True = counts.
@@ -36,8 +39,8 @@ def importance_weights(
     Source: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for
     truncation; Liu et al., "When speed kills stability" (2025), for sequences and masks.
     """
-    if kind not in CORRECTIONS:
-        raise ValueError(f"importance_correction must be one of {', '.join(CORRECTIONS)}, got {kind!r}")
+    if kind not in IMPORTANCE_CORRECTIONS:
+        raise ValueError(f"importance_correction must be one of {', '.join(IMPORTANCE_CORRECTIONS)}, got {kind!r}")
     level, action = kind.split("_")
     difference = _difference(old_log_probs, sampler_log_probs, mask)
     if level == "sequence":
@@ -68,15 +71,9 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor) -> Mismatch:
-    """Measure how the sampler differs from the trainer.
+    """Measure how the sampler differs from the trainer, over what `importance_weights` takes.
 
-    Args:
-        old_log_probs: `[n, t]` of the trainer's policy at sampling time, in nats.
-        sampler_log_probs: `[n, t]` that the sampler reported, in nats; NaN = unknown, taken as equal.
-        mask: `[n, t]` booleans, True = counts.
-
-    Returns:
-        The measures; those of equal policies if no action counts.
+    If no action counts, the measures are those of equal policies.
     """
     difference = _difference(old_log_probs, sampler_log_probs, mask)[mask].double()
     if not len(difference):
@@ -104,7 +101,8 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
         quantile: Share to keep, in (0, 1].
 
     Returns:
-        `[n, t]` booleans, a subset of `mask`; actions as uncertain as the least uncertain one kept are kept too.
+        `[n, t]` booleans, a subset of `mask`; actions as uncertain as the least uncertain one kept are kept too, where
+        "as uncertain" means to `TIED` nats.
 
     Source: "Beyond the 80/20 rule" (arXiv:2506.01939).
     """
@@ -117,5 +115,5 @@ def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quant
             continue
         # The 1 - quantile point by linear interpolation lies just below this order statistic (or on it).
         rank = math.ceil((1.0 - quantile) * (len(values) - 1) - 1e-9)
-        kept |= own & (entropies >= values.kthvalue(rank + 1).values)
+        kept |= own & (entropies >= values.kthvalue(rank + 1).values - TIED)
     return kept

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-KL_KINDS = ("k1", "k2", "k3", "abs")
+from evogrpo.kinds import KL_ESTIMATORS
 
 
 def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Unbiased means: on average over actions drawn from the policy. d is clamped to +-20 before the exponential.
 
     Args:
-        kind: One of `KL_KINDS`.
+        kind: One of `KlEstimator`.
         log_probs: `[n, t]` of the current policy, in nats.
         ref_log_probs: `[n, t]` of the reference policy, in nats.
 
@@ -40,7 +40,7 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         return torch.exp(-difference) + difference - 1.0
     if kind == "abs":
         return difference.abs()
-    raise ValueError(f"kl_estimator must be one of {', '.join(KL_KINDS)}, got {kind!r}")
+    raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {kind!r}")
 
 
 def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) -> Tensor:

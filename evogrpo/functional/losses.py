@@ -3,24 +3,9 @@
 import torch
 from torch import Tensor
 
+from evogrpo.kinds import AGGREGATIONS, LOSS_TYPES, LossFacts
+
 Coefficient = float | Tensor
-
-AGGREGATION_OF = {
-    "grpo": "seq-mean-token-mean",
-    "dapo": "token-mean",
-    "bnpo": "token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-    "gspo": "seq-mean-token-mean",
-    "luspo": "seq-mean-token-sum",
-    "cispo": "token-mean",
-    "sapo": "seq-mean-token-mean",
-    "gmpo": "seq-mean-token-mean",
-}
-LOSS_TYPES = tuple(AGGREGATION_OF)
-AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
-_OF_ACTIONS = ("grpo", "dapo", "bnpo", "dr_grpo")  # ratio of each action
-_OF_SEQUENCES = ("gspo", "luspo")  # one ratio for all actions of a completion
 
 
 def policy_loss(
@@ -50,7 +35,7 @@ def policy_loss(
       it further out.
 
     Args:
-        loss_type: One of `LOSS_TYPES`.
+        loss_type: One of `LossType`.
         log_probs: `[n, t]` of the current policy, in nats; they carry the gradient.
         old_log_probs: `[n, t]` at sampling time, in nats, without gradient.
         advantages: `[n, 1]` or `[n, t]`, dimensionless.
@@ -72,10 +57,11 @@ def policy_loss(
     Source: PPO (arXiv:1707.06347), equation 7; GSPO (arXiv:2507.18071); CISPO (arXiv:2506.13585); SAPO
     (arXiv:2511.20347); GMPO (arXiv:2507.20673); dual clip (arXiv:1912.09729); delta (arXiv:2505.07291).
     """
+    facts = _facts(loss_type)
     difference = _differences(log_probs, old_log_probs, mask)
     advantages = torch.where(mask, advantages, 0.0)  # 0 times NaN in the padding would be a gradient of NaN
-    if loss_type in _OF_ACTIONS or loss_type in _OF_SEQUENCES:
-        ratio = _ratios(loss_type, difference, mask)
+    if facts.bounded:
+        ratio = _ratios(facts, difference, mask)
         free = ratio if delta is None else _below(ratio, delta)
         losses = -torch.minimum(free * advantages, _between(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages)
         if dual_clip is not None:
@@ -92,12 +78,11 @@ def policy_loss(
         positive = (advantages > 0).to(log_probs.dtype)
         tau = sapo_tau_positive * positive + sapo_tau_negative * (1.0 - positive)
         losses = -advantages * torch.sigmoid(tau * (_exp(difference) - 1.0)) * 4.0 / tau
-    elif loss_type == "gmpo":
+    else:
+        assert loss_type == "gmpo"
         sign = advantages.sign()
         outward = sign * torch.minimum(sign * difference, sign * _between(difference, -clip_low, clip_high))
         losses = -advantages * _exp(_sequence_mean(outward, mask))
-    else:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
     return torch.where(mask, losses, 0.0)
 
 
@@ -115,17 +100,8 @@ def clipped_actions(
     """Tell for which actions the lower and the upper clip bind; their means are the clip fractions.
 
     A bound ratio gives no gradient where the clip cuts it off; "cispo" goes on learning at the bound, so its clips
-    bind whatever the sign of the advantage. "sapo" has no clip. Actions without advantage are never counted.
-
-    Args:
-        loss_type: As in `policy_loss`; so are the others.
-        log_probs: `[n, t]`.
-        old_log_probs: `[n, t]`.
-        advantages: `[n, 1]` or `[n, t]`.
-        mask: `[n, t]`.
-        clip_low: A float or `[n, 1]`.
-        clip_high: A float or `[n, 1]`.
-        cispo_clip_low: Whether "cispo" has a lower clip.
+    bind whatever the sign of the advantage. "sapo" has no clip. Actions without advantage are never counted. The
+    arguments are those of `policy_loss`.
 
     Returns:
         Two `[n, t]` booleans, low and high; False where the mask is False.
@@ -133,36 +109,19 @@ def clipped_actions(
     Raises:
         ValueError: If `loss_type` is unknown.
     """
-    difference = _differences(log_probs.detach(), old_log_probs, mask)
-    if loss_type == "sapo":
+    facts = _facts(loss_type)
+    if not facts.clips:
         return torch.zeros_like(mask), torch.zeros_like(mask)
-    if loss_type == "gmpo":
+    difference = _differences(log_probs.detach(), old_log_probs, mask)
+    if facts.ratio == "geometric mean":
         below, above = difference < -clip_low, difference > clip_high
     else:
-        ratio = _ratios(loss_type, difference, mask)
+        ratio = _ratios(facts, difference, mask)
         below, above = ratio < 1.0 - clip_low, ratio > 1.0 + clip_high
     if loss_type == "cispo":
         teaches = mask & (advantages != 0)
         return below & teaches & cispo_clip_low, above & teaches
     return below & mask & (advantages < 0), above & mask & (advantages > 0)
-
-
-def step_totals(mask: Tensor, member_ids: Tensor, members: int) -> Tensor:
-    """Count what the denominators of `loss_weights` are made of; counts of several processes add up.
-
-    Args:
-        mask: `[n, t]` booleans, True = counts, of all rows that this process has in the optimizer step.
-        member_ids: `[n]` from 0 to `members - 1`.
-        members: Number of members, p.
-
-    Returns:
-        `[p, 3]` float64: completions, actions, and whether the process has any row of the member.
-    """
-    rows = torch.ones(len(member_ids), dtype=torch.float64, device=mask.device)
-    zeros = torch.zeros(members, dtype=torch.float64, device=mask.device)
-    completions = zeros.index_add(0, member_ids, rows)
-    actions = zeros.index_add(0, member_ids, mask.sum(1).double())
-    return torch.stack([completions, actions, (completions > 0).double()], 1)
 
 
 def loss_weights(
@@ -171,7 +130,6 @@ def loss_weights(
     mask: Tensor,
     member_ids: Tensor,
     max_completion_length: int | None = None,
-    totals: Tensor | None = None,
 ) -> Tensor:
     r"""Return the weight of every action in its member's loss, so that sum(weights * losses) is the reduced loss.
 
@@ -187,13 +145,11 @@ def loss_weights(
     counted action weigh nothing, but the latter count in n.
 
     Args:
-        loss_type: One of `LOSS_TYPES`; names the aggregation when that is None. "bnpo" then divides by the actions of
-            its own process, and averages over processes.
-        aggregation: One of `AGGREGATIONS`, or None.
-        mask: `[n, t]` booleans, True = counts, of all rows that this process has in the optimizer step.
+        loss_type: One of `LossType`; names the aggregation when that is None.
+        aggregation: One of `Aggregation`, or None.
+        mask: `[n, t]` booleans, True = counts, of all rows of the optimizer step.
         member_ids: `[n]` whose completion each row is, counted from 0.
         max_completion_length: In actions; needed by "seq-mean-token-sum-norm".
-        totals: `[p, 3]` sum of `step_totals` over all processes; None = this process is alone.
 
     Returns:
         `[n, t]` float32; 0 where the mask is False.
@@ -204,18 +160,17 @@ def loss_weights(
     Source: DeepSeekMath (arXiv:2402.03300), equation 3; DAPO (arXiv:2503.14476), equation 8; Dr. GRPO
     (arXiv:2503.20783); the names are verl's and ROLL's.
     """
-    if loss_type not in AGGREGATION_OF:
-        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
-    mode = AGGREGATION_OF[loss_type] if aggregation is None else aggregation
-    members = (int(member_ids.max()) + 1 if len(member_ids) else 0) if totals is None else len(totals)
-    own = step_totals(mask, member_ids, members)
-    completions, actions, processes = (own if totals is None else totals)[member_ids].unbind(1)
+    facts = _facts(loss_type)
+    mode = facts.aggregation if aggregation is None else aggregation
+    lengths = mask.sum(1)
+    zeros = torch.zeros(int(member_ids.max()) + 1 if len(member_ids) else 0, dtype=torch.float64, device=mask.device)
+    completions = zeros.index_add(0, member_ids, torch.ones_like(lengths, dtype=torch.float64))[member_ids]
     if mode == "token-mean":
-        divisor = own[member_ids, 1] * processes if aggregation is None and loss_type == "bnpo" else actions
+        divisor = zeros.index_add(0, member_ids, lengths.double())[member_ids]
     elif mode == "seq-mean-token-sum":
         divisor = completions
     elif mode == "seq-mean-token-mean":
-        divisor = completions * mask.sum(1)
+        divisor = completions * lengths
     elif mode == "seq-mean-token-sum-norm":
         if max_completion_length is None or max_completion_length < 1:
             raise ValueError(f"{mode} divides by max_completion_length, got {max_completion_length}: give at least 1")
@@ -233,7 +188,8 @@ def bias_corrected(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs:
 
     Args:
         kl: `[n, t]` as `kl_estimate` returns them, in nats.
-        loss_type: Whether the ratio is that of the action or of the completion.
+        loss_type: Which ratio it is: the completion's for "gspo" and "luspo", otherwise the action's, for "gmpo" too,
+            which clips every action's own ratio before it takes their geometric mean.
         log_probs: `[n, t]` of the current policy, in nats.
         old_log_probs: `[n, t]` of the policy that acted, in nats.
         mask: `[n, t]` booleans, True = counts.
@@ -243,15 +199,22 @@ def bias_corrected(kl: Tensor, loss_type: str, log_probs: Tensor, old_log_probs:
 
     Source: DeepSeek-V3.2 (arXiv:2512.02556); TRL's `use_bias_correction_kl`.
     """
-    return kl * _ratios(loss_type, _differences(log_probs, old_log_probs, mask), mask)
+    return kl * _ratios(_facts(loss_type), _differences(log_probs, old_log_probs, mask), mask)
+
+
+def _facts(loss_type: str) -> LossFacts:
+    if loss_type not in LOSS_TYPES:
+        raise ValueError(f"loss_type must be one of {', '.join(LOSS_TYPES)}, got {loss_type!r}")
+    return LOSS_TYPES[loss_type]
 
 
 def _differences(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, log_probs - old_log_probs, 0.0)
 
 
-def _ratios(loss_type: str, difference: Tensor, mask: Tensor) -> Tensor:
-    return _exp(_sequence_mean(difference, mask) if loss_type in _OF_SEQUENCES else difference)
+def _ratios(facts: LossFacts, difference: Tensor, mask: Tensor) -> Tensor:
+    """Return the ratios: one for all actions of a completion, or each action's own."""
+    return _exp(_sequence_mean(difference, mask) if facts.ratio == "completion" else difference)
 
 
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -71,20 +71,9 @@ def adamw_steps_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """Take one AdamW step for every row in place: `adamw_step_` for many members at once.
+    """Take one AdamW step for every row in place: `adamw_step_` for `[p, k]` weights, gradients and moments at once.
 
-    Args:
-        weights: `[p, k]` parameters, changed in place.
-        gradients: `[p, k]`; used as scratch space afterwards.
-        exp_avg: `[p, k]` first moments, changed in place.
-        exp_avg_sq: `[p, k]` second moments, changed in place.
-        steps: Which step this is for each row, from 1.
-        lrs: Step size of each row.
-        betas: Decay rates of the two moments.
-        eps: Added to the root of the second moment.
-        weight_decay: Decoupled decay, per unit of lr.
-
-    Source: Decoupled weight decay regularization (arXiv:1711.05101), algorithm 2.
+    `steps` and `lrs` hold each row's own step number, from 1, and step size; the other settings are shared.
     """
 
     def column(values: Iterable[float]) -> Tensor:

@@ -45,8 +45,12 @@ def _carried_returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> 
 def normalised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
     r"""Standardise every step reward against all step rewards of its group: (r - mean_g) / (std_g + eps).
 
+    Advantage "process" adds them up ahead. When every step earns the same (CartPole, MountainCar) this is 0 everywhere,
+    and nothing can be learnt from it.
+
     Args:
-        step_rewards: `[n, t]`; NaN = no reward is given here.
+        step_rewards: `[n, t]`; NaN = no reward is given here. For a language model rewards stand at the ends of
+            reasoning steps; a 0 elsewhere would count as a reward of 0 and shift the mean.
         mask: `[n, t]` booleans, True = counts.
         group_ids: `[n]`.
         eps: Added to the sample standard deviation, in reward units.
@@ -63,31 +67,8 @@ def normalised_step_rewards(step_rewards: Tensor, mask: Tensor, group_ids: Tenso
     every = group[:, None].expand_as(mask)
     applies = mask & ~step_rewards.isnan()
     statistics = group_statistics(step_rewards, applies, every, groups)
-    scores = (step_rewards.double() - statistics.mean[every]) / (statistics.std[every] + eps)
-    return torch.where(applies, scores, torch.nan).to(step_rewards.dtype)
-
-
-def process_advantages(step_rewards: Tensor, mask: Tensor, group_ids: Tensor, eps: float = 1e-4) -> Tensor:
-    r"""Add up the normalised step rewards ahead: A_t = sum over u >= t of (r_u - mean_g) / (std_g + eps).
-
-    When every step earns the same (CartPole, MountainCar) this is 0 everywhere, and nothing can be learnt from it.
-
-    Args:
-        step_rewards: `[n, t]`; NaN = no reward is given here. For a language model rewards stand at the ends of
-            reasoning steps; a 0 elsewhere would count as a reward of 0 and shift the mean.
-        mask: `[n, t]` booleans, True = counts.
-        group_ids: `[n]`.
-        eps: Added to the sample standard deviation, in reward units.
-
-    Returns:
-        `[n, t]`, dimensionless; 0 where the mask is False.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
-
-    Source: DeepSeekMath (arXiv:2402.03300), section 4.1.3.
-    """
-    return returns_to_go(normalised_step_rewards(step_rewards, mask, group_ids, eps), mask)
+    standard = (step_rewards.double() - statistics.mean[every]) / (statistics.std[every] + eps)
+    return torch.where(applies, standard, torch.nan).to(step_rewards.dtype)
 
 
 def return_to_go_group(
@@ -118,8 +99,8 @@ def return_to_go_group(
     totals = _carried_returns(step_rewards, mask, gamma)
     applies = mask & _rewarded(step_rewards, mask)
     statistics = group_statistics(totals, applies, every, groups)
-    scores = (totals - statistics.mean[every]) / (statistics.std[every] + eps)
-    return torch.where(applies, scores, 0.0).to(step_rewards.dtype)
+    standard = (totals - statistics.mean[every]) / (statistics.std[every] + eps)
+    return torch.where(applies, standard, 0.0).to(step_rewards.dtype)
 
 
 def return_to_go_timestep(
@@ -128,20 +109,7 @@ def return_to_go_timestep(
     r"""Standardise every return-to-go against those of its group at the same time step.
 
     An episode that has ended stays in the comparison with a return of 0, as in an absorbing state: outliving the
-    others is worth what it earns.
-
-    Args:
-        step_rewards: `[n, t]`; NaN = no reward is given here; a row of NaN does not apply.
-        mask: `[n, t]` booleans, True = counts.
-        group_ids: `[n]`.
-        gamma: Discount per action, in [0, 1]; a float or `[n, 1]`.
-        eps: Added to the sample standard deviation, in reward units.
-
-    Returns:
-        `[n, t]`, dimensionless; 0 where the mask is False.
-
-    Raises:
-        ValueError: If a group has fewer than 2 completions.
+    others is worth what it earns. Arguments and result are those of `return_to_go_group`.
 
     Source: code of the GRPO proposal for SB3-contrib.
     """
@@ -151,8 +119,8 @@ def return_to_go_timestep(
     totals = _carried_returns(step_rewards, mask, gamma)
     applies = _rewarded(step_rewards, mask).expand_as(mask)
     statistics = group_statistics(totals, applies, cell, groups * width)
-    scores = (totals - statistics.mean[cell]) / (statistics.std[cell] + eps)
-    return torch.where(applies & mask, scores, 0.0).to(step_rewards.dtype)
+    standard = (totals - statistics.mean[cell]) / (statistics.std[cell] + eps)
+    return torch.where(applies & mask, standard, 0.0).to(step_rewards.dtype)
 
 
 def _rewarded(step_rewards: Tensor, mask: Tensor) -> Tensor:

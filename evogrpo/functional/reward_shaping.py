@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.statistics import GroupStatistics, group_statistics, numbered
-
-NORMS = ("group", "batch", "running")
+from evogrpo.kinds import REWARD_NORMS
 
 
 def clip_rewards(rewards: Tensor, bound: float) -> Tensor:
@@ -61,11 +60,11 @@ def normalise_rewards(
         if running is None:
             raise ValueError("running normalisation needs the running statistics of every member")
         group, statistics = member_ids, GroupStatistics(*running.unbind(1))
-    elif norm in NORMS:
+    elif norm in REWARD_NORMS:
         group, groups = numbered(group_ids if norm == "group" else member_ids)
         statistics = group_statistics(rewards, ~rewards.isnan(), group, groups)
     else:
-        raise ValueError(f"reward_norm must be one of {', '.join(NORMS)}, got {norm!r}")
+        raise ValueError(f"reward_norm must be one of {', '.join(REWARD_NORMS)}, got {norm!r}")
     values = rewards.double()
     if not scale:
         values = values - statistics.mean[group]

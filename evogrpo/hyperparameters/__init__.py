@@ -2,28 +2,25 @@
 
 from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, unknown_name_error, whole_number
 from evogrpo.hyperparameters.space import (
-    DEFAULT_FACTOR,
     HyperparameterConfig,
     RLParameter,
     Scale,
+    check_group_size,
     common_samples,
     feasible_group_sizes,
 )
 from evogrpo.hyperparameters.values import (
     CATEGORIES,
     HYPERPARAMETER_NAMES,
-    AdvantageType,
     Hyperparameters,
-    LossType,
     Value,
-    checked_value,
     is_categorical,
     is_integer,
 )
+from evogrpo.kinds import AdvantageType, LossType
 
 __all__ = [
     "CATEGORIES",
-    "DEFAULT_FACTOR",
     "HYPERPARAMETER_NAMES",
     "AdvantageType",
     "HyperparameterConfig",
@@ -32,7 +29,7 @@ __all__ = [
     "RLParameter",
     "Scale",
     "Value",
-    "checked_value",
+    "check_group_size",
     "common_samples",
     "feasible_group_sizes",
     "finite_number",

@@ -211,6 +211,25 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
     return tuple(size for size in range(2, samples_per_step + 1) if samples_per_step % size == 0)
 
 
+def check_group_size(group_size: int, samples_per_step: int, *, whose: str = "") -> None:
+    """Refuse a group size that does not split a learning step into whole groups.
+
+    Args:
+        group_size: Samples from one start.
+        samples_per_step: Samples of a learning step.
+        whose: Who has it, for the message.
+
+    Raises:
+        ValueError: If `group_size` does not divide `samples_per_step`.
+    """
+    if samples_per_step % group_size:
+        valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
+        raise ValueError(
+            f"group_size must divide samples_per_step={samples_per_step}, so that every member spends the same; "
+            f"got {group_size}{whose and f' ({whose})'}: use one of {valid}"
+        )
+
+
 def common_samples(group_size: int, config: HyperparameterConfig) -> int:
     """Return a number of samples (completions or episodes) that every possible group size divides.
 

@@ -4,14 +4,11 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, whole_number
+from evogrpo.kinds import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 
-LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "gmpo"]
-AdvantageType = Literal[
-    "outcome", "process", "return_to_go_group", "return_to_go_timestep", "rloo", "mean_only", "batch_std", "gdpo"
-]
 Value = int | float | str | None
 """What a hyperparameter can be: a number, a name, or None where its meaning says so."""
 
@@ -97,7 +94,7 @@ class Hyperparameters:
 
 
 HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Hyperparameters))
-CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": get_args(LossType), "advantage": get_args(AdvantageType)}
+CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": tuple(LOSS_TYPES), "advantage": tuple(ADVANTAGES)}
 """The hyperparameters that are names, and the names that each may be."""
 _INTEGER_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.type is int)
 _OPTIONAL_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.default is None)

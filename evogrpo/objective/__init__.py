@@ -1,28 +1,11 @@
 """How members learn: the frozen records of the loss and of the optimiser, shared by a whole population."""
 
-from evogrpo.objective.compatibility import CLIPPED_LOSSES, SEQUENCE_LOSSES, STEP_ADVANTAGES
 from evogrpo.objective.optimizer import Optimizer, Schedule
-from evogrpo.objective.record import (
-    Aggregation,
-    ImportanceCorrection,
-    KlEstimator,
-    KlPlacement,
-    Objective,
-    Reference,
-    RewardNorm,
-)
+from evogrpo.objective.record import Imported, Objective
 
 __all__ = [
-    "CLIPPED_LOSSES",
-    "SEQUENCE_LOSSES",
-    "STEP_ADVANTAGES",
-    "Aggregation",
-    "ImportanceCorrection",
-    "KlEstimator",
-    "KlPlacement",
+    "Imported",
     "Objective",
     "Optimizer",
-    "Reference",
-    "RewardNorm",
     "Schedule",
 ]

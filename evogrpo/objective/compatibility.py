@@ -1,25 +1,14 @@
 """Which switches go together, and which the hyperparameters of a population leave without effect."""
 
-import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
-
-if TYPE_CHECKING:
-    from evogrpo.objective.record import Objective
-
-STEP_ADVANTAGES = ("process", "return_to_go_group", "return_to_go_timestep")
-"""The advantages that are made from the rewards of single actions."""
-CLIPPED_LOSSES = ("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo")
-"""The loss types made from min(ratio x A, clipped ratio x A)."""
-SEQUENCE_LOSSES = ("gspo", "luspo", "gmpo")
-"""The loss types with one ratio per completion."""
-LOSS_SWITCHES = ("cispo_clip_low", "sapo_tau_positive", "sapo_tau_negative")
-"""The switches that only the loss type in their name reads."""
+from evogrpo.kinds import ADVANTAGES, LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.objective.switches import Switches
 
 
-def check_combination(objective: "Objective") -> None:
+def check_combination(objective: Switches) -> None:
     """Refuse switches that contradict each other or have no effect beside the others.
 
     Raises:
@@ -29,7 +18,7 @@ def check_combination(objective: "Objective") -> None:
         raise ValueError(problem)
 
 
-def _problems(objective: "Objective") -> Iterator[str]:
+def _problems(objective: Switches) -> Iterator[str]:
     yield from _loss_problems(objective)
     yield from _reward_problems(objective)
     if objective.kl_estimator == "k1" and objective.kl_placement == "loss":
@@ -47,7 +36,7 @@ def _problems(objective: "Objective") -> Iterator[str]:
         "importance_cap": "importance_correction",
         "reference_mixing": "reference_sync_steps",
     }.items():
-        if _is_set(objective, name) and getattr(objective, needed) is None:
+        if objective.is_set(name) and getattr(objective, needed) is None:
             yield f"{name} has no effect without {needed}, got {getattr(objective, name)}: give {needed} as well"
     if objective.reference_sync_steps is not None and objective.reference == "base":
         yield (
@@ -56,34 +45,36 @@ def _problems(objective: "Objective") -> Iterator[str]:
         )
 
 
-def _loss_problems(objective: "Objective") -> Iterator[str]:
+def _loss_problems(objective: Switches) -> Iterator[str]:
     loss = objective.loss_type
+    facts = LOSS_TYPES[loss]
     for name in ("dual_clip", "delta"):
-        if _is_set(objective, name) and loss not in CLIPPED_LOSSES:
+        if objective.is_set(name) and not facts.bounded:
+            others = ", ".join(other for other, known in LOSS_TYPES.items() if known.bounded)
             yield (
                 f"{name} bounds the loss of a clipped ratio, which loss_type {loss!r} has not, got "
-                f"{getattr(objective, name)}: leave it out, or choose one of {', '.join(CLIPPED_LOSSES)}"
+                f"{getattr(objective, name)}: leave it out, or choose one of {others}"
             )
     if objective.dual_clip is not None and objective.delta is not None:
         yield (
             f"dual_clip and delta bound the same thing, got {objective.dual_clip} and {objective.delta}: give one of "
             "them"
         )
-    for name in LOSS_SWITCHES:
-        owner = name.partition("_")[0]
-        if _is_set(objective, name) and loss != owner:
-            yield f"{name} is read by loss_type {owner!r} alone, got loss_type {loss!r}: leave it out"
-    if loss == "gmpo" and objective.aggregation is not None:
+    for owner, known in LOSS_TYPES.items():
+        for name in known.switches:
+            if objective.is_set(name) and loss != owner:
+                yield f"{name} is read by loss_type {owner!r} alone, got loss_type {loss!r}: leave it out"
+    if facts.ratio == "geometric mean" and objective.aggregation is not None:
         yield (
-            "gmpo is one number per completion, a geometric mean, so aggregation does not apply, got "
+            f"{loss} is one number per completion, a geometric mean, so aggregation does not apply, got "
             f"{objective.aggregation!r}: leave it out"
         )
-    if loss in SEQUENCE_LOSSES and _is_set(objective, "top_entropy_quantile"):
+    if not facts.of_actions and objective.is_set("top_entropy_quantile"):
         yield (
             f"loss_type {loss!r} has one ratio per completion, so no single action can be left out, got "
             f"top_entropy_quantile {objective.top_entropy_quantile}: choose a loss type with a ratio per action"
         )
-    if loss in SEQUENCE_LOSSES and objective.per_action:
+    if not facts.of_actions and objective.per_action:
         cause = f"advantage {objective.advantage!r}" if objective.advantage in STEP_ADVANTAGES else "in-reward KL"
         yield (
             f"loss_type {loss!r} has one ratio per completion, which would average the advantages of its actions, got "
@@ -91,15 +82,16 @@ def _loss_problems(objective: "Objective") -> Iterator[str]:
         )
 
 
-def _reward_problems(objective: "Objective") -> Iterator[str]:
+def _reward_problems(objective: Switches) -> Iterator[str]:
     norm, advantage = objective.reward_norm, objective.advantage
+    compared = ADVANTAGES[advantage]
     if objective.reward_shift and objective.reward_scale:
         yield "reward_shift and reward_scale exclude each other: leave both out to subtract the mean and divide"
     for name in ("reward_shift", "reward_scale"):
         if getattr(objective, name) and norm is None:
             yield f"{name} says which half of reward_norm to do, got reward_norm None: give reward_norm as well"
-    if norm is not None and advantage in (*STEP_ADVANTAGES, "gdpo"):
-        parts = "each reward function apart" if advantage == "gdpo" else "step rewards"
+    if norm is not None and compared != "reward":
+        parts = "each reward function apart" if compared == "reward functions" else compared
         yield f"advantage {advantage!r} standardises {parts}, not their sum, got reward_norm {norm!r}: leave it out"
     elif norm is not None and (advantage == "outcome" or (advantage == "batch_std" and norm != "group")):
         yield (
@@ -109,19 +101,14 @@ def _reward_problems(objective: "Objective") -> Iterator[str]:
     elif norm is not None and objective.reward_shift and advantage != "batch_std":
         # batch_std may well shift by group: the deviation of its batch then leaves out what lies between groups.
         yield f"advantage {advantage!r} subtracts the group's mean anyway, got reward_shift: leave it out"
-    if advantage == "gdpo" and objective.overlong_buffer is not None:
+    if compared == "reward functions" and objective.overlong_buffer is not None:
         yield (
-            "advantage 'gdpo' reads each reward function apart and never their sum, which the overlong penalty joins, "
-            f"got overlong_buffer {objective.overlong_buffer}: make the penalty a reward function"
+            f"advantage {advantage!r} reads each reward function apart and never their sum, which the overlong penalty "
+            f"joins, got overlong_buffer {objective.overlong_buffer}: make the penalty a reward function"
         )
 
 
-def _is_set(objective: "Objective", name: str) -> bool:
-    default = next(field.default for field in dataclasses.fields(objective) if field.name == name)
-    return bool(getattr(objective, name) != default)
-
-
-def check_space(objective: "Objective", hyperparameters: Hyperparameters, space: HyperparameterConfig) -> None:
+def check_space(objective: Switches, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> None:
     """Refuse an objective that a member could not use, or that none could; see `Objective.check`.
 
     Raises:
@@ -138,14 +125,14 @@ def check_space(objective: "Objective", hyperparameters: Hyperparameters, space:
                 ) from None
     if highest("beta", hyperparameters, space) == 0:
         for name in ("kl_target", "reference"):
-            if _is_set(objective, name):
+            if objective.is_set(name):
                 raise ValueError(
                     f"{name} has no effect while beta is 0 for every member, got {getattr(objective, name)!r}: leave "
                     "it out, or give beta a value above 0"
                 )
     faded = lowest("gamma", hyperparameters, space) < 1
     for loss_type in loss_types:
-        if faded and loss_type in SEQUENCE_LOSSES:
+        if faded and not LOSS_TYPES[loss_type].of_actions:
             raise ValueError(
                 f"gamma below 1 gives the actions of a completion different advantages, which loss_type {loss_type!r} "
                 "would average: leave gamma at 1, or choose a loss type with a ratio per action"
@@ -160,7 +147,7 @@ def check_space(objective: "Objective", hyperparameters: Hyperparameters, space:
 
 
 def possible(
-    name: str, objective: "Objective", hyperparameters: Hyperparameters, space: HyperparameterConfig
+    name: str, objective: Switches, hyperparameters: Hyperparameters, space: HyperparameterConfig
 ) -> tuple[Any, ...]:
     """Return every loss type or advantage that a member can have."""
     first = getattr(hyperparameters, name) or getattr(objective, name)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.kinds import LOSS_TYPES
 from evogrpo.objective.compatibility import highest, lowest, possible
 from evogrpo.objective.record import Objective
 
@@ -17,7 +18,7 @@ def neutral(
     *,
     samples_per_step: int,
     rows_are_samples: bool = True,
-) -> tuple[str, ...]:
+) -> dict[str, str]:
     """Say which evolving hyperparameters change nothing, why, and what to do.
 
     Args:
@@ -29,7 +30,7 @@ def neutral(
             known in advance.
 
     Returns:
-        One sentence per hyperparameter; empty when everything that evolves can matter.
+        A sentence by hyperparameter, in the order of `space`; empty when everything that evolves can matter.
     """
     several = not rows_are_samples or _several_steps(members, space, samples_per_step)
     found: dict[str, str] = {}
@@ -47,7 +48,7 @@ def neutral(
                     "exactly 1 and nothing is ever clipped: raise update_epochs or lower batch_size below "
                     f"samples_per_step ({samples_per_step}), or leave {name} out"
                 )
-    return tuple(found[name] for name in space if name in found)
+    return {name: found[name] for name in space if name in found}
 
 
 def _several_steps(members: Sequence[Hyperparameters], space: HyperparameterConfig, samples_per_step: int) -> bool:
@@ -64,8 +65,8 @@ def _clipping(
     low = all(member.clip_low is not None for member in members)
     high = all(member.clip_high is not None for member in members)
     # cispo weighs log-probabilities by a capped ratio; a floor is off unless asked for.
-    floorless = losses <= {"cispo", "sapo"} and not objective.cispo_clip_low
-    if losses == {"sapo"}:
+    floorless = not any("clip_low" in LOSS_TYPES[loss].clips for loss in losses) and not objective.cispo_clip_low
+    if not any(LOSS_TYPES[loss].clips for loss in losses):
         for name in CLIPS:
             yield name, f"loss_type 'sapo' has a soft gate instead of a clip: leave {name} out"
     if floorless:

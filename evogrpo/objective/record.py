@@ -1,150 +1,43 @@
 """How members learn: the frozen record of loss, advantages, KL, reference and reward switches."""
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import TYPE_CHECKING, Any, Literal, Self, Union, get_args, get_origin
+from typing import Any, Self
 
-from evogrpo.hyperparameters import (
-    AdvantageType,
-    HyperparameterConfig,
-    Hyperparameters,
-    LossType,
-    finite_number,
-    whole_number,
-)
-from evogrpo.objective.compatibility import LOSS_SWITCHES, STEP_ADVANTAGES, check_combination, check_space
-
-if TYPE_CHECKING:
-    from evogrpo.objective.imported import Imported
-
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KlEstimator = Literal["k1", "k2", "k3", "abs"]
-KlPlacement = Literal["loss", "reward"]
-ImportanceCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
-RewardNorm = Literal["group", "batch", "running"]
-Reference = Literal["base", "snapshot"]
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.interop.fields import Reading
+from evogrpo.interop.roll import read_roll
+from evogrpo.interop.trl import read_trl
+from evogrpo.objective.compatibility import check_combination, check_space
+from evogrpo.objective.optimizer import Optimizer
+from evogrpo.objective.switches import Switches
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
-    """Which loss is minimised; its coefficients live in `Hyperparameters`.
+class Objective(Switches):
+    """Which loss is minimised; its coefficients live in `Hyperparameters`, its fields are those of `Switches`.
 
     The order in which the switches act on rewards is ROLL's: weighted sum and overlong penalty; `reward_norm`; the
     advantage's own statistics; `reward_clip`; in-reward KL; `reward_clip` again; the return, discounted by
     `Hyperparameters.gamma`; `whiten_advantages`; the action mask; `Hyperparameters.advantage_clip`.
 
-    Attributes:
-        loss_type: The loss per action and how it is reduced. "grpo" averages each completion over its actions, then
-            completions (DeepSeekMath); "dapo" and "bnpo" average over all actions of the optimizer step, so long
-            completions weigh more; "dr_grpo" divides by completions times the longest possible one; "gspo" and
-            "luspo" use one ratio per completion; "cispo" weighs log-probabilities by a capped ratio; "sapo" has a
-            soft gate instead of a clip; "gmpo" takes the geometric mean of ratios.
-        advantage: What an action is worth. One value per completion: "outcome" standardises rewards in their group,
-            "rloo" subtracts the mean of the others, "mean_only" the group's mean (Dr. GRPO), "batch_std" divides by
-            the member's batch instead of the group, "gdpo" standardises each reward function apart. One value per
-            action, from step rewards: "process" (DeepSeekMath), "return_to_go_group", "return_to_go_timestep".
-        advantage_eps: Added to standard deviations of rewards, in reward units.
-        mask_truncated: Leave completions that ran out of length out of the loss (they keep their place in the group
-            statistics).
-        whiten_advantages: Standardise advantages over all valid actions of a member's batch. Beware: groups whose
-            rewards are all equal then get an advantage that is not 0, and long completions shift the mean.
-        aggregation: The reduction; None = the loss type's own. "seq-mean-token-sum-norm" divides by the longest
-            possible completion.
-        kl_estimator: With d = log-probability minus the reference's: "k1" is d (in rewards only: as a loss its
-            expected gradient is 0), "k2" d²/2, "k3" exp(−d) + d − 1, "abs" |d|.
-        kl_placement: "loss" adds beta x KL to the loss, "reward" takes it from each action's reward.
-        kl_bias_correction: Multiply the KL in the loss by the ratio, that of the completion for "gspo" and "luspo": the
-            gradient of k3 is then that of KL(policy || reference) on average, off-policy too (DeepSeek-V3.2).
-        kl_target: Mean KL per action, in nats, that an adaptive factor on beta steers to; None = a fixed beta.
-        kl_horizon: Samples over which the factor adapts.
-        dual_clip: Where the advantage is negative, the loss is at most this multiple of its size; above 1.
-        delta: Two-sided clipping: the ratio itself is capped here; above 1 + clip_high.
-        cispo_clip_low: Whether cispo's ratio weight is at least 1 − clip_low as well.
-        sapo_tau_positive: Temperature of sapo's gate where the advantage is positive.
-        sapo_tau_negative: The same where it is not.
-        top_entropy_quantile: Fraction, in (0, 1], of a member's actions kept in the policy loss: those with the
-            highest entropy.
-        importance_correction: Weights for samples of an engine whose log-probabilities differ from the trainer's:
-            per action or per completion, truncated at `importance_cap` or left out beyond it; None = no weights.
-        importance_cap: The largest such weight, at least 1.
-        reward_norm: Standardise rewards over the group, over the member's batch, or by its running statistics, before
-            the advantage's own statistics; refused where those undo it.
-        reward_shift: Of `reward_norm`, only subtract the mean.
-        reward_scale: Of `reward_norm`, only divide by the standard deviation.
-        reward_clip: Bound on the size of each reward once it has been compared with its group; of each step reward
-            where the advantage is a return to go.
-        overlong_buffer: Tokens before the longest possible completion over which a penalty grows from 0 to 1 (DAPO);
-            None = no penalty.
-        dynamic_sampling: How often, at most, groups whose rewards are all equal are sampled anew (DAPO).
-        reference: "base" is the model without adapters; "snapshot" each member's own policy as it once was.
-        reference_sync_steps: Optimizer steps of the member between updates of its snapshot; None = it stays.
-        reference_mixing: An update makes the snapshot this part policy and the rest what it was; in (0, 1].
-
     Raises:
         ValueError: If a value is out of range, or has no effect or no meaning beside the others.
-
-    Sources: see docs/papers.md, one row per formula.
     """
 
-    loss_type: LossType = "grpo"
-    advantage: AdvantageType = "outcome"
-    advantage_eps: float = 1e-4
-    mask_truncated: bool = False
-    whiten_advantages: bool = False
-    aggregation: Aggregation | None = None
-    kl_estimator: KlEstimator = "k3"
-    kl_placement: KlPlacement = "loss"
-    kl_bias_correction: bool = False
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
-    dual_clip: float | None = None
-    delta: float | None = None
-    cispo_clip_low: bool = False
-    sapo_tau_positive: float = 1.0
-    sapo_tau_negative: float = 1.05
-    top_entropy_quantile: float = 1.0
-    importance_correction: ImportanceCorrection | None = None
-    importance_cap: float = 2.0
-    reward_norm: RewardNorm | None = None
-    reward_shift: bool = False
-    reward_scale: bool = False
-    reward_clip: float | None = None
-    overlong_buffer: int | None = None
-    dynamic_sampling: int = 0
-    reference: Reference = "base"
-    reference_sync_steps: int | None = None
-    reference_mixing: float = 0.6
-
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            object.__setattr__(self, field.name, _checked(field.name, field.type, getattr(self, field.name)))
+        super().__post_init__()
         check_combination(self)
-
-    @property
-    def per_action(self) -> bool:
-        """Whether the actions of one completion can have different advantages, whatever gamma is."""
-        return self.advantage in STEP_ADVANTAGES or self.kl_placement == "reward"
 
     def of(self, hyperparameters: Hyperparameters) -> Self:
         """Return the member's own objective: this one with its `loss_type` and `advantage`, where it has them.
-
-        Switches named after another loss type (`cispo_clip_low`, `sapo_tau_...`) go back to their defaults.
 
         Raises:
             ValueError: If another switch is incompatible with them; `check` says so before anything runs.
         """
         return self.with_types(hyperparameters.loss_type, hyperparameters.advantage)
-
-    def with_types(self, loss_type: LossType | None = None, advantage: AdvantageType | None = None) -> Self:
-        """Return this objective with another loss type and advantage; None keeps its own. See `of`."""
-        loss_type, advantage = loss_type or self.loss_type, advantage or self.advantage
-        if (loss_type, advantage) == (self.loss_type, self.advantage):
-            return self
-        own = {} if loss_type == self.loss_type else {name: _DEFAULTS[name] for name in LOSS_SWITCHES}
-        return dataclasses.replace(self, loss_type=loss_type, advantage=advantage, **own)
 
     def resolved(self, hyperparameters: Hyperparameters, space: Container[str]) -> Hyperparameters:
         """Return hyperparameters whose evolving names are written out: mutation has to know what they are."""
@@ -166,55 +59,70 @@ class Objective:
         check_space(self, hyperparameters, HyperparameterConfig() if space is None else space)
 
     @classmethod
-    def from_roll(cls, source: "Mapping[str, Any] | str | Path") -> "Imported":
-        """Read the settings of a ROLL pipeline; see `evogrpo.objective.roll`."""
-        from evogrpo.objective.roll import from_roll
-
-        return from_roll(source)
+    def from_roll(cls, source: Mapping[str, Any] | str | Path) -> "Imported":
+        """Translate the settings of a ROLL pipeline; see `evogrpo.interop.roll.read_roll`."""
+        return Imported.of(read_roll(source))
 
     @classmethod
     def from_trl(cls, source: object) -> "Imported":
-        """Read a TRL `GRPOConfig`, or a mapping of its fields; see `evogrpo.objective.trl`."""
-        from evogrpo.objective.trl import from_trl
-
-        return from_trl(source)
+        """Translate a TRL `GRPOConfig`, or a mapping of its fields; see `evogrpo.interop.trl.read_trl`."""
+        return Imported.of(read_trl(source))
 
 
-_DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Objective)}
-_RULES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-    "advantage_eps": ("be above 0", lambda x: x > 0),
-    "kl_target": ("be above 0", lambda x: x > 0),
-    "kl_horizon": ("be at least 1", lambda x: x >= 1),
-    "dual_clip": ("be above 1", lambda x: x > 1),
-    "delta": ("be above 1", lambda x: x > 1),
-    "sapo_tau_positive": ("be above 0", lambda x: x > 0),
-    "sapo_tau_negative": ("be above 0", lambda x: x > 0),
-    "top_entropy_quantile": ("lie in (0, 1]", lambda x: 0 < x <= 1),
-    "importance_cap": ("be at least 1", lambda x: x >= 1),
-    "reward_clip": ("be above 0", lambda x: x > 0),
-    "overlong_buffer": ("be at least 1", lambda x: x >= 1),
-    "dynamic_sampling": ("be at least 0", lambda x: x >= 0),
-    "reference_sync_steps": ("be at least 1", lambda x: x >= 1),
-    "reference_mixing": ("lie in (0, 1]", lambda x: 0 < x <= 1),
+SETTINGS = {
+    "samples_per_step": "schedule",
+    "max_output_tokens": "agent",
+    "max_prompt_length": "task",
+    "reward_weights": "task",
+    "seed": "run",
 }
+"""The settings that `Imported.settings` can hold, and the section of a configuration that each belongs to."""
 
 
-def _checked(name: str, hint: Any, value: Any) -> Any:
-    """Return `value` in the declared type of a field if it is legal there, or raise ValueError."""
-    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    if value is None and NoneType in arms:
-        return None
-    kind = arms[0]
-    if get_origin(kind) is Literal:
-        if value not in get_args(kind):
-            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        return value
-    if kind is bool:
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be True or False, got {value!r}")
-        return value
-    number = whole_number(name, value) if kind is int else float(finite_number(name, value))
-    rule, legal = _RULES[name]
-    if not legal(number):
-        raise ValueError(f"{name} must {rule}, got {value}")
-    return number
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What the settings of another library mean here. Nothing is dropped in silence: see `ignored`.
+
+    Attributes:
+        objective: The loss, advantages, KL, reference and reward switches.
+        hyperparameters: Those the settings give, by name: `Hyperparameters(**imported.hyperparameters)`.
+        optimizer: AdamW's settings.
+        settings: What belongs elsewhere, by name; see `SETTINGS`.
+        ignored: Fields that were given and have no counterpart here, with the reason: look them through.
+
+    Raises:
+        ValueError: If the objective and the hyperparameters do not go together.
+    """
+
+    objective: Objective
+    hyperparameters: Mapping[str, Any]
+    optimizer: Optimizer
+    settings: Mapping[str, Any]
+    ignored: Mapping[str, str]
+
+    @classmethod
+    def of(cls, reading: Reading) -> "Imported":
+        """Build the records that the keyword arguments read are of."""
+        return cls(
+            objective=Objective(**reading.objective),
+            hyperparameters=reading.hyperparameters,
+            optimizer=Optimizer(**reading.optimizer),
+            settings=reading.settings,
+            ignored=reading.ignored,
+        )
+
+    def __post_init__(self) -> None:
+        self.objective.check(Hyperparameters(**self.hyperparameters))
+
+    def to_config(self) -> dict[str, Any]:
+        """Return these settings as sections of a configuration of `evogrpo train`, without model, task and end."""
+        sections: dict[str, dict[str, Any]] = {"agent": {"objective": vars(self.objective).copy()}}
+        sections["agent"]["optimizer"] = {**vars(self.optimizer), "betas": list(self.optimizer.betas)}
+        top: dict[str, Any] = {"hyperparameters": dict(self.hyperparameters)}
+        for name, value in self.settings.items():
+            section = SETTINGS[name]
+            if section == "run":
+                top[name] = value
+            else:
+                sections.setdefault(section, {})[name] = value
+        return {**top, **sections}

@@ -1,7 +1,6 @@
 """The generation checkpoints of a run: where they lie, the newest that is whole, and how many are kept."""
 
 import re
-from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,34 +54,32 @@ def latest_complete(run_dir: Path | str) -> LatestCheckpoint:
     return LatestCheckpoint(generation=None, folder=None, skipped=tuple(skipped))
 
 
-def prune(run_dir: Path | str, keep: int = 2, protect: Collection[int] = ()) -> tuple[int, ...]:
-    """Remove old generation checkpoints; the newest `keep` whole ones, anything newer, and protected ones stay.
+def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
+    """Remove old generation checkpoints without looking into any: `written` and the `keep` - 1 before it stay.
+
+    The caller has just written `written`, so it is whole however long the others have lain there: whatever has
+    happened to those, the run can be resumed. That is why generations that are newer count for nothing (those that a
+    resumed run gave up, such as damaged ones) and are left alone until they are written again.
 
     Args:
         run_dir: The folder of the run.
-        keep: How many whole checkpoints stay, at least 1; damaged ones do not count.
-        protect: Generations that stay whatever their age, such as the best ever.
+        written: The generation whose checkpoint this process has just written.
+        keep: How many checkpoints stay, at least 1.
 
     Returns:
         The generations that were removed, newest first.
 
     Raises:
-        ValueError: If `keep` is below 1.
+        ValueError: If `keep` is below 1, or `written` has no checkpoint.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}: a run without a checkpoint cannot be resumed")
-    whole, removed = 0, list[int]()
-    for generation in _stored_generations(run_dir):
-        folder = generation_folder(run_dir, generation)
-        if whole < keep:
-            try:
-                verify_checkpoint(folder)
-            except CheckpointError:
-                continue
-            whole += 1
-        elif generation not in protect:
-            remove_folder(stored_at(folder))
-            removed.append(generation)
+    older = [generation for generation in _stored_generations(run_dir) if generation <= written]
+    if written not in older:
+        raise ValueError(f"generation {written} has no checkpoint in {run_dir}: write it before old ones are removed")
+    removed = older[keep:]
+    for generation in removed:
+        remove_folder(stored_at(generation_folder(run_dir, generation)))
     return tuple(removed)
 
 

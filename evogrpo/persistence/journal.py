@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -26,15 +26,13 @@ class Journal:
 
     Args:
         path: The file; it and its folder are created when missing.
-        clock: Where event times come from, unix seconds.
 
     Raises:
         JournalError: If the file exists and is not a journal.
     """
 
-    def __init__(self, path: Path | str, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._clock = clock
         make_folder(self.path.parent)
         created = not self.path.exists()
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
@@ -54,7 +52,7 @@ class Journal:
             fields: Strict JSON values; a missing number is None, never NaN.
 
         Returns:
-            The event as a reader will see it, with its time.
+            The event as a reader will see it, with its time in unix seconds.
 
         Raises:
             ValueError: If a field is not strict JSON, is called "event" or "time", or the journal is closed; nothing
@@ -65,7 +63,7 @@ class Journal:
             raise ValueError(f"the journal {self.path} is closed: open a new Journal to go on")
         if reserved := {"event", "time"} & fields.keys():
             raise ValueError(f"the field {reserved.pop()!r} is set by the journal itself: choose another name")
-        line = dump_json({"event": event, "time": self._clock(), **fields}, what=event) + "\n"
+        line = dump_json({"event": event, "time": time.time(), **fields}, what=event) + "\n"
         remaining = memoryview(line.encode("ascii"))
         size_before = os.fstat(self._file).st_size
         try:

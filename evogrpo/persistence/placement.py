@@ -87,14 +87,15 @@ def refuse_overwriting(folder: Path, *, kind: str, replace: bool, written: Set[s
     try:
         manifest = read_manifest(folder)
         own |= manifest.files.keys()
-        check_files(folder, manifest)
-        complete = True
+        if not replace:  # what may be replaced need not be read
+            check_files(folder, manifest)
+            complete = True
     except OtherVersionError as error:
         if not replace:
             raise CheckpointError(f"{error}, or pass replace=True to lose it") from error
     except CheckpointError:
         pass  # damaged: free to be replaced, as long as every file in it is one that a checkpoint wrote
-    if complete and not replace:
+    if complete:
         raise CheckpointError(f"{folder} already holds a complete checkpoint: pass replace=True or name another folder")
     if foreign := sorted(found - (own | written if replace else own)):
         raise CheckpointError(

@@ -1,16 +1,17 @@
-"""The small frozen records that rooms exchange: rows of work, rollouts, batches and learning reports."""
+"""The small frozen records that rooms exchange: rows of work, rollouts, actions, batches and learning reports."""
 
-from evogrpo.records.acting import Actor
-from evogrpo.records.batches import Batch
+from evogrpo.records.acting import Acted, Actor
+from evogrpo.records.batches import Batch, Experience
 from evogrpo.records.inputs import Inputs, NoInputs, ObservationInputs, TokenInputs, map_tensors
 from evogrpo.records.reports import LearnReport, UpdateReport
-from evogrpo.records.rollouts import Acted, Rollout, Rows
+from evogrpo.records.rollouts import Rollout, Rows
 from evogrpo.records.transcripts import Transcript
 
 __all__ = [
     "Acted",
     "Actor",
     "Batch",
+    "Experience",
     "Inputs",
     "LearnReport",
     "NoInputs",

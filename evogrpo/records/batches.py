@@ -1,6 +1,6 @@
 """The experience that members learn from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,10 @@ class Batch:
         action_mask: `[n, t]` booleans, a subset of `present`: counts in the loss.
         rewards: `[n]` in all; NaN = no reward applies.
         group_ids: `[n]` rows with equal ids started from the same state and belong to the same member.
-        member_ids: `[n]` slots.
+        member_ids: `[n]` slots of the members that score the rows and learn from them.
         sampler_log_probs: `[n, t]` log-probabilities at sampling time in nats, or None when unknown.
+        exact: Whether these are the trainer's own, up to rounding in float32.
+        sampled_by: `[n]` slots of the members that acted; None = `member_ids`.
         step_rewards: `[n, t]` what was earned at each action, for estimators that look inside an episode; NaN = no
             reward was given there. None when only totals are known.
         reward_components: `[n, f]` value of each reward function, before its weight; NaN where it does not apply. None
@@ -40,6 +42,8 @@ class Batch:
     group_ids: Tensor
     member_ids: Tensor
     sampler_log_probs: Tensor | None = None
+    exact: bool = True
+    sampled_by: Tensor | None = None
     step_rewards: Tensor | None = None
     reward_components: Tensor | None = None
     component_weights: tuple[float, ...] = ()
@@ -65,6 +69,7 @@ class Batch:
             group_ids=self.group_ids[rows],
             member_ids=self.member_ids[rows],
             sampler_log_probs=some(self.sampler_log_probs),
+            sampled_by=some(self.sampled_by),
             step_rewards=some(self.step_rewards),
             reward_components=some(self.reward_components),
             truncated=some(self.truncated),
@@ -96,6 +101,7 @@ class Batch:
             rewards=self.rewards[row],
             group_ids=self.group_ids[row],
             member_ids=self.member_ids[row],
+            sampled_by=None if self.sampled_by is None else self.sampled_by[row],
             sampler_log_probs=None if self.sampler_log_probs is None else single(self.sampler_log_probs),
             step_rewards=None,
             reward_components=None,
@@ -112,10 +118,11 @@ class Batch:
                 return None
             return torch.cat([padded(part, width, fill) if timed else part for part in parts])
 
-        whole = ("rewards", "group_ids", "member_ids", "reward_components", "truncated")
+        whole = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
         timed = ("actions", "present", "action_mask", "sampler_log_probs")
         return replace(
             self,
+            exact=self.exact and other.exact,
             inputs=self.inputs.joined(other.inputs, width),
             step_rewards=both("step_rewards", timed=True, fill=torch.nan),
             **{name: both(name) for name in whole},
@@ -130,3 +137,7 @@ class Batch:
         """Return the rows of the given members, order kept."""
         wanted = torch.tensor(list(slots), device=self.member_ids.device, dtype=self.member_ids.dtype)
         return self.select(torch.isin(self.member_ids, wanted).nonzero()[:, 0])
+
+
+Experience = Mapping[str, Batch]
+"""What members learn from, by the name of the policy that learns from it; a single agent's policy is "default"."""

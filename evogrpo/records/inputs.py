@@ -28,25 +28,42 @@ class TokenInputs:
         prompts: Token ids of each distinct prompt, without padding.
         prompt_ids: `[n]` which prompt each row answers.
         temperature: `[n]` at which the rows were (or are taken to be) sampled; the policy is softmax(logits / T).
-        min_new_tokens: Ends of sequence were ruled out for that many first tokens.
+        min_new_tokens: Ends of sequence were ruled out for that many first tokens of every turn.
+        turn_places: `[n, t]` place of each token within its turn, counted from 0; None = one turn, so the column.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     prompt_ids: Tensor
     temperature: Tensor
     min_new_tokens: int = 0
+    turn_places: Tensor | None = None
 
     def select(self, rows: Tensor) -> "TokenInputs":
         """Return the inputs of the given rows, in that order; all prompts stay."""
-        return replace(self, prompt_ids=self.prompt_ids[rows], temperature=self.temperature[rows])
+        return replace(
+            self,
+            prompt_ids=self.prompt_ids[rows],
+            temperature=self.temperature[rows],
+            turn_places=None if self.turn_places is None else self.turn_places[rows],
+        )
+
+    def places(self, width: int) -> Tensor:
+        """Return the place within its turn of each of the first `width` tokens, `[n, width]`."""
+        if self.turn_places is None:
+            return torch.arange(width, device=self.prompt_ids.device).expand(len(self.prompt_ids), width)
+        return self.turn_places[:, :width]
 
     def joined(self, other: "TokenInputs", width: int) -> "TokenInputs":
         """Return the inputs of both; the prompts of one must be the first of the other's."""
+        turn_places = None
+        if self.turn_places is not None or other.turn_places is not None:
+            turn_places = torch.cat([padded(inputs.places(width), width) for inputs in (self, other)])
         return replace(
             self,
             prompts=max(self.prompts, other.prompts, key=len),
             prompt_ids=torch.cat([self.prompt_ids, other.prompt_ids]),
             temperature=torch.cat([self.temperature, other.temperature]),
+            turn_places=turn_places,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from evogrpo.agents.rollout.collecting import Collected
+from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.persistence.durable import make_folder, replace_file
 from evogrpo.records import LearnReport
 from evogrpo.training.run_reports import Example
@@ -34,8 +34,8 @@ def examples_of(
     if not collected.questions:
         return ()  # nothing in words
     share, rest = divmod(max(most, len(indices)), len(indices))
-    slots = collected.batch.member_ids.tolist()
-    prompt_ids = collected.batch.inputs.prompt_ids.tolist()
+    slots = collected.member_ids.tolist()
+    prompt_ids = collected.start_ids.tolist()
     examples = []
     for number, (slot, index) in enumerate(indices.items()):
         own = [row for row, owner in enumerate(slots) if owner == slot]

@@ -10,10 +10,12 @@ from torch import nn
 
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
-from evogrpo.evolution.strategies import Plan, Strategy, Tournament
+from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat, examples_of, first_of_each
-from evogrpo.training.observing import costs, member_reports, metrics, score
+from evogrpo.training.configuration.own_strategies import check_resumable, strategy_record
+from evogrpo.training.observing import costs, generation_of, member_reports, metrics, score
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.run_reports import GenerationReport, StepReport, TestReport
 from evogrpo.training.rundir import RunDir, open_run
@@ -48,7 +50,8 @@ def evolve(
     Args:
         population: The members; changed in place.
         env: Where they act.
-        strategy: The rule of selection and mutation; `Tournament()` by default.
+        strategy: The rule of selection and mutation; `Tournament()` by default. With a `run_dir`, one of your own must
+            be of a class that a module other than the program itself defines, so that the run can be resumed.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         keep_checkpoints: How many of the newest generations stay on disk, besides the best member.
         completions: How many completions of each learning step are written to the run directory, to look at.
@@ -75,7 +78,12 @@ def evolve(
 
 
 def resume(
-    run_dir: str | Path, env: GroupEnvironment, *, actor_network: nn.Module | None = None, **limits: Any
+    run_dir: str | Path,
+    env: GroupEnvironment,
+    *,
+    actor_network: nn.Module | None = None,
+    strategy: Strategy | type[Strategy] | None = None,
+    **limits: Any,
 ) -> "Evolution":
     """Open a run that `evolve` began, where its newest complete checkpoint left it.
 
@@ -86,18 +94,20 @@ def resume(
         run_dir: The run's folder.
         env: Where members act; it must be built as it was for the run.
         actor_network: The base model the run was trained on; for small networks only a module of your own.
+        strategy: For a strategy of your own its class, or one with the same settings: a name that is found in a
+            checkpoint is never imported.
         limits: Fields of `Schedule` to change: generations, max_tokens, max_seconds, target_fitness, test_questions.
 
     Raises:
         CheckpointError: If the folder holds no complete checkpoint, or the base model is another one.
-        ValueError: If a limit is unknown or out of range.
+        ValueError: If a limit is unknown or out of range, or the strategy is missing or another one.
     """
     refuse_unknown("limit of a resumed run", limits, LIMITS)
     saved = open_run(run_dir)
-    schedule = replace(saved.schedule, **limits)
+    schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     population, progress = saved.restore(actor_network)
     return Evolution(
-        population, env, schedule=schedule, strategy=saved.strategy, run_dir=saved.run_dir(run_dir), progress=progress
+        population, env, schedule=schedule, strategy=chosen, run_dir=saved.run_dir(run_dir), progress=progress
     )
 
 
@@ -135,13 +145,13 @@ class Evolution:
         self.schedule, self.strategy = schedule, strategy
         self.run_dir = run_dir
         self.progress = progress or Progress(members=len(population))
-        # Kept through a resume, when founders with the smallest groups may be gone: it decides the order of questions.
-        self.progress.block = max(self.progress.block, schedule.block(population))
+        self._set_budgets(None, None)
         self._description = description or {}
         self._stopping = False
         if progress is None:
             schedule.warn_neutral(population)
             if run_dir is not None:
+                check_resumable(strategy)
                 run_dir.create()
 
     def stop(self) -> None:
@@ -157,7 +167,7 @@ class Evolution:
                 self._record("stopped", reason=STOPPED)
                 return
             self._next_generation()
-            while progress.step_in_generation < self.schedule.steps_per_generation:
+            while progress.step_in_generation < progress.steps_per_generation:
                 spent = self.schedule.spent(tokens=progress.tokens, seconds=progress.seconds)
                 if progress.step_in_generation and spent is not None:
                     break
@@ -194,14 +204,14 @@ class Evolution:
         self._record(
             "run",
             **self._description,
-            kind=self.population.shared.body.kind,
-            seed=self.population.shared.settings.seed,
+            kind=self.population.members.kind,
+            seed=self.population.members.settings.seed,
             population_size=len(self.population),
             samples_per_step=self.schedule.samples_per_step,
             steps_per_generation=self.schedule.steps_per_generation,
             schedule=self.schedule.to_json(),
             evolvable=self.population.space.to_json(),
-            strategy=dict(self.strategy.to_json()),
+            strategy=strategy_record(self.strategy),
             members=[
                 {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
                 for a in self.population.agents
@@ -235,22 +245,39 @@ class Evolution:
         """Carry out the plan that the last generation is still waiting for, if there is one to make."""
         progress = self.progress
         if progress.unplanned:
-            self.population.apply(self._plan(progress.generation))
-            progress.unplanned = False
+            if not progress.history:  # a checkpoint of an earlier version, which kept none
+                progress.history.append(generation_of(self.population, progress))
+            self._carry_out(self.population.plan(self.strategy, progress.history))
+
+    def _carry_out(self, plan: Plan) -> None:
+        self.population.apply(plan)
+        self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
+        self.progress.unplanned = False
+
+    def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
+        """Set what the next generations spend; None = as before, at first as scheduled."""
+        progress, schedule = self.progress, self.schedule
+        progress.samples_per_step = samples_per_step or progress.samples_per_step or schedule.samples_per_step
+        progress.steps_per_generation = (
+            steps_per_generation or progress.steps_per_generation or schedule.steps_per_generation
+        )
+        # Kept when members with the smallest groups are gone: it decides the order of questions.
+        needed = replace(schedule, samples_per_step=progress.samples_per_step).block(self.population)
+        progress.block = max(progress.block, needed)
 
     def _learning_step(self) -> StepReport:
         progress, began = self.progress, time.monotonic()
         self._require_healthy()
         try:
             collected = self.population.collect(
-                self.env, step=progress.step, samples_per_step=self.schedule.samples_per_step, block=progress.block
+                self.env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
             )
         except Exception as error:
             # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
             # reward function raised, and the run goes on once it is mended.
             self._save(f"{type(error).__name__} while collecting step {progress.step}")
             raise
-        learned = self.population.learn(collected.batch, step=progress.step)
+        learned = self.population.learn(collected.experience, step=progress.step)
         seconds = time.monotonic() - began
         tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
         indices = {slot: self.population.agents[slot].index for slot in learned}
@@ -298,12 +325,13 @@ class Evolution:
         self._keep_best()
         progress.step_in_generation = 0
         progress.unplanned = True
-        plan = None if self.finished() else self._plan(progress.generation)
+        progress.history.append(generation_of(population, progress))
+        plan = None if self.finished() else population.plan(self.strategy, progress.history)
         report = GenerationReport(
             generation=progress.generation,
             step=progress.step,
             members=members,
-            best=members[population.best_slot],
+            best=next(member for member in members if member.slot == population.best_slot),
             plan=plan,
             seconds=progress.seconds,
             tokens=progress.tokens,
@@ -326,31 +354,27 @@ class Evolution:
             )
         progress.start_generation()
         if plan is not None:
-            population.apply(plan)
-            progress.unplanned = False
+            self._carry_out(plan)
         self._save()
         return report
 
     def _require_healthy(self) -> None:
         """Stop the run if no member is left that others could be cloned from."""
         if not self.population.healthy:
-            reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in self.population.agents)
+            members = [agent for agent in self.population.agents if not agent.retired]
+            reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in members)
             self._record("stopped", reason=f"every member failed ({reasons})")
             raise AllFailedError(
                 f"every member failed, so there is nobody to clone ({reasons}). Start a new run "
                 "with lower learning rates or temperatures: resuming this one would only repeat it"
             )
 
-    def _plan(self, generation: int) -> Plan:
-        samples = self.schedule.samples_per_step
-        return self.population.plan(self.strategy, generation=generation, samples_per_step=samples)
-
     def _keep_best(self) -> None:
         """Remember the best member ever, as it was when it earned its fitness."""
         agent = self.population.agents[self.population.best_slot]
         best = self.progress.best
         if agent.fitness is not None and (best is None or agent.fitness.mean > best.fitness.mean):
-            state = self.population.shared.bank.state(agent.slot)
+            state = self.population.members.banks.state(agent.slot)
             self.progress.best = Best(
                 index=agent.index, generation=self.progress.generation, fitness=agent.fitness, state=state
             )

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from evogrpo.policies.tokens.adapters import CACHED_TOKENS
+from evogrpo.policies.tokens.sampling import CACHED_TOKENS
 from evogrpo.training.configuration.record import Config
 from evogrpo.training.prepared import Prepared, PreparedLanguage, PreparedNetworks
 

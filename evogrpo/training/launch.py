@@ -108,7 +108,8 @@ def resume(prepared: Prepared, resumable: Resumable, run_dir: Path) -> Evolution
     """
     saved = open_run(run_dir)
     population, progress = prepared.restore(saved)
-    return _evolution(prepared, population, resumable.schedule, saved.strategy, run_dir, progress)
+    strategy = saved.strategy(prepared.config.strategy)
+    return _evolution(prepared, population, resumable.schedule, strategy, run_dir, progress)
 
 
 def _evolution(

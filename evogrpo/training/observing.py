@@ -5,13 +5,34 @@ from collections.abc import Mapping
 
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.history import Generation, Seat
 from evogrpo.records import LearnReport
 from evogrpo.training.progress import Progress
 from evogrpo.training.run_reports import MemberReport
 
 
+def generation_of(population: Population, progress: Progress) -> Generation:
+    """Return what strategies see of the generation that has just been evaluated."""
+    return Generation(
+        number=progress.generation,
+        samples_per_step=progress.samples_per_step,
+        steps_per_generation=progress.steps_per_generation,
+        seats=tuple(
+            Seat()
+            if agent.retired
+            else Seat(
+                member=agent.record(),
+                fitness=agent.fitness,
+                tokens=progress.member_tokens[agent.slot],
+                seconds=progress.member_seconds[agent.slot],
+            )
+            for agent in population.agents
+        ),
+    )
+
+
 def member_reports(population: Population, progress: Progress) -> tuple[MemberReport, ...]:
-    """Describe every member at the end of a generation, in slot order."""
+    """Describe every member at the end of a generation, in slot order; retired ones are left out."""
     births = {birth.index: birth for birth in population.lineage.births}
     return tuple(
         MemberReport(
@@ -30,6 +51,7 @@ def member_reports(population: Population, progress: Progress) -> tuple[MemberRe
             metrics=progress.mean_metrics(agent.slot),
         )
         for agent in population.agents
+        if not agent.retired
     )
 
 

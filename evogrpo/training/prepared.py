@@ -7,7 +7,8 @@ import torch
 from peft import LoraConfig
 
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.networks import NetworkBody, NetworkSettings
+from evogrpo.agents.members.network_settings import NetworkSettings
+from evogrpo.agents.members.stacked_policy import StackedPolicy
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
@@ -153,13 +154,13 @@ def _prepare_language(
 
 
 def _prepare_networks(config: Config, agent: NetworkAgentConfig, env: GymnasiumGroups) -> PreparedNetworks:
-    body = NetworkBody(env.observation_space, env.action_space, 1, NetworkSettings(**agent.settings()))
+    policy = StackedPolicy(env.observation_space, env.action_space, 1, NetworkSettings(**agent.settings()))
     return PreparedNetworks(
         config=config,
         agent=agent,
         env=env,
         device="cpu" if config.device is None else choose_device(config.device),
-        parameters=body.bank.state(0)["weights"].numel(),
+        parameters=policy.bank.state(0)["weights"].numel(),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.history import Generation
 from evogrpo.training.run_reports import Example
 
 
@@ -36,7 +37,9 @@ class Progress:
         generation: Generations evaluated.
         step: Learning steps taken.
         step_in_generation: Learning steps of the generation under way.
-        block: Length of every step's block of starts, decided when the run began; 0 before.
+        samples_per_step: Completions of every member per learning step, now; 0 before the run began.
+        steps_per_generation: Learning steps before an evaluation, now; likewise.
+        block: Length of a step's block of starts, which never shrinks; likewise.
         unplanned: Whether the last generation has been evaluated but its plan has not been carried out.
         seconds: Wall-clock time spent, over all parts of the run.
         tokens: Tokens processed by all members.
@@ -50,12 +53,16 @@ class Progress:
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: The best member ever; None before the first evaluation.
+        history: Every generation that was evaluated; in a run that an earlier version began, which kept none, those
+            since it was resumed.
     """
 
     members: int
     generation: int = 0
     step: int = 0
     step_in_generation: int = 0
+    samples_per_step: int = 0
+    steps_per_generation: int = 0
     block: int = 0
     unplanned: bool = False
     seconds: float = 0.0
@@ -69,6 +76,7 @@ class Progress:
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
     best: Best | None = None
+    history: list[Generation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.member_tokens:
@@ -129,6 +137,7 @@ class Progress:
         values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
         values["examples"] = [vars(example) for example in self.examples]
         values["baseline"] = None if self.baseline is None else list(self.baseline.scores)
+        values["history"] = [generation.to_json() for generation in self.history]
         return values
 
     @classmethod
@@ -138,4 +147,5 @@ class Progress:
         plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
         plain["examples"] = tuple(Example(**example) for example in plain["examples"])
         plain["baseline"] = None if plain["baseline"] is None else Fitness.from_scores(plain["baseline"])
+        plain["history"] = [Generation.from_json(generation) for generation in plain.get("history", [])]
         return cls(**plain)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from evogrpo.evolution.strategies import Plan
+from evogrpo.evolution.plans import Plan
 from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.records import LearnReport
 
@@ -107,7 +107,7 @@ class GenerationReport:
     Attributes:
         generation: Its number, from 1.
         step: Learning steps taken so far.
-        members: One report per slot.
+        members: One report per member, in slot order; a slot that holds nobody has none.
         best: The member with the highest fitness.
         plan: What happens next; None after the last generation.
         seconds: Wall-clock time of the run so far, resumed parts included.

@@ -9,16 +9,17 @@ from torch import Tensor, nn
 
 import evogrpo
 from evogrpo.agents.checkpoints.saving import learnt, population_state, restore_population, save_agent
-from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.kinds import agent_class
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.strategies import Strategy, strategy_from_json
+from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.generations import generation_folder, latest_complete, prune
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at
 from evogrpo.training.completions import COMPLETIONS, CompletionsFormat, CompletionsLog
+from evogrpo.training.configuration.own_strategies import restored_strategy, strategy_record
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.schedule import Schedule
 
@@ -102,13 +103,14 @@ class RunDir:
         record = {
             "population": record,
             "progress": progress.to_json(),
-            "strategy": dict(strategy.to_json()),
+            "strategy": strategy_record(strategy),
+            "strategy_state": strategy.state(),
             "schedule": schedule.to_json(),
             "records": self.settings,
         }
         number = progress.generation + (1 if progress.step_in_generation else 0)
         write_checkpoint(generation_folder(self.path, number), tensors, record, replace=True)
-        prune(self.path, keep=self._keep)
+        prune(self.path, number, keep=self._keep)
 
     def save_best(self, agent: Any, generation: int) -> None:
         """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one."""
@@ -159,10 +161,9 @@ class Saved:
         """The schedule the run had."""
         return Schedule(**self.record["schedule"])
 
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy the run had."""
-        return strategy_from_json(self.record["strategy"])
+    def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
+        """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
+        return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
 
     def run_dir(self, path: str | Path) -> RunDir:
         """Return the run's folder with the settings it was begun with; checkpoints of earlier versions name none."""
@@ -174,9 +175,13 @@ class Saved:
         Raises:
             CheckpointError: If it is another base model, or the record does not fit together.
         """
-        kind, together = _classes(self.base["kind"])
         population = restore_population(
-            kind, self.tensors, self.record["population"], model, self.folder, device=device, together=together
+            agent_class(self.base["kind"]),
+            self.tensors,
+            self.record["population"],
+            model,
+            self.folder,
+            device=device,
         )
         progress = Progress.from_json(self.record["progress"])
         # A kill between saving the best and the checkpoint leaves a best of a generation that is now done again.
@@ -190,16 +195,6 @@ class Saved:
                 state=learnt(tensors),
             )
         return population, progress
-
-
-def _classes(kind: str) -> tuple[type[GRPO], type[Population]]:
-    """Return the classes of the agents and of the population whose members are of this kind."""
-    if kind != "joint":
-        return GRPO, Population
-    from evogrpo.agents.joint_population import MultiAgentPopulation
-    from evogrpo.agents.multi_agent import MultiAgentGRPO
-
-    return MultiAgentGRPO, MultiAgentPopulation
 
 
 def open_run(path: str | Path) -> Saved:

@@ -74,7 +74,7 @@ def of_members(
     population: Population, progress: Progress, measured: Mapping[int, Mapping[str, float | None]]
 ) -> dict[int, dict[str, float]]:
     """Return `sb3_names` of the members of a learning step that has been counted, by slot; none of language models."""
-    if population.shared.body.kind == "language":
+    if population.members.kind == "language":
         return {slot: {} for slot in measured}
     return {
         slot: sb3_names(

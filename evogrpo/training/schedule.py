@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evogrpo.agents.population import Population
-from evogrpo.hyperparameters import feasible_group_sizes
+from evogrpo.hyperparameters import check_group_size, feasible_group_sizes
 from evogrpo.objective.neutral import neutral
 
 LIMITS = ("generations", "max_tokens", "max_seconds", "target_fitness", "test_questions")
@@ -21,8 +21,8 @@ class Schedule:
 
     Attributes:
         generations: Generations in all, resumed ones included; None = until another limit.
-        steps_per_generation: Learning steps before each evaluation and selection.
-        samples_per_step: Completions of every member per learning step.
+        steps_per_generation: Learning steps before each evaluation and selection, until a plan changes it.
+        samples_per_step: Completions of every member per learning step, likewise.
         validation_questions: Questions of the validation split used for fitness; None = all.
         test_questions: Questions of the test split used at the end; None = all; 0 = no test.
         max_tokens: Most tokens, all members and updates together; evaluations are not counted.
@@ -89,14 +89,10 @@ class Schedule:
             ValueError: If a group size that a member has, or could come to have, does not divide samples_per_step.
         """
         samples = self.samples_per_step
-        valid = ", ".join(map(str, feasible_group_sizes(samples)))
-        for agent in population.agents:
-            if samples % agent.hyperparameters.group_size:
-                raise ValueError(
-                    f"group_size must divide samples_per_step = {samples}, got {agent.hyperparameters.group_size} "
-                    f"(member {agent.index}): use one of {valid}"
-                )
-        sizes = [agent.hyperparameters.group_size for agent in population.agents]
+        members = [agent for agent in population.agents if not agent.retired]
+        for agent in members:
+            check_group_size(agent.hyperparameters.group_size, samples, whose=f"member {agent.index}")
+        sizes = [agent.hyperparameters.group_size for agent in members]
         parameter = population.space.for_samples_per_step(samples).get("group_size")
         if parameter is not None:
             sizes.append(int(parameter.bounds[0]))
@@ -105,10 +101,10 @@ class Schedule:
     def warn_neutral(self, population: Population) -> None:
         """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective."""
         for reason in neutral(
-            population.shared.settings.objective,
+            population.members.settings.objective,
             [agent.hyperparameters for agent in population.agents],
             population.space,
             samples_per_step=self.samples_per_step,
-            rows_are_samples=not population.shared.bank.rows_are_transitions,
-        ):
+            rows_are_samples=not any(bank.rows_are_transitions for bank in population.members.banks.values()),
+        ).values():
             warnings.warn(reason, stacklevel=3)

@@ -94,10 +94,10 @@ def record_video(
         FileExistsError: If a video is already there: none is ever overwritten.
         ValueError: If an argument does not fit, the environment cannot be drawn, or an episode does not end.
     """
-    if agent._shared.body.kind != "networks":
+    if agent.members.kind != "networks":
         raise ValueError(
             "record_video plays Gymnasium environments with agents of small networks, but this agent is of kind "
-            f"{agent._shared.body.kind!r}"
+            f"{agent.members.kind!r}"
         )
     seeds = _seeds(env, episodes, seeds)
     targets = _targets(Path(path), len(seeds))
@@ -105,7 +105,7 @@ def record_video(
         raise ImportError(f"videos are written with moviepy, which is not installed: {INSTALL}")
     made = _drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
     with closing(made):
-        agent._shared.play.check(made)
+        agent.members.check(made)
         player = agent.clone()
         targets[0].parent.mkdir(parents=True, exist_ok=True)
         # Next to the videos, so that each is moved into place whole.

@@ -8,6 +8,7 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.agents.learning.step import learn
+from evogrpo.functional.corrections import TIED
 from tests.oracles.objective_by_hand import rows_of
 from tests.oracles.scalar_grpo import advantages
 from tests.tiny_routes import DECAY, same
@@ -41,9 +42,9 @@ def test_the_policy_loss_is_taken_of_the_most_uncertain_actions(quantile):
         entropies = [member.entropies(r.prompt, r.tokens, temperature=agent.temperature) for r in rows_of(batch)]
     every = sorted(torch.cat(entropies).tolist())
     kept = len(every) - math.ceil((1 - quantile) * (len(every) - 1))
-    threshold = sum(every[-kept - 1 : len(every) - kept + 1]) / 2  # between the least one kept and the next
+    threshold = every[-kept] - TIED  # completions of one prompt begin equally uncertain
     expected = weighted_gradient(agent, batch, [(entropy > threshold).float() for entropy in entropies])
-    learn(agent._shared, [agent.learner()], batch)
+    learn(agent.members, [agent.learner()], {"default": batch})
     assert same(state_of(agent)["exp_avg"] / (1 - DECAY), expected, 1e-3)
     assert 0 < kept < len(every)
 
@@ -63,7 +64,7 @@ def test_a_sampler_that_differs_is_corrected_for(kind, epochs):
     heard = replace(batch, sampler_log_probs=batch.sampler_log_probs - noise)
     differences = [noise[row][batch.present[row]] for row in range(len(batch))]
     weights = [corrected(kind, difference, 1.1) for difference in differences]
-    report = learn(agent._shared, [agent.learner()], heard)[0]
+    report = learn(agent.members, [agent.learner()], {"default": heard})[0]
     expected = weighted_gradient(agent, batch, weights)
     assert same(state_of(agent)["exp_avg"] / (1 - DECAY**epochs), expected, 1e-3)
     taught = [row for row in range(len(batch)) if batch.group_ids[row] != 1]  # the others ran through no pass
@@ -85,14 +86,14 @@ def test_the_correction_stays_that_of_the_sampling_policy_while_the_policy_moves
     heard = replace(batch, sampler_log_probs=batch.sampler_log_probs - noise)
     first = agent.clone()
     first.update_epochs = 1
-    learn(first._shared, [first.learner()], heard)
+    learn(first.members, [first.learner()], {"default": heard})
     start, moved = peft_twin(agent), peft_twin(first)
     weights = []
     for number, row in enumerate(rows_of(batch)):
         with torch.no_grad():
             now, then = (each.log_probs(row.prompt, row.tokens, temperature=1.3) for each in (moved, start))
         weights.append((now - then).exp() * corrected(kind, noise[number][batch.present[number]], 1.1))
-    learn(agent._shared, [agent.learner()], heard)
+    learn(agent.members, [agent.learner()], {"default": heard})
     got = (state_of(agent)["exp_avg"] - DECAY * state_of(first)["exp_avg"]) / (1 - DECAY)
     assert same(got, weighted_gradient(first, batch, weights), 2e-3)
 
@@ -100,7 +101,7 @@ def test_the_correction_stays_that_of_the_sampling_policy_while_the_policy_moves
 def test_a_correction_without_the_samplers_log_probs_is_refused():
     agent, batch = prepared(importance_correction="token_mask")
     with pytest.raises(ValueError, match="this batch has none: give sampler_log_probs"):
-        learn(agent._shared, [agent.learner()], replace(batch, sampler_log_probs=None))
+        learn(agent.members, [agent.learner()], {"default": replace(batch, sampler_log_probs=None)})
 
 
 @pytest.mark.parametrize("advantage", ["outcome", "return_to_go_timestep"])
@@ -108,10 +109,10 @@ def test_a_completion_left_out_of_the_loss_keeps_its_place_in_the_statistics(adv
     agent, batch = prepared(advantage=advantage, mask_truncated=True)
     steps = torch.rand(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
     batch = replace(batch, step_rewards=steps)
-    whole = learn(agent.clone()._shared, [agent.learner()], batch)[0]
+    whole = learn(agent.clone().members, [agent.learner()], {"default": batch})[0]
     left_out = batch.action_mask.clone()
     left_out[[1, 10]] = False
-    report = learn(agent._shared, [agent.learner()], replace(batch, action_mask=left_out))[0]
+    report = learn(agent.members, [agent.learner()], {"default": replace(batch, action_mask=left_out)})[0]
     others = [row for row in range(12) if row not in (1, 10)]
     assert [report.advantages[row] for row in others] == [whole.advantages[row] for row in others]
     assert (report.advantages[1], report.advantages[10]) == (0.0, 0.0)
@@ -123,6 +124,6 @@ def test_the_process_variant_says_so_when_every_step_earns_the_same():
     steps = torch.where(mask, 1.0, torch.nan)
     episodes = replace(batch, action_mask=mask, present=mask, step_rewards=steps, rewards=mask.sum(1).float())
     with pytest.warns(UserWarning, match="every step earned 1, so advantage 'process'"):
-        report = learn(agent._shared, [agent.learner()], episodes)[0]
+        report = learn(agent.members, [agent.learner()], {"default": episodes})[0]
     assert set(report.advantages) == {0.0}
     assert report.grad_norm == 0.0

@@ -191,11 +191,11 @@ def test_a_checkpoint_with_its_base_needs_nothing_else(tmp_path):
     scatter(agent)
     agent.save_checkpoint(tmp_path / "agent", include_base=True)
     loaded = GRPO.load(tmp_path / "agent")
-    assert loaded._shared.bank.base.model is not model
+    assert loaded.members.banks["default"].base.model is not model
     ids = torch.tensor([[8, 9, 10]])
     assert torch.equal(loaded.get_policy()(ids), agent.get_policy()(ids))
     assert loaded.test(tiny_env()) == agent.test(tiny_env())
-    weights = dict(loaded._shared.bank.base.model.named_parameters())
+    weights = dict(loaded.members.banks["default"].base.model.named_parameters())
     assert equal_states(weights, dict(model.named_parameters()))
 
 
@@ -247,4 +247,4 @@ def test_the_source_is_what_the_user_named(tmp_path):
     agent = tiny_agent(source="someone/some-model")
     agent.save_checkpoint(tmp_path / "agent")
     assert read_checkpoint(tmp_path / "agent", kind="agent")[1]["shared"]["source"] == "someone/some-model"
-    assert GRPO.load(tmp_path / "agent", actor_network=shared_model())._shared.body.source == "someone/some-model"
+    assert GRPO.load(tmp_path / "agent", actor_network=shared_model()).members.source == "someone/some-model"

@@ -41,17 +41,17 @@ def test_the_kl_factor_moves_towards_the_target(placement, target, turn):
     agent = tiny_agent(beta=0.1, objective=Objective(kl_target=1.0, kl_horizon=100, kl_placement=placement))
     scatter(agent)
     batch = sampled(agent, REWARDS)
-    measured = learn(agent.clone()._shared, [agent.learner()], batch)[0].kl
+    measured = learn(agent.clone().members, [agent.learner()], {"default": batch})[0].kl
     if target is None:
         target, turn = measured / 1.07, 0.07
     own = Objective(kl_target=target, kl_horizon=100, kl_placement=placement)
     again = tiny_agent(beta=0.1, objective=own)
     scatter(again)
-    report = learn(again._shared, [again.learner()], batch)[0]
+    report = learn(again.members, [again.learner()], {"default": batch})[0]
     assert report.kl == pytest.approx(measured)
     assert float(carried(again)[0]) == pytest.approx(1 + turn * 12 / 100)
     assert report.metrics["kl_coef"] == pytest.approx(0.1)  # what this step used; the next one uses the new factor
-    following = learn(again._shared, [again.learner()], batch)[0]
+    following = learn(again.members, [again.learner()], {"default": batch})[0]
     assert following.metrics["kl_coef"] == pytest.approx(0.1 * (1 + turn * 12 / 100))
 
 
@@ -61,10 +61,10 @@ def test_the_kl_factor_multiplies_beta(placement):
     agent, twin = (tiny_agent(beta=beta, objective=objective) for beta in (0.25, 0.75))
     for each in (agent, twin):
         scatter(each)
-    agent._shared.bank.carried[0, 0] = 3.0
+    agent.members.banks["default"].carried[0, 0] = 3.0
     batch = sampled(twin, REWARDS)
-    learn(agent._shared, [agent.learner()], batch)
-    learn(twin._shared, [twin.learner()], batch)
+    learn(agent.members, [agent.learner()], {"default": batch})
+    learn(twin.members, [twin.learner()], {"default": batch})
     assert torch.equal(state_of(agent)["exp_avg"], state_of(twin)["exp_avg"])
 
 
@@ -73,7 +73,7 @@ def test_a_horizon_shorter_than_a_learning_step_never_turns_the_factor_negative(
     scatter(agent)
     batch = sampled(agent, REWARDS)
     for number in range(1, 4):
-        learn(agent._shared, [agent.learner()], batch)
+        learn(agent.members, [agent.learner()], {"default": batch})
         assert float(carried(agent)[0]) == pytest.approx(0.8**number)
 
 
@@ -85,7 +85,7 @@ def test_members_without_beta_keep_their_factor():
     batch = sampled(population[0], REWARDS)
     both = replace(batch.select(torch.arange(12).repeat(2)), member_ids=torch.arange(2).repeat_interleave(12))
     both = replace(both, group_ids=both.group_ids + 3 * both.member_ids)
-    reports = population.learn(both, step=0)
+    reports = population.learn({"default": both}, step=0)
     assert reports[0].metrics.keys() >= {"kl", "kl_coef"}
     assert not {"kl", "kl_coef"} & reports[1].metrics.keys()
     assert float(carried(population[0])[0]) != 1.0
@@ -98,7 +98,7 @@ def test_running_statistics_are_those_of_all_rewards_seen():
     for number in range(3):
         rewards = REWARDS * (1 + number) - number
         batch = sampled(agent, rewards)
-        report = learn(agent._shared, [agent.learner()], batch)[0]
+        report = learn(agent.members, [agent.learner()], {"default": batch})[0]
         seen.extend(rewards.flatten()[~rewards.flatten().isnan()].tolist())
         count, mean, square = carried(agent)[1:].tolist()
         assert (count, mean) == (len(seen), pytest.approx(np.mean(seen)))
@@ -106,7 +106,7 @@ def test_running_statistics_are_those_of_all_rewards_seen():
         scaled = rewards / (np.std(seen, ddof=1) + 1e-4)
         expected = (scaled - scaled.nanmean(1, keepdim=True)).nan_to_num(0.0)
         assert report.advantages == pytest.approx(expected.flatten().tolist(), abs=1e-6)
-    nothing = learn(agent._shared, [agent.learner()], replace(batch, rewards=torch.full((12,), NAN)))[0]
+    nothing = learn(agent.members, [agent.learner()], {"default": replace(batch, rewards=torch.full((12,), NAN))})[0]
     assert nothing.advantages == (0.0,) * 12
     assert carried(agent)[1:].tolist() == [count, mean, square]
 
@@ -118,7 +118,7 @@ def trained(population, steps=2):
     for agent in population:
         scatter(agent, agent.index)
         for _ in range(steps):
-            learn(agent._shared, [agent.learner()], sampled(agent, REWARDS + agent.index))
+            learn(agent.members, [agent.learner()], {"default": sampled(agent, REWARDS + agent.index)})
     return population
 
 
@@ -130,7 +130,7 @@ def test_what_is_carried_is_inherited():
     population.apply(Plan(generation=1, parents=(0, 1, 0), children=(child,), reasons=("", "", ""), elite=0))
     assert torch.equal(carried(population[2]), before[0])
     assert torch.equal(carried(population[1]), before[1])
-    population.shared.bank.inherit([0, 1, None])
+    population.members.banks.inherit([0, 1, None])
     assert carried(population[2]).tolist() == [1.0, 0.0, 0.0, 0.0]
 
 

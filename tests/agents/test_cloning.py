@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter
-from evogrpo.agents.agent import NetworkGroup
+from evogrpo.agents.agilerl import NetworkGroup
 from evogrpo.evolution import Mutation
 from tests.tiny_models import PAD
 from tests.tiny_training import (
@@ -50,7 +50,7 @@ def test_a_clone_of_a_member_leaves_the_population(agent):
     population = tiny_population(3, hp_config=SPACE)
     scatter(population[1])
     twin = population[1].clone(index=7)
-    assert (twin.slot, twin.index, twin._shared.bank.size) == (0, 7, 1)
+    assert (twin.slot, twin.index, twin.members.banks["default"].size) == (0, 7, 1)
     assert equal_states(state_of(twin), state_of(population[1]))
     before = [state_of(member) for member in population]
     practise(twin)
@@ -119,7 +119,7 @@ def test_a_population_is_a_sequence_of_agents_over_one_bank():
     assert [member.slot for member in population] == [0, 1, 2, 3]
     assert population[1:3] == [population[1], population[2]]
     assert population[-1] is population[3]
-    assert len({id(member._shared.bank) for member in population}) == 1
+    assert len({id(member.members.banks["default"]) for member in population}) == 1
     assert (population[0].lr, population[0].group_size) == (2e-3, 4)
     assert len({member.lr for member in population}) == 4
     assert all(1e-4 <= member.lr <= 3e-2 and member.group_size in (2, 4, 8) for member in population)

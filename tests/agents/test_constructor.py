@@ -10,6 +10,7 @@ from peft import LoraConfig
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
 from evogrpo.objective import Optimizer
+from tests.rounding import assert_gradients_agree
 from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import (
     equal_states,
@@ -73,7 +74,7 @@ def test_a_model_without_an_end_of_sequence_needs_one_named():
     with pytest.raises(ValueError, match="eos_token_ids must be given"):
         tiny_agent(actor_network=model)
     agent = tiny_agent(actor_network=model, eos_token_ids=(5, 7))
-    assert agent._shared.settings.eos_token_ids == (5, 7)
+    assert agent.members.settings.eos_token_ids == (5, 7)
     ids, masks = agent.get_action([{"input_ids": torch.tensor([[8, 9]])}] * 6)
     ends = 0
     for rows, mask in zip(ids, masks, strict=True):
@@ -85,7 +86,7 @@ def test_a_model_without_an_end_of_sequence_needs_one_named():
 
 
 def test_the_models_own_end_of_sequence_is_the_default():
-    assert tiny_agent()._shared.settings.eos_token_ids == (EOS,)
+    assert tiny_agent().members.settings.eos_token_ids == (EOS,)
 
 
 def test_the_smallest_length_holds_back_the_end():
@@ -136,7 +137,7 @@ def test_memory_settings_change_no_result():
         agent.learn((ids, masks, graded(ids)))
         results.append(state_of(agent)["exp_avg"])
     for other in results[1:]:
-        torch.testing.assert_close(other, results[0], rtol=1e-4, atol=1e-7)
+        assert_gradients_agree(other, results[0])
 
 
 def test_hyperparameters_outside_their_space_are_the_users_choice_for_the_first_member():

@@ -173,7 +173,7 @@ def test_group_size_trades_prompts_for_answers_in_a_learning_step(pair):
     agent, twin = pair("group_size", 8)
     for learner, groups in ((agent, 2), (twin, 4)):
         env = tiny_env()
-        batch = collect(learner._shared, [learner.learner(0)], env, samples_per_step=16, block=8).batch
+        batch = collect(learner.members, [learner.learner(0)], env, samples_per_step=16, block=8).experience["default"]
         assert batch.group_ids.bincount().tolist() == [16 // groups] * groups
         dealt = env.open("train", env.deal(0, groups, 8)).prompts
         answered_prompts = [batch.inputs.prompts[number] for number in batch.inputs.prompt_ids.tolist()]

@@ -17,7 +17,7 @@ def by_hand(agent, experiences) -> ByHand:
     """Return the agent's learning step, to be written out."""
     h = agent.hyperparameters
     batch = as_batch(experiences, agent.slot, h, 0, agent.device)
-    return ByHand(peft_twin(agent), batch, h, agent._shared.settings.objective.of(h))
+    return ByHand(peft_twin(agent), batch, h, agent.members.settings.objective.of(h))
 
 
 def gradient(hand: ByHand) -> Tensor:

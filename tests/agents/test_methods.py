@@ -149,9 +149,9 @@ def test_saving_and_loading_brings_everything_back(agent, tmp_path):
     agent.save_checkpoint(tmp_path / "agent")
     loaded = GRPO.load(tmp_path / "agent", actor_network=tiny_model())
     assert equal_states(state_of(loaded), state_of(agent))
-    assert GRPO.inspect_attributes(loaded)["lora_config"].to_dict() == agent._shared.bank.lora_config.to_dict() | {
-        "task_type": "CAUSAL_LM"
-    }
+    assert GRPO.inspect_attributes(loaded)["lora_config"].to_dict() == agent.members.banks[
+        "default"
+    ].lora_config.to_dict() | {"task_type": "CAUSAL_LM"}
     unlike = {"observation_space", "action_space", "lora_config", "hp_config"}
     one, other = GRPO.inspect_attributes(loaded), GRPO.inspect_attributes(agent)
     assert {k: v for k, v in one.items() if k not in unlike} == {k: v for k, v in other.items() if k not in unlike}

@@ -8,8 +8,8 @@ import torch
 
 from evogrpo import Objective
 from evogrpo.agents.learning.step import learn, minibatches
-from evogrpo.functional.losses import LOSS_TYPES
-from evogrpo.objective import CLIPPED_LOSSES, Optimizer
+from evogrpo.kinds import LOSS_TYPES
+from evogrpo.objective import Optimizer
 from evogrpo.records import Batch
 from tests.oracles.objective_by_hand import ByHand
 from tests.tiny_training import flat, peft_twin, sampled, scatter, state_of, tiny_agent
@@ -24,7 +24,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     **{
         f"{loss_type}, everything": (
             {"beta": 0.2, "entropy_coef": 0.1, "clip_low": 0.02, "clip_high": 0.05, "temperature": 1.3},
-            {"loss_type": loss_type, "kl_estimator": "k2"} | ({"delta": 1.1} if loss_type in CLIPPED_LOSSES else {}),
+            {"loss_type": loss_type, "kl_estimator": "k2"} | ({"delta": 1.1} if LOSS_TYPES[loss_type].bounded else {}),
         )
         for loss_type in LOSS_TYPES
     },
@@ -75,7 +75,7 @@ def test_learning_equals_the_formulas(case):
     plan = minibatches(learner, batch, seed=0)
     by_hand = ByHand(peft_twin(agent), batch, agent.hyperparameters, objective)
     losses = by_hand.learn(plan)
-    report = learn(agent._shared, [learner], batch)[0]
+    report = learn(agent.members, [learner], {"default": batch})[0]
     assert report.optimizer_steps == len(plan) == 6
     assert report.loss == pytest.approx(sum(losses) / len(losses), rel=1e-3, abs=1e-5)
     expected = flat(by_hand.member.parameters)

@@ -27,7 +27,7 @@ def test_a_population_comes_back_whole(tmp_path):
     for seed, agent in enumerate(population):
         scatter(agent, seed)
     population.evaluate(tiny_env())
-    population.learn(population.collect(tiny_env(), step=0, samples_per_step=8, block=4).batch, step=0)
+    population.learn(population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience, step=0)
     population[1].failed = "for a reason"
     tensors, record = population_state(population)
     write_checkpoint(tmp_path / "population", tensors, record)
@@ -40,7 +40,7 @@ def test_a_population_comes_back_whole(tmp_path):
     assert dict(again.space) == dict(population.space)
     env = tiny_env()
     for each in (population, again):
-        each.learn(each.collect(env, step=1, samples_per_step=8, block=4).batch, step=1)
+        each.learn(each.collect(env, step=1, samples_per_step=8, block=4).experience, step=1)
     assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, again, strict=True))
 
 

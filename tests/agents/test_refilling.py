@@ -77,10 +77,10 @@ def test_groups_that_teach_nothing_make_room_for_the_next_questions(step):
     after = population.collect(env, step=step, samples_per_step=16, block=8)
     assert after.starts[:8] == env.deal(step, 8, 32)
     assert after.starts == env.deal(step, len(after.starts), 32)
-    batch = after.batch
-    assert len(batch) == len(before.batch) == 48
+    batch = after.experience["default"]
+    assert len(batch) == len(before.experience["default"]) == 48
     assert len(batch.group_ids.unique()) == 8 + 2 + 4
-    assert float(equal(batch).float().mean()) < 0.7 * float(equal(before.batch).float().mean())
+    assert float(equal(batch).float().mean()) < 0.7 * float(equal(before.experience["default"]).float().mean())
     answers = {start: env.open("train", [start]).rows[0]["answer"] for start in after.starts}
     for agent in population:
         own = batch.of_members([agent.slot])
@@ -101,7 +101,7 @@ def test_groups_that_teach_nothing_make_room_for_the_next_questions(step):
         assert float(batch.rewards[row]) == pytest.approx(after.scores.rewards[row])
         assert float(batch.reward_components[row, 0]) == pytest.approx(after.scores.components["fussy"][row])
         assert after.questions[int(batch.inputs.prompt_ids[row])].endswith("=")
-    reports = population.learn(batch, step=step)
+    reports = population.learn({"default": batch}, step=step)
     assert all(report.failed is None for report in reports.values())
 
 
@@ -111,8 +111,8 @@ def test_a_member_is_refilled_alone_as_it_is_in_a_population(slot):
     population = population_of(dynamic_sampling=3)
     alone = population[slot].clone()
     together = population.collect(env, step=5, samples_per_step=16, block=8)
-    by_itself = collect(alone._shared, [alone.learner(5)], env, samples_per_step=16, block=8)
-    own, single = together.batch.of_members([slot]), by_itself.batch
+    by_itself = collect(alone.members, [alone.learner(5)], env, samples_per_step=16, block=8)
+    own, single = together.experience["default"].of_members([slot]), by_itself.experience["default"]
     width = max(own.actions.shape[1], single.actions.shape[1])
     for name in ("actions", "present"):
         one, other = (
@@ -132,8 +132,8 @@ def test_refills_are_reproducible():
         population_of(dynamic_sampling=2).collect(tiny_env(reward_funcs=fussy), step=1, samples_per_step=16, block=8)
         for _ in range(2)
     )
-    assert torch.equal(one.batch.actions, other.batch.actions)
-    assert torch.equal(one.batch.rewards, other.batch.rewards)
+    assert torch.equal(one.experience["default"].actions, other.experience["default"].actions)
+    assert torch.equal(one.experience["default"].rewards, other.experience["default"].rewards)
     assert (one.starts, one.tokens) == (other.starts, other.tokens)
 
 
@@ -145,9 +145,11 @@ def test_refills_are_bounded_and_paid_for_and_what_cannot_be_refilled_stays():
     assert env.scored == [48, 48, 48]
     assert [len(starts) for starts in env.opened] == [8, 16, 24]
     for name in ("actions", "present", "rewards", "member_ids"):
-        assert torch.equal(getattr(plain.batch, name), getattr(refilled.batch, name))
-    assert torch.equal(numbered(plain.batch.group_ids)[0], numbered(refilled.batch.group_ids)[0])
-    prompt = len(plain.batch.inputs.prompts[0])
+        assert torch.equal(getattr(plain.experience["default"], name), getattr(refilled.experience["default"], name))
+    assert torch.equal(
+        numbered(plain.experience["default"].group_ids)[0], numbered(refilled.experience["default"].group_ids)[0]
+    )
+    prompt = len(plain.experience["default"].inputs.prompts[0])
     for agent in population:
         groups = 16 // agent.group_size
         assert refilled.tokens[agent.slot] > plain.tokens[agent.slot] + 2 * (groups * prompt + 16)
@@ -206,7 +208,7 @@ def test_step_rewards_that_only_some_rounds_have_are_completed():
         ]
 
     env = tiny_env(reward_funcs=sometimes)
-    batch = population_of(dynamic_sampling=3).collect(env, step=0, samples_per_step=16, block=8).batch
+    batch = population_of(dynamic_sampling=3).collect(env, step=0, samples_per_step=16, block=8).experience["default"]
     assert batch.step_rewards.shape == batch.actions.shape
     torch.testing.assert_close(batch.step_rewards.nansum(1), batch.rewards)
     last = batch.present.sum(1) - 1
@@ -227,7 +229,7 @@ def test_step_rewards_and_components_reach_the_learner():
 
     env = tiny_env(reward_funcs=[inside, whole], reward_weights=[1.0, 0.5])
     population = population_of(advantage="return_to_go_timestep")
-    batch = population.collect(env, step=0, samples_per_step=16, block=8).batch
+    batch = population.collect(env, step=0, samples_per_step=16, block=8).experience["default"]
     lengths = batch.present.sum(1)
     torch.testing.assert_close(batch.reward_components[:, 0], lengths.float())
     assert batch.reward_components[:-1, 1].eq(2.0).all()
@@ -237,7 +239,7 @@ def test_step_rewards_and_components_reach_the_learner():
     ends = batch.step_rewards.gather(1, lengths[:, None] - 1)[:, 0]
     assert ends.tolist() == [2.0] * 47 + [1.0]
     torch.testing.assert_close(batch.step_rewards.nansum(1), batch.rewards)
-    reports = population.learn(batch, step=0)
+    reports = population.learn({"default": batch}, step=0)
     assert all(report.failed is None and any(report.advantages) for report in reports.values())
 
 
@@ -256,14 +258,14 @@ def test_long_completions_are_punished_in_training(buffer):
     env = tiny_env()
     plain = population_of().collect(env, step=0, samples_per_step=16, block=8)
     punished = population_of(overlong_buffer=buffer).collect(env, step=0, samples_per_step=16, block=8)
-    lengths = punished.batch.present.sum(1).tolist()
+    lengths = punished.experience["default"].present.sum(1).tolist()
     assert len(set(lengths)) > 2
     penalties = torch.tensor([ramp(length, buffer) for length in lengths])
-    torch.testing.assert_close(punished.batch.rewards, plain.batch.rewards + penalties)
+    torch.testing.assert_close(punished.experience["default"].rewards, plain.experience["default"].rewards + penalties)
     np.testing.assert_array_equal(punished.scores.rewards, plain.scores.rewards)
     assert list(punished.scores.components) == ["variety"]
     np.testing.assert_array_equal(punished.scores.components["variety"], plain.scores.components["variety"])
-    batch = punished.batch
+    batch = punished.experience["default"]
     assert batch.component_names == ("variety", "overlong_penalty")
     torch.testing.assert_close(batch.reward_components[:, 1], penalties)
     torch.testing.assert_close(batch.reward_components @ torch.tensor(batch.component_weights), batch.rewards)
@@ -291,7 +293,7 @@ def test_a_penalty_stands_at_the_last_action_and_makes_no_reward_where_none_appl
         ]
 
     env = tiny_env(reward_funcs=inside)
-    batch = population_of(overlong_buffer=5).collect(env, step=0, samples_per_step=16, block=8).batch
+    batch = population_of(overlong_buffer=5).collect(env, step=0, samples_per_step=16, block=8).experience["default"]
     none = batch.rewards.isnan()
     assert 0 < int(none.sum()) < 48
     assert bool(batch.step_rewards[none].isnan().all())
@@ -305,7 +307,7 @@ def test_a_penalty_stands_at_the_last_action_and_makes_no_reward_where_none_appl
 
 def test_equal_rewards_teach_once_the_penalty_tells_lengths_apart():
     env = Counting(tiny_env(reward_funcs=indifferent))
-    lengths = population_of().collect(env, step=0, samples_per_step=16, block=8).batch
+    lengths = population_of().collect(env, step=0, samples_per_step=16, block=8).experience["default"]
     alike = equal(replace(lengths, rewards=lengths.present.sum(1).float()))
     assert 0 < int(alike.sum()) < 48
     env.scored.clear()

@@ -42,10 +42,10 @@ def test_they_are_the_formulas_of_stable_baselines3_over_the_actions_that_ran(cl
     """Nothing has moved in the first of two optimizer steps, so a step's means are half those of the second."""
     shared, control = together(**TIMESTEP), together(**TIMESTEP)
     batch = experience(shared, idle=idle)
-    learn(control, [learner(clip_coef=clip, update_epochs=1)], experience(control, idle=idle))
+    learn(control, [learner(clip_coef=clip, update_epochs=1)], {"default": experience(control, idle=idle)})
     ran = batch.action_mask & ~torch.isin(batch.group_ids, torch.tensor(idle))[:, None]
     kl, fraction = of_sb3(control.bank.log_probs(batch)[ran], batch.sampler_log_probs[ran], clip)
-    metrics = learn(shared, [learner(clip_coef=clip)], batch)[0].metrics
+    metrics = learn(shared, [learner(clip_coef=clip)], {"default": batch})[0].metrics
     assert 0.0 < fraction < 1.0
     assert metrics["approx_kl"] == pytest.approx(kl / 2, rel=1e-3)
     assert metrics["clip_fraction"] == pytest.approx(fraction / 2)
@@ -55,17 +55,19 @@ def test_each_side_has_its_own_bound_whatever_the_advantage():
     shared, control = together(**TIMESTEP), together(**TIMESTEP)
     batch = experience(shared)
     bounds = {"lr": 0.1, "clip_low": 0.03, "clip_high": 0.15}
-    learn(control, [learner(**bounds, update_epochs=1)], experience(control))
+    learn(control, [learner(**bounds, update_epochs=1)], {"default": experience(control)})
     ratio = (control.bank.log_probs(batch) - batch.sampler_log_probs).exp()[batch.action_mask]
     below, above = ratio < 0.97, ratio > 1.15
-    metrics = learn(shared, [learner(**bounds)], batch)[0].metrics
+    metrics = learn(shared, [learner(**bounds)], {"default": batch})[0].metrics
     assert min(int(below.sum()), int(above.sum())) > 0
     assert metrics["clip_fraction"] == pytest.approx(float((below | above).float().mean()) / 2)
     assert metrics["clip_fraction"] > metrics["clip_ratio/region_mean"]  # where the clip binds
 
 
 def test_a_first_step_has_moved_nothing():
-    metrics = learn(shared := together(**TIMESTEP), [learner(update_epochs=1)], experience(shared))[0].metrics
+    metrics = learn(shared := together(**TIMESTEP), [learner(update_epochs=1)], {"default": experience(shared)})[
+        0
+    ].metrics
     assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-10)
     assert metrics["clip_fraction"] == 0.0
 
@@ -79,8 +81,8 @@ def test_members_are_measured_apart_and_those_without_a_pass_not_at_all():
         step_rewards=torch.where(batch.present & idle[:, None], 0.0, batch.step_rewards),
         rewards=torch.where(idle, 0.0, batch.rewards),
     )
-    reports = learn(shared, [learner(0), learner(1)], batch)
-    single = learn(alone, [learner(0)], batch.of_members([0]))[0].metrics
+    reports = learn(shared, [learner(0), learner(1)], {"default": batch})
+    single = learn(alone, [learner(0)], {"default": batch.of_members([0])})[0].metrics
     for name in ("approx_kl", "clip_fraction"):
         assert reports[0].metrics[name] == pytest.approx(single[name], rel=1e-3)
         assert name not in reports[1].metrics

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
-from evogrpo.agents.members.networks import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator
@@ -112,7 +112,7 @@ def test_a_batch_of_observations_is_answered_row_by_row():
 def test_sampled_actions_follow_the_policy_at_its_temperature():
     agent = step_agent(network=NetworkConfig(hidden=()), temperature=2.0)
     state = state_of(agent)
-    agent._shared.bank.load_state(0, state | {"weights": torch.linspace(-2, 2, len(state["weights"]))})
+    agent.members.banks.load_state(0, state | {"weights": torch.linspace(-2, 2, len(state["weights"]))})
     seen = np.ones((20000, 4), np.float32)
     chance = torch.softmax(agent.get_policy()(seen[:1])[0] / 2.0, 0)[1]
     assert abs(agent.get_action(seen).mean() - chance) < 4 * math.sqrt(0.25 / 20000)
@@ -212,12 +212,12 @@ def test_learning_by_hand_equals_learning_from_the_environments_own_rows():
     twin = agent.clone()
     experiences = played(agent, steps=12)
     twin.steps = agent.steps
-    shown = agent._shared.body.shown(experiences[0].reshape(-1, 4), np.zeros(96, np.int64)).reshape(8, 12, 4)
-    batch = agent._shared.play.batch(agent.learner(), experiences)
+    shown = agent.members.networks.shown(experiences[0].reshape(-1, 4), np.zeros(96, np.int64)).reshape(8, 12, 4)
+    batch = agent.members.experience(agent.learner(), experiences)["default"]
     assert np.allclose(batch.inputs.observations.numpy(), shown)
     assert batch.rewards.tolist() == experiences[3].sum(2).ravel().tolist()
     assert batch.group_ids.tolist() == [0] * 4 + [1] * 4
-    report = learn(agent._shared, [agent.learner()], batch)[0]
+    report = learn(agent.members, [agent.learner()], {"default": batch})[0]
     assert twin.learn(experiences).metrics == report.metrics
     assert equal_states(state_of(twin), state_of(agent))
 
@@ -280,8 +280,8 @@ def test_what_was_legal_is_learnt_from_as_it_was_acted():
     agent = step_agent(env)
     observations, actions, masks, rewards, legal = by_hand(agent, Masked(), 2, 4)
     assert not legal[masks].all()
-    batch = agent._shared.play.batch(agent.learner(), (observations, actions, masks, rewards, legal))
-    scored = agent._shared.bank.log_probs(batch)[batch.action_mask]
+    batch = agent.members.experience(agent.learner(), (observations, actions, masks, rewards, legal))["default"]
+    scored = agent.members.banks["default"].log_probs(batch)[batch.action_mask]
     logits = agent.get_policy()(observations[masks]).masked_fill(~torch.from_numpy(legal[masks]), -torch.inf)
     expected = torch.log_softmax(logits, 1)[torch.arange(len(logits)), torch.from_numpy(actions[masks])]
     torch.testing.assert_close(scored, expected)
@@ -380,7 +380,7 @@ def test_a_mutation_can_change_the_network():
     assert changes["network"][0] == "6-5 tanh" != changes["network"][1]
     assert called == [1]
     units, activation = changes["network"][1].split(" ")
-    config = agent._shared.bank.architecture(0)
+    config = agent.members.banks["default"].architecture(0)
     assert ("-".join(map(str, config.hidden)), config.activation) == (units, activation)
     both = step_agent(evolve_network=LIMITS, hp_config=STEP_SPACE)
     seen = [both.mutate(generator(number, "test")).keys() for number in range(12)]

@@ -123,15 +123,15 @@ def test_a_population_of_modules_goes_on_as_if_it_had_never_stopped(tmp_path):
     control = _learnt_population()
     for population in (back, control):
         collected = population.collect(cart_pole(), step=1, samples_per_step=8, block=2)
-        population.learn(collected.batch, step=1)
+        population.learn(collected.experience, step=1)
     for slot in range(2):
-        assert equal_states(back.shared.bank.state(slot), control.shared.bank.state(slot))
+        assert equal_states(back.members.banks.state(slot), control.members.banks.state(slot))
 
 
 def _learnt_population():
     torch.manual_seed(3)
     population = step_population(2, actor_network=Scaled(), beta=0.1)
-    population.learn(population.collect(cart_pole(), step=0, samples_per_step=8, block=2).batch, step=0)
+    population.learn(population.collect(cart_pole(), step=0, samples_per_step=8, block=2).experience, step=0)
     return population
 
 
@@ -144,7 +144,7 @@ def test_a_module_that_its_owner_changes_later_is_what_it_was():
     seen = torch.ones(1, 4)
     twin = agent.clone()
     assert equal_states(state_of(twin), before)
-    reference = twin._shared.body.constants()["first.weight"]
+    reference = twin.members.constants()["first.weight"]
     assert reference.abs().sum() > 0
     assert torch.equal(twin.get_policy()(seen), agent.get_policy()(seen))
 

@@ -7,11 +7,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from evogrpo.agents.learning.step import Learner, learn, minibatches
-from evogrpo.functional.losses import AGGREGATION_OF, LOSS_TYPES
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.learning.step import learn, minibatches
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.objective import SEQUENCE_LOSSES
+from evogrpo.kinds import LOSS_TYPES
 from tests.oracles.slow_advantages import of_actions
+from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
 from tests.tiny_networks import CASES, acted_batch, together
 
 CASE = CASES["discrete"]
@@ -40,14 +41,14 @@ def test_advantages_are_those_of_episodes_and_the_gradient_that_of_their_actions
     weights = torch.zeros(batch.action_mask.shape)
     weights[batch.action_mask] = torch.tensor([value for row in expected for value in row])
     count = int(batch.action_mask.sum())
-    report = learn(shared, [learner(gamma=0.9)], batch)[0]
+    report = learn(shared, [learner(gamma=0.9)], {"default": batch})[0]
     control.bank.update(
         batch,
         lambda rows, log_probs, entropies: -(weights[rows] * log_probs).sum(1) / count,
         {0: learner().hyperparameters},
     )
     got, wanted = (each.bank.state(0)["exp_avg"] for each in (shared, control))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+    assert_gradients_agree(got, wanted)
     assert report.advantages == pytest.approx([sum(row) / len(row) for row in expected], abs=1e-5)
     assert report.mean_length == pytest.approx(count / len(batch))  # of episodes
     assert report.tokens == count
@@ -58,7 +59,7 @@ def test_batch_size_counts_transitions(size):
     shared = together()
     batch = experience(shared)
     count = int(batch.action_mask.sum())
-    report = learn(shared, [learner(batch_size=size, update_epochs=2)], batch)[0]
+    report = learn(shared, [learner(batch_size=size, update_epochs=2)], {"default": batch})[0]
     assert report.optimizer_steps == 2 * math.ceil(count / size)
     assert int(shared.bank.state(0)["step"]) == report.optimizer_steps
 
@@ -91,9 +92,9 @@ def test_optimizer_steps_are_taken_on_shuffled_transitions():
             return -torch.minimum(ratio * worth, ratio.clamp(0.8, 1.2) * worth).sum(1) / len(chosen)
 
         control.bank.update(flat.select(chosen), loss, {0: each.hyperparameters})
-    learn(shared, [each], batch)
-    got, wanted = (one.bank.state(0)["weights"] for one in (shared, control))
-    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    learn(shared, [each], {"default": batch})
+    got, wanted = (one.bank.state(0) for one in (shared, control))
+    assert_states_agree(got, wanted, lr=PLAIN["lr"])
 
 
 MIXED = [
@@ -121,22 +122,21 @@ def test_members_learn_together_what_each_would_learn_alone(run):
         apart.bank.load_state(0, shared.bank.state(slot))
         own = batch.of_members([slot])
         own = replace(own, member_ids=torch.zeros_like(own.member_ids))
-        alone.append((learn(apart, [replace(each, slot=0)], own)[0], apart.bank.state(0)))
-    reports = learn(shared, learners, batch)
+        alone.append((learn(apart, [replace(each, slot=0)], {"default": own})[0], apart.bank.state(0)))
+    reports = learn(shared, learners, {"default": batch})
     for slot, (report, state) in enumerate(alone):
-        assert reports[slot].metrics == pytest.approx(report.metrics, rel=1e-3, abs=1e-5)
+        assert_metrics_agree(reports[slot].metrics, report.metrics)
         assert reports[slot].tokens == report.tokens
-        for name, value in shared.bank.state(slot).items():
-            torch.testing.assert_close(value, state[name], rtol=1e-3, atol=1e-5, msg=f"{name} of {slot}")
+        assert_states_agree(shared.bank.state(slot), state, lr=PLAIN["lr"])
 
 
 def test_a_member_whose_episodes_are_all_left_out_takes_no_step():
     shared = together(2)
-    learn(shared, [learner(0), learner(1)], experience(shared))  # so that there is momentum to drift on
+    learn(shared, [learner(0), learner(1)], {"default": experience(shared)})  # so that there is momentum to drift on
     before = shared.bank.state(1)
     batch = experience(shared)
     batch = replace(batch, action_mask=batch.action_mask & (batch.member_ids == 0)[:, None])
-    reports = learn(shared, [learner(0), learner(1)], batch)
+    reports = learn(shared, [learner(0), learner(1)], {"default": batch})
     assert reports[0].grad_norm > 0
     assert (reports[1].optimizer_steps, reports[1].tokens, reports[1].failed) == (0, 0, None)
     assert reports[1].metrics["reward"] == float(batch.rewards[batch.member_ids == 1].double().mean())
@@ -148,13 +148,18 @@ def test_a_member_whose_episodes_are_all_left_out_takes_no_step():
 def test_losses_of_whole_completions_are_refused(loss_type):
     shared, own = together(loss_type=loss_type), together()
     batch = experience(shared)
-    if AGGREGATION_OF[loss_type] == "token-mean":
-        assert learn(shared, [learner()], batch)[0].failed is None
+    if LOSS_TYPES[loss_type].aggregation == "token-mean":
+        assert learn(shared, [learner()], {"default": batch})[0].failed is None
         return
-    reason = "one ratio per completion" if loss_type in SEQUENCE_LOSSES else "weighs actions by their completion"
+    reason = (
+        "one ratio per completion" if not LOSS_TYPES[loss_type].of_actions else "weighs actions by their completion"
+    )
     with pytest.raises(ValueError, match=f"loss_type '{loss_type}'.* {reason}"):
-        learn(shared, [learner()], batch)
+        learn(shared, [learner()], {"default": batch})
     with pytest.raises(ValueError, match=reason):  # one member's own is enough
-        learn(own, [learner(loss_type=loss_type)], batch)
-    if loss_type not in SEQUENCE_LOSSES:
-        assert learn(together(loss_type=loss_type, aggregation="token-mean"), [learner()], batch)[0].failed is None
+        learn(own, [learner(loss_type=loss_type)], {"default": batch})
+    if LOSS_TYPES[loss_type].of_actions:
+        assert (
+            learn(together(loss_type=loss_type, aggregation="token-mean"), [learner()], {"default": batch})[0].failed
+            is None
+        )

@@ -14,6 +14,7 @@ from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import CARRIED, CARRIED_AT_BIRTH, LossFunction, PolicyBank
 from evogrpo.records import Batch
+from tests.rounding import assert_states_agree
 
 SIZE = 3
 HYPERPARAMETERS = (
@@ -27,18 +28,28 @@ CLIPS = (0.2, 0.1, 0.3)
 class PolicyBankTestCase(ABC):
     """The contract of PolicyBank. Members of the banks under test must differ, and their groups be ragged."""
 
+    own_reference = False
+    """Whether the banks under test are made with own references."""
+
     @abstractmethod
     def make_bank(self, size: int) -> PolicyBank:
         """Build a bank of `size` members that all differ."""
 
     @abstractmethod
     def act(
-        self, bank: PolicyBank, members: Sequence[int], *, seed: int = 0, nudge: float = 0.0, equal_shapes: bool = False
+        self,
+        bank: PolicyBank,
+        members: Sequence[int],
+        *,
+        seed: int = 0,
+        nudge: float = 0.0,
+        equal_shapes: bool = False,
+        base: bool = False,
     ) -> Batch:
         """Let slot i act as member number `members[i]`, whose group size, settings and draws are its own.
 
         `nudge` is added to every uniform draw. With `equal_shapes` the batch's shape does not depend on what the
-        members do. The rewards are a function of what was chosen.
+        members do. With `base` the untrained base acts for them. The rewards are a function of what was chosen.
         """
 
     # ---- building blocks
@@ -103,18 +114,6 @@ class PolicyBankTestCase(ABC):
         for name, values in one.items():
             assert torch.equal(values.nan_to_num(7.5), other[name].nan_to_num(7.5)), name
 
-    @staticmethod
-    def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], lr: float) -> None:
-        """Check that two learner states agree but for rounding, which AdamW's division may blow up to part of lr."""
-        assert set(one) == set(other)
-        for name, values in one.items():
-            if values.is_floating_point():
-                scale = float(values.abs().max())
-                torch.testing.assert_close(other[name], values, rtol=1e-3, atol=1e-5 * scale + 0.02 * lr, msg=name)
-                torch.testing.assert_close(other[name].norm(), values.norm(), rtol=1e-4, atol=1e-6)
-            else:
-                assert torch.equal(values, other[name]), name
-
     # ---- together equals alone
 
     def test_acting_together_equals_acting_alone(self) -> None:
@@ -159,7 +158,7 @@ class PolicyBankTestCase(ABC):
                 assert report.loss == pytest.approx(reports[slot].loss, rel=1e-3, abs=1e-5)
                 assert report.lr == reports[slot].lr == HYPERPARAMETERS[slot].lr
                 assert report.step == reports[slot].step == seed + 1
-                self.assert_close(bank.state(slot), apart[slot].state(0), HYPERPARAMETERS[slot].lr)
+                assert_states_agree(bank.state(slot), apart[slot].state(0), lr=HYPERPARAMETERS[slot].lr)
                 clipped.append(report.grad_norm > HYPERPARAMETERS[slot].max_grad_norm)
         assert 0 < sum(clipped) < len(clipped), "the test needs gradients on both sides of the bound"
         for slot in range(SIZE):
@@ -168,13 +167,15 @@ class PolicyBankTestCase(ABC):
 
     # ---- a neighbour never changes a member
 
+    POLICIES = ("adapter", "weights", "reference")  # in learner states
+
     def spoil(self, bank: PolicyBank, slot: int, how: str) -> None:
-        """Change one member: make its weights NaN, or give it those of another."""
+        """Change one member: make its weights NaN, or give it others; of its architecture, so no shape changes."""
         state = bank.state(slot)
         if how == "NaN":
             state = {name: torch.full_like(v, torch.nan) if v.is_floating_point() else v for name, v in state.items()}
         else:
-            state = self.make_bank(SIZE + 1).state(SIZE)
+            state = {name: values.flip(0) if name in self.POLICIES else values for name, values in state.items()}
         bank.load_state(slot, state)
 
     @pytest.mark.parametrize("how", ["NaN", "other weights"])
@@ -281,11 +282,11 @@ class PolicyBankTestCase(ABC):
         batch = self.act(bank, range(SIZE))
         order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
         mixed = batch.select(order)
-        torch.testing.assert_close(bank.log_probs(mixed), bank.log_probs(batch)[order], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(bank.log_probs(mixed), bank.log_probs(batch)[order], rtol=1e-4, atol=1e-4)
         reports, again = self.learn(bank, batch), self.learn(shuffled, mixed)
         for slot in range(SIZE):
-            assert reports[slot].grad_norm == pytest.approx(again[slot].grad_norm, rel=1e-4)
-            self.assert_close(bank.state(slot), shuffled.state(slot), HYPERPARAMETERS[slot].lr)
+            assert reports[slot].grad_norm == pytest.approx(again[slot].grad_norm, rel=1e-3)
+            assert_states_agree(bank.state(slot), shuffled.state(slot), lr=HYPERPARAMETERS[slot].lr)
 
     def test_log_probs_are_those_of_sampling_and_zero_where_masked(self) -> None:
         bank = self.make_bank(SIZE)
@@ -297,7 +298,7 @@ class PolicyBankTestCase(ABC):
         mask[1] = False
         part = bank.log_probs(replace(batch, action_mask=mask))
         assert torch.equal(part[~mask], torch.zeros(int((~mask).sum())))
-        torch.testing.assert_close(part[mask], bank.log_probs(batch)[mask], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(part[mask], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
 
     def test_the_loss_sees_every_row_with_actions_once_and_the_log_probs_are_its_own(self) -> None:
         bank = self.make_bank(SIZE)
@@ -310,7 +311,7 @@ class PolicyBankTestCase(ABC):
 
         def watching(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
             seen.extend(rows.tolist())
-            torch.testing.assert_close(log_probs.detach(), scored[rows], rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(log_probs.detach(), scored[rows], rtol=1e-4, atol=1e-4)
             return log_probs.sum(1)
 
         bank.update(batch, watching, dict(enumerate(HYPERPARAMETERS)))
@@ -363,6 +364,57 @@ class PolicyBankTestCase(ABC):
         self.learn(bank, batch)
         assert torch.equal(bank.reference_log_probs(batch), before)
 
+    # ---- what beta holds to, and the untrained base
+
+    def test_the_base_acts_and_scores_alike_whoever_asks_and_whatever_was_learnt(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE), base=True)
+        scored = bank.log_probs(batch, base=True)
+        assert batch.sampler_log_probs is not None
+        torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(scored, bank.log_probs(batch), atol=1e-2), "the test needs members unlike the base"
+        others = replace(batch, member_ids=(batch.member_ids + 1) % SIZE)
+        torch.testing.assert_close(bank.log_probs(others, base=True), scored, rtol=1e-5, atol=1e-5)
+        self.learn(bank, batch)
+        if self.own_reference:
+            bank.keep_reference([0, 2])
+            bank.mix_reference(1, 0.5)
+        bank.inherit([1, 1, None])
+        assert torch.equal(bank.log_probs(batch, base=True), scored)
+        again = self.act(bank, range(SIZE), base=True)
+        assert torch.equal(again.actions, batch.actions)
+        assert again.sampler_log_probs is not None
+        assert torch.equal(again.sampler_log_probs, batch.sampler_log_probs)
+
+    def test_the_reference_is_the_members_own_where_they_have_one_and_the_base_otherwise(self) -> None:
+        bank = self.make_bank(SIZE)
+        batch = self.act(bank, range(SIZE))
+        base = bank.log_probs(batch, base=True)
+        if not self.own_reference:
+            assert torch.equal(bank.reference_log_probs(batch), base)
+            for change in (lambda: bank.keep_reference([0]), lambda: bank.mix_reference(0, 0.5)):
+                with pytest.raises(ValueError, match="reference"):
+                    change()
+            self.learn(bank, batch)
+            assert torch.equal(bank.reference_log_probs(batch), base)
+            return
+        before = bank.reference_log_probs(batch)
+        bank.keep_reference([0, 1])
+        kept, mine = bank.log_probs(batch), [batch.member_ids == slot for slot in range(SIZE)]
+        self.learn(bank, batch)
+        moved = [bank.reference_log_probs(batch)]
+        bank.mix_reference(0, 0.5)
+        bank.mix_reference(1, 1.0)
+        moved.append(bank.reference_log_probs(batch))
+        now = bank.log_probs(batch)
+        for slot, (first, second) in enumerate(([kept, None], [kept, now], [before, before])):
+            torch.testing.assert_close(moved[0][mine[slot]], first[mine[slot]], rtol=1e-5, atol=1e-5)
+            if second is not None:
+                torch.testing.assert_close(moved[1][mine[slot]], second[mine[slot]], rtol=1e-5, atol=1e-5)
+        for end in (kept, now):  # half-way between them
+            assert not torch.allclose(moved[1][mine[0]], end[mine[0]], atol=1e-6)
+        assert torch.equal(bank.log_probs(batch, base=True), base)
+
     def test_a_small_step_lowers_the_loss_by_what_the_gradient_predicts(self) -> None:
         bank = self.make_bank(1)
         batch = self.act(bank, [0])
@@ -413,7 +465,7 @@ class PolicyBankTestCase(ABC):
         same_clip = (0.2, 0.2)
         bank.update(swapped, self.loss(swapped, same_clip), {1: HYPERPARAMETERS[0]})
         control.update(batch, self.loss(batch, same_clip), {0: HYPERPARAMETERS[0]})
-        self.assert_close(bank.state(1), control.state(0), HYPERPARAMETERS[0].lr)
+        assert_states_agree(bank.state(1), control.state(0), lr=HYPERPARAMETERS[0].lr)
         self.assert_same(bank.state(0), parent)
         with pytest.raises(AssertionError):
             self.assert_same(bank.state(0), bank.state(1))
@@ -448,6 +500,16 @@ class PolicyBankTestCase(ABC):
         assert self.learn(bank, batch) == self.learn(again, batch)
         for slot in range(SIZE):
             self.assert_same(bank.state(slot), again.state(slot))
+
+    def test_a_state_is_its_parts_and_each_is_a_copy(self) -> None:
+        bank = self.make_bank(SIZE)
+        self.learn(bank, self.act(bank, range(SIZE)))
+        for slot, state in enumerate(self.states(bank)):
+            assert tuple(state) == bank.parts
+            for values in (parts := {name: bank.part(slot, name) for name in bank.parts}).values():
+                values.zero_()
+            assert set(parts) == set(state)
+            self.assert_same({name: bank.part(slot, name) for name in bank.parts}, state)
 
     def test_a_state_is_a_copy_both_ways(self) -> None:
         bank = self.make_bank(SIZE)

@@ -3,6 +3,7 @@
 import numpy as np
 
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.history import Generation, History, Seat
 from evogrpo.evolution.lineage import Lineage, MemberRecord
 from evogrpo.evolution.strategies import Tournament
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
@@ -21,15 +22,12 @@ def surviving_founders(z, *, seed, size=8, generations=6):
     lineage = Lineage.of_founders(members)
     for generation in range(generations):
         fitness = [Fitness.from_scores(rng.standard_normal(QUESTIONS).tolist()) for _ in members]
-        plan = Tournament(z=z).plan(
-            members,
-            fitness,
-            SPACE,
-            next_index=len(lineage.births),
-            generation=generation,
-            rng=rng,
-            samples_per_step=SAMPLES_PER_STEP,
+        seats = (Seat(member=member, fitness=value) for member, value in zip(members, fitness, strict=True))
+        evaluated = Generation(
+            number=generation, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, seats=tuple(seats)
         )
+        history = History(space=SPACE, next_index=len(lineage.births), generations=(evaluated,))
+        plan = Tournament(z=z).plan(history, rng)
         lineage = lineage.extended(plan.children, generation=generation)
         for child in plan.children:
             members[child.slot] = MemberRecord(

@@ -1,220 +1,118 @@
-"""One suite for every strategy, and what sets each apart."""
+"""The strategies of the package: the suite that every strategy passes, and what sets each apart."""
 
-import json
+import dataclasses
 
 import numpy as np
 import pytest
 
-from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.lineage import Child, Lineage, MemberRecord
-from evogrpo.evolution.mutation import Mutation, spread_members
-from evogrpo.evolution.strategies import NoEvolution, Plan, Tournament, strategy_from_json
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
-
-SPACE = HyperparameterConfig(
-    lr=RLParameter(min=1e-6, max=1e-3, scale="log"),
-    clip_coef=RLParameter(min=0.05, max=0.4),
-    group_size=RLParameter(min=2, max=64),
+from evogrpo.evolution import (
+    Child,
+    Choice,
+    Generation,
+    History,
+    Mutation,
+    NoEvolution,
+    Plan,
+    Seat,
+    Tournament,
+    strategy_from_json,
 )
-SAMPLES_PER_STEP = 48
-QUESTIONS = 32
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+from tests.conformance.strategy import SAMPLES_PER_STEP, SITUATIONS, SPACE, Life, StrategyTestCase
+
+COSTLY = HyperparameterConfig(group_size=RLParameter(choices=[4, 5]))
 
 
-def population(size, *, seed=0):
-    """Members whose indices differ from their slots, as after a few generations."""
-    records = spread_members(Hyperparameters(), SPACE, size, np.random.default_rng(seed), SAMPLES_PER_STEP)
-    return [
-        MemberRecord(slot=slot, index=10 + 3 * slot, parent=1, born=2, hyperparameters=record)
-        for slot, record in enumerate(records)
-    ]
+class BuiltInTestCase(StrategyTestCase):
+    """What the package's own strategies promise beyond that."""
 
+    strategy = NoEvolution()
 
-def scores(size, *, seed=0, spread=0.0, failed=()):
-    rng = np.random.default_rng(seed)
-    offsets = spread * rng.permutation(size)
-    return [
-        None if slot in failed else Fitness.from_scores((rng.standard_normal(QUESTIONS) + offsets[slot]).tolist())
-        for slot in range(size)
-    ]
+    def make_strategy(self):
+        return self.strategy
 
+    def test_the_reason_for_a_failed_members_end_is_that_it_failed(self):
+        for history, plan in self.lives():
+            assert all("failed" in plan.reasons[slot] for slot in history.last.failed)
 
-def plan_of(strategy, members, fitness, *, seed=0, space=SPACE, samples_per_step=SAMPLES_PER_STEP, next_index=100):
-    return strategy.plan(
-        members,
-        fitness,
-        space,
-        next_index=next_index,
-        generation=3,
-        rng=np.random.default_rng(seed),
-        samples_per_step=samples_per_step,
-    )
-
-
-def situations():
-    """Populations from one member up, from pure noise to clear differences, with and without failed members."""
-    for size in (1, 2, 4, 9):
-        for spread in (0.0, 0.3, 3.0):
-            for failed in ((), (0,), tuple(range(size - 1))):
-                for seed in range(4):
-                    if len(failed) < size:
-                        yield population(size, seed=seed), scores(size, seed=seed, spread=spread, failed=failed), seed
-
-
-class StrategyTestCase:
-    """What every strategy promises; a subclass per strategy sets `strategy`."""
-
-    strategy = None
-    touches_elite = False
-
-    def plans(self):
-        for members, fitness, seed in situations():
-            yield members, fitness, plan_of(self.strategy, members, fitness, seed=seed)
-
-    def test_a_plan_says_for_every_slot_whom_it_copies_and_why(self):
-        for members, _, plan in self.plans():
-            assert plan.generation == 3
-            assert len(plan.parents) == len(plan.reasons) == len(members)
-            assert all(reason for reason in plan.reasons)
-            replaced = {slot for slot, parent in enumerate(plan.parents) if parent != slot}
-            assert replaced <= {child.slot for child in plan.children}
-
-    def test_children_get_new_indices_and_descend_from_the_slot_they_copy(self):
-        for members, _, plan in self.plans():
-            assert [child.index for child in plan.children] == [100 + i for i in range(len(plan.children))]
-            for child in plan.children:
-                assert child.parent == members[plan.parents[child.slot]].index
-                assert child.reason == plan.reasons[child.slot]
-
-    def test_recorded_changes_are_the_difference_to_the_parents_hyperparameters(self):
-        for members, _, plan in self.plans():
-            for child in plan.children:
-                before = members[plan.parents[child.slot]].hyperparameters.to_json()
-                after = child.hyperparameters.to_json()
-                differing = {name: (before[name], after[name]) for name in before if before[name] != after[name]}
-                assert child.changes == differing
-
-    def test_the_elite_is_the_best_and_stays_where_it_is(self):
-        for _, fitness, plan in self.plans():
-            healthy = [value.mean for value in fitness if value is not None]
-            assert fitness[plan.elite].mean == max(healthy)
-            assert plan.parents[plan.elite] == plan.elite
-            born = {child.slot for child in plan.children}
-            assert (plan.elite in born) == self.touches_elite
-
-    def test_failed_members_are_replaced_by_healthy_ones(self):
-        for _, fitness, plan in self.plans():
-            for slot, value in enumerate(fitness):
-                assert fitness[plan.parents[slot]] is not None
-                assert value is not None or "failed" in plan.reasons[slot]
-
-    def test_proposals_stay_in_the_space_and_group_sizes_divide_the_step(self):
-        for _, _, plan in self.plans():
-            for child in plan.children:
-                assert SAMPLES_PER_STEP % child.hyperparameters.group_size == 0
-                for name in child.changes:
-                    low, high = SPACE[name].bounds
-                    assert low <= getattr(child.hyperparameters, name) <= high
-
-    def test_equal_generators_give_equal_plans_and_arguments_are_left_alone(self):
-        for members, fitness, seed in situations():
-            copies = list(members), list(fitness)
-            assert plan_of(self.strategy, members, fitness, seed=seed) == plan_of(
-                self.strategy, members, fitness, seed=seed
-            )
-            assert (members, fitness) == copies
-
-    def test_plans_and_the_strategy_survive_json(self):
-        for _, _, plan in self.plans():
-            assert Plan.from_json(json.loads(json.dumps(plan.to_json(), allow_nan=False))) == plan
-        assert strategy_from_json(json.loads(json.dumps(self.strategy.to_json()))) == self.strategy
-
-    def test_a_population_without_a_healthy_member_is_refused(self):
-        with pytest.raises(ValueError, match="all 3 members failed"):
-            plan_of(self.strategy, population(3), [None] * 3)
-
-    def test_arguments_that_contradict_each_other_are_refused(self):
-        members, fitness = population(3), scores(3)
-        with pytest.raises(ValueError, match="3 members and 2 entries"):
-            plan_of(self.strategy, members, fitness[:2])
-        with pytest.raises(ValueError, match="slot order"):
-            plan_of(self.strategy, members[::-1], fitness)
-        with pytest.raises(ValueError, match="next_index must exceed"):
-            plan_of(self.strategy, members, fitness, next_index=16)
+    def test_empty_slots_stay_empty_and_budgets_stay_as_they_are(self):
+        vacancies = 0
+        for history, plan in self.lives():
+            assert plan.vacant == history.last.empty
+            assert (plan.samples_per_step, plan.steps_per_generation) == (None, None)
+            vacancies += len(plan.vacant)
+        assert vacancies
 
     def test_choices_of_group_size_that_cost_more_are_refused(self):
-        space = HyperparameterConfig(group_size=RLParameter(choices=[4, 5]))
+        history = dataclasses.replace(Life(3).evaluate(), space=COSTLY)
         with pytest.raises(ValueError, match=r"got \[5\]: choose from 2, 3, 4, 6"):
-            plan_of(self.strategy, population(3), scores(3), space=space)
+            self.strategy.plan(history, np.random.default_rng(0))
 
-    def test_the_lineage_takes_any_plan(self):
-        members = [
-            MemberRecord(slot=i, index=i, parent=None, born=0, hyperparameters=Hyperparameters()) for i in range(4)
-        ]
-        plan = plan_of(self.strategy, members, scores(4, spread=3.0, failed=(1,)), next_index=4)
-        lineage = Lineage.of_founders(members).extended(plan.children, generation=plan.generation)
-        assert len(lineage.births) == 4 + len(plan.children)
-        assert all(lineage.ancestors(child.index) == (child.parent,) for child in plan.children)
+    def test_plans_have_no_memory(self):
+        """What came before the last generation changes nothing, and nobody but members decides how many draws."""
+        for history, plan in self.follow(self.strategy, Life(4, failures=0.3)):
+            last = dataclasses.replace(history, generations=history.generations[-1:])
+            assert self.strategy.plan(last, np.random.default_rng([0, 1000 + history.last.number])) == plan
 
 
-class TestTournament(StrategyTestCase):
+class TestTournament(BuiltInTestCase):
     strategy = Tournament()
 
     def test_every_replacement_is_mutated_and_nobody_else(self):
         replacements = 0
-        for _, _, plan in self.plans():
+        for _, plan in self.lives():
             assert {child.slot for child in plan.children} == {
-                slot for slot, parent in enumerate(plan.parents) if parent != slot
+                slot for slot, parent in enumerate(plan.parents) if parent not in (slot, None)
             }
             assert all(child.changes for child in plan.children)
             replacements += len(plan.children)
         assert replacements > 0
 
 
-class TestTournamentOfEveryone(StrategyTestCase):
+class TestTournamentOfEveryone(BuiltInTestCase):
     strategy = Tournament(size=9, z=0.0, mutation=Mutation(probability=1.0))
 
     def test_everyone_becomes_a_child_of_the_elite(self):
-        for _, _, plan in self.plans():
-            assert set(plan.parents) == {plan.elite}
-            assert len(plan.children) == len(plan.parents) - 1
+        for history, plan in self.lives():
+            assert set(plan.parents) - {None} == {plan.elite}
+            assert len(plan.children) == history.capacity - len(plan.vacant) - 1
 
 
-class TestTournamentWithoutElitism(StrategyTestCase):
+class TestTournamentWithoutElitism(BuiltInTestCase):
     strategy = Tournament(elitism=False)
-    touches_elite = True
+    keeps_elite = False
 
     def test_the_best_is_replaced_by_a_mutated_clone_of_itself(self):
-        for members, _, plan in self.plans():
+        for history, plan in self.lives():
             (child,) = [child for child in plan.children if child.slot == plan.elite]
-            assert child.parent == members[plan.elite].index
+            assert child.parent == history.last.member(plan.elite).index
             assert child.changes
 
 
-class TestSelectionOnly(StrategyTestCase):
+class TestSelectionOnly(BuiltInTestCase):
     strategy = Tournament(mutation=None)
 
     def test_it_selects_as_the_tournament_does_and_changes_no_hyperparameter(self):
-        for members, fitness, seed in situations():
-            plan = plan_of(self.strategy, members, fitness, seed=seed)
-            assert plan.parents == plan_of(Tournament(), members, fitness, seed=seed).parents
-            assert all(
-                child.hyperparameters == members[plan.parents[child.slot]].hyperparameters for child in plan.children
-            )
+        for situation in SITUATIONS:
+            history = Life(*situation).evaluate()
+            plan, mutated = (each.plan(history, np.random.default_rng(1)) for each in (self.strategy, Tournament()))
+            assert plan.parents == mutated.parents
+            assert not any(child.changes for child in plan.children)
 
 
-class TestNoEvolution(StrategyTestCase):
+class TestNoEvolution(BuiltInTestCase):
     strategy = NoEvolution()
 
     def test_healthy_members_all_stay_and_clones_of_failed_ones_are_exact(self):
-        for members, fitness, seed in situations():
-            plan = plan_of(self.strategy, members, fitness, seed=seed)
-            failed = {slot for slot, value in enumerate(fitness) if value is None}
-            assert {child.slot for child in plan.children} == failed
+        for history, plan in self.lives():
+            assert {child.slot for child in plan.children} == set(history.last.failed)
             assert not any(child.changes for child in plan.children)
 
     def test_it_prefers_no_healthy_member_when_replacing(self):
-        fitness = scores(4, spread=3.0, failed=(0,))
-        parents = [plan_of(self.strategy, population(4), fitness, seed=seed).parents[0] for seed in range(60)]
+        history = Life(4, spread=3.0).evaluate()
+        seats = (dataclasses.replace(history.last.seats[0], fitness=None), *history.last.seats[1:])
+        failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, seats=seats),))
+        parents = [self.strategy.plan(failed, np.random.default_rng(seed)).parents[0] for seed in range(60)]
         assert set(parents) == {1, 2, 3}
 
 
@@ -243,6 +141,7 @@ def test_tournament_settings_out_of_range_are_refused(settings, message):
         ({"name": "tournament", "sise": 2}, "did you mean 'size'"),
         ({"name": "no_evolution", "size": 2}, "unknown setting of no_evolution 'size'"),
         ({"name": "tournament", "mutation": {"rate": 0.1}}, "unknown field of Mutation 'rate'"),
+        ({"name": "tests.strategies.halving:Halving"}, "unknown strategy 'tests.strategies.halving:Halving'"),
     ],
 )
 def test_unknown_strategies_and_settings_are_refused_by_name(values, message):
@@ -254,6 +153,29 @@ def test_settings_left_out_of_json_take_their_defaults():
     assert strategy_from_json({"name": "tournament", "size": 3}) == Tournament(size=3)
 
 
+@dataclasses.dataclass(frozen=True)
+class Own(NoEvolution):
+    width: float
+    depth: int = 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"widht": 1.0}, "did you mean 'width'"), ({"depth": 2}, "settings of mine:Own are not complete.*'width'")],
+)
+def test_settings_of_ones_own_class_are_checked_by_its_arguments(settings, message):
+    assert strategy_from_json({"name": "mine:Own", "width": 0.5}, Own) == Own(width=0.5)
+    with pytest.raises(ValueError, match=message):
+        strategy_from_json({"name": "mine:Own", **settings}, Own)
+
+
+# ---- plans
+
+
+def born(slot, index, parent, group_size=8):
+    return Child(slot=slot, index=index, parent=parent, hyperparameters=Hyperparameters(group_size=group_size))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -261,15 +183,98 @@ def test_settings_left_out_of_json_take_their_defaults():
         ({"parents": (0, 2)}, "must lie in 0..1"),
         ({"elite": 2}, "must lie in 0..1"),
         ({"parents": (0, 0)}, r"needs a child with a new index, missing in \[1\]"),
-        ({"parents": (0, None)}, r"missing in \[1\]"),
-        ({"children": (4, 4)}, "slots and indices of their own"),
+        ({"children": (born(0, 4, 0), born(1, 4, 0))}, "slots and indices of their own"),
+        ({"children": (born(1, 4, 0), born(1, 5, 0))}, "slots and indices of their own"),
+        ({"parents": (0, None), "children": (born(1, 4, 0),)}, r"exactly where its slot takes a member's state.*\[1\]"),
+        ({"children": (born(1, 4, None),)}, r"exactly where its slot takes a member's state.*\[1\]"),
+        ({"parents": (None, None)}, "must leave somebody alive"),
+        ({"samples_per_step": 1}, "samples_per_step must be at least 2"),
+        ({"steps_per_generation": 0}, "steps_per_generation must be at least 1"),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(fields, message):
-    children = tuple(
-        Child(slot=slot, index=index, parent=0, hyperparameters=Hyperparameters())
-        for slot, index in enumerate(fields.pop("children", ()))
-    )
-    valid = {"generation": 0, "parents": (0, 1), "children": children, "reasons": ("a", "b"), "elite": 0}
+    valid = {"generation": 0, "parents": (0, 1), "children": (), "reasons": ("a", "b"), "elite": 0}
+    assert Plan(**valid).vacant == ()
     with pytest.raises(ValueError, match=message):
         Plan(**{**valid, **fields})
+
+
+def test_a_slot_without_parent_holds_a_founder_or_nobody():
+    plan = Plan(generation=0, parents=(0, None, None), children=(born(2, 4, None),), reasons=("a", "b", "c"), elite=0)
+    assert plan.vacant == (1,)
+
+
+def test_choices_become_births_retirements_and_founders():
+    history = Life(5, empty=(3,)).evaluate()
+    own = Hyperparameters(lr=5e-5, group_size=6)
+    choices = [Choice(parent=parent, reason=f"{slot}") for slot, parent in enumerate((0, 0, None, None, 4))]
+    plan = Plan.from_choices(history, choices, {3: own, 4: own}, samples_per_step=96, steps_per_generation=2)
+    plan.check(history)
+    old = history.last.member(4).hyperparameters
+    assert [(child.slot, child.index, child.parent, child.reason) for child in plan.children] == [
+        (1, 100, history.last.member(0).index, "1"),
+        (3, 101, None, "3"),
+        (4, 102, history.last.member(4).index, "4"),
+    ]
+    assert plan.children[0].hyperparameters == history.last.member(0).hyperparameters
+    assert plan.children[1].changes == {}
+    assert plan.children[2].changes == {
+        name: (value, getattr(own, name)) for name, value in old.to_json().items() if value != getattr(own, name)
+    }
+    assert plan.vacant == (2,)
+    assert (plan.samples_per_step, plan.steps_per_generation) == (96, 2)
+    stored = plan.to_json()
+    assert (stored["samples_per_step"], stored["steps_per_generation"]) == (96, 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"generation": 2}, "after generation 1, got one for 4 after generation 2"),
+        ({"parents": (0, 1, 2), "reasons": ("",) * 3}, "for the 4 slots after generation 1, got one for 3"),
+        (
+            {"parents": (0, 1, 2, None)},
+            r"only healthy members.*slots \[0, 2\].*give a slot whose member failed another",
+        ),
+        ({"parents": (0, None, 2, 3)}, "only healthy members"),
+        ({"elite": 1}, "only healthy members"),
+        ({"parents": (0, 0, 2, None), "children": (born(1, 101, 10),)}, r"indices from 100 on in order, got \[101\]"),
+        ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "got 16 for the child in slot 1.* that of 10"),
+        ({"parents": (0, 0, 2, None), "children": (born(1, 100, 10, 5),)}, r"got 5 \(member 100\): use one of 2, 3, 4"),
+        ({"samples_per_step": 50}, r"group_size must divide samples_per_step=50.*member 1\d\): use one of 2, 5, 10"),
+        ({"samples_per_step": 13}, "must hold at least two divisors of samples_per_step=13"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused(fields, message):
+    """Slot 1 holds a member that failed, slot 3 nobody."""
+    history = Life(4, empty=(3,)).evaluate()
+    seats = [*history.last.seats]
+    seats[1] = dataclasses.replace(seats[1], fitness=None)
+    last = dataclasses.replace(history.last, seats=tuple(seats))
+    history = dataclasses.replace(history, generations=(last,))
+    valid = {"generation": 1, "parents": (0, None, 2, None), "children": (), "reasons": ("",) * 4, "elite": 0}
+    Plan(**valid).check(history)
+    with pytest.raises(ValueError, match=message):
+        Plan(**{**valid, **fields}).check(history)
+
+
+# ---- histories
+
+
+def test_a_history_that_contradicts_itself_is_refused():
+    life = Life(3)
+    first = life.evaluate()
+    second = life.evaluate()
+    with pytest.raises(ValueError, match="must hold the generation to plan from"):
+        History(space=SPACE, next_index=100, generations=())
+    with pytest.raises(ValueError, match="next_index must exceed every index in use, got 16"):
+        dataclasses.replace(first, next_index=16)
+    with pytest.raises(ValueError, match="must follow each other with equally many slots, got 1 of 3 after 2 of 3"):
+        dataclasses.replace(first, generations=second.generations[::-1])
+    with pytest.raises(ValueError, match="must come in slot order"):
+        dataclasses.replace(first.last, seats=first.last.seats[::-1])
+    with pytest.raises(ValueError, match="a slot without a member has no fitness"):
+        Seat(fitness=first.last.seats[0].fitness)
+    empty = Generation(number=4, samples_per_step=SAMPLES_PER_STEP, steps_per_generation=1, seats=(Seat(),))
+    with pytest.raises(ValueError, match="slot 0 held nobody in generation 4"):
+        empty.member(0)

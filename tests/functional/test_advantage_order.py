@@ -7,12 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.advantages import OF_ACTIONS, OF_COMPLETIONS, advantages, batch_std, gdpo, whiten
+from evogrpo.functional.advantages import advantages, batch_std, gdpo, whiten
 from evogrpo.functional.returns import normalised_step_rewards, returns_to_go
+from evogrpo.kinds import ADVANTAGES, STEP_ADVANTAGES
 from tests.oracles import slow_advantages
 
 NAN = float("nan")
-KINDS = (*OF_COMPLETIONS, *OF_ACTIONS)
+KINDS = tuple(ADVANTAGES)
+OF_COMPLETIONS = tuple(kind for kind in KINDS if kind not in STEP_ADVANTAGES)
 
 
 def random_work(seed, members=2):
@@ -86,7 +88,7 @@ def test_the_order_of_operations_step_by_step():
     assert not bool(actual[~mask].any())
 
 
-@pytest.mark.parametrize("kind", OF_ACTIONS)
+@pytest.mark.parametrize("kind", STEP_ADVANTAGES)
 def test_the_penalty_is_taken_off_every_step_before_the_return(kind):
     work = random_work(1)
     penalty = torch.rand(work["mask"].shape, generator=torch.Generator().manual_seed(2))
@@ -168,7 +170,7 @@ def test_advantage_clip_may_differ_from_row_to_row_or_be_off():
     assert float(plain[::2].abs().max()) > 0.5
 
 
-@pytest.mark.parametrize("kind", OF_ACTIONS)
+@pytest.mark.parametrize("kind", STEP_ADVANTAGES)
 def test_step_rewards_are_clipped_before_the_return(kind):
     """Of "process" the normalised ones, as it normalises first."""
     work = random_work(4)
@@ -198,7 +200,7 @@ def test_the_selector_passes_eps_components_and_members_on():
 
 def test_what_cannot_be_estimated_is_refused():
     work = random_work(0)
-    with pytest.raises(ValueError, match=r"one of outcome, rloo.*got 'gae'"):
+    with pytest.raises(ValueError, match=r"advantage must be one of outcome.*got 'gae'"):
         advantages("gae", **work)
     with pytest.raises(ValueError, match="rewards of each"):
         advantages("gdpo", **work | {"components": None})

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.corrections import CORRECTIONS, high_entropy_mask, importance_weights, mismatch
+from evogrpo.functional.corrections import TIED, high_entropy_mask, importance_weights, mismatch
+from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
 RATIOS = torch.tensor([[1.5, 0.5, 3.0, 9.0], [1.6, 1.6, 1.0, 9.0]])
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])
@@ -21,7 +22,7 @@ BY_HAND = {
 }
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 def test_weights_by_hand(kind):
     sampler = OLD - RATIOS.log()
     torch.testing.assert_close(importance_weights(kind, OLD, sampler, MASK), torch.tensor(BY_HAND[kind]))
@@ -31,7 +32,7 @@ def test_weights_by_hand(kind):
     torch.testing.assert_close(free, expected)
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 def test_an_exact_sampler_is_left_alone_and_nothing_leaks_a_gradient(kind):
     old = OLD.clone().requires_grad_()
     weights = importance_weights(kind, old, OLD, MASK, cap=1.0)
@@ -39,7 +40,7 @@ def test_an_exact_sampler_is_left_alone_and_nothing_leaks_a_gradient(kind):
     assert not weights.requires_grad
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 def test_unknown_values_and_padding_count_as_equal(kind):
     sampler = OLD.clone()
     sampler[0, 1], sampler[0, 3] = math.nan, -math.inf
@@ -48,7 +49,7 @@ def test_unknown_values_and_padding_count_as_equal(kind):
 
 
 def test_hopeless_samplers_give_finite_weights():
-    for kind in CORRECTIONS:
+    for kind in IMPORTANCE_CORRECTIONS:
         assert bool(importance_weights(kind, OLD, OLD - 1000.0, MASK).isfinite().all())
 
 
@@ -94,9 +95,21 @@ def test_the_highest_share_of_every_members_actions_is_kept(seed, quantile):
     assert not bool(kept[~mask].any())
     for member in (0, 1):
         own = mask & (members == member)[:, None]
-        threshold = torch.quantile(entropies[own].double(), 1 - quantile)
-        torch.testing.assert_close(kept & own, own & (entropies.double() >= threshold - 1e-7))
+        values = entropies[own].double()
+        least = values[values >= torch.quantile(values, 1 - quantile) - 1e-7].min()
+        assert torch.equal(kept & own, own & (entropies >= least.float() - TIED))
         assert bool(kept[own].any())
+
+
+def test_actions_that_only_rounding_tells_apart_are_kept_or_left_out_together():
+    """Completions of one prompt begin equally uncertain, whatever their places in a batch make of it."""
+    entropies = torch.tensor([[1.0, 3.0], [1.0, 0.5], [1.0, 0.2]])
+    rounded = entropies * (1 + 1e-6 * torch.tensor([[0.0, 1.0], [-1.0, 0.0], [1.0, -1.0]]))
+    mask, members = torch.ones(3, 2, dtype=torch.bool), torch.zeros(3, dtype=torch.long)
+    for share in (0.2, 0.3, 0.5, 0.7, 1.0):
+        kept = high_entropy_mask(rounded, mask, members, share)
+        assert torch.equal(kept, high_entropy_mask(entropies, mask, members, share))
+        assert len(set(kept[:, 0].tolist())) == 1
 
 
 def test_keeping_everything_keeps_everything():

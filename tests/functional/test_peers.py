@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from evogrpo.functional.corrections import CORRECTIONS, high_entropy_mask, importance_weights
+from evogrpo.functional.corrections import high_entropy_mask, importance_weights
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import bias_corrected, loss_weights, policy_loss
+from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 from tests.oracles import peer_losses
 
 LENGTH = 9  # max_completion_length, longer than the padded width
@@ -110,7 +111,7 @@ def test_the_restriction_to_high_entropy_equals_trls(loss_type, quantile):
         assert_same(ours(loss_type, batch, **options, kept=kept), theirs, batch[0])
 
 
-@pytest.mark.parametrize("kind", CORRECTIONS)
+@pytest.mark.parametrize("kind", IMPORTANCE_CORRECTIONS)
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "gspo"])
 def test_a_weighted_loss_equals_trls(kind, loss_type):
     options = {"clip_low": 0.2, "clip_high": 0.3, "beta": 0.1, "delta": None, "max_completion_length": LENGTH}

@@ -6,12 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evogrpo.functional.losses import (
-    AGGREGATION_OF,
     AGGREGATIONS,
     LOSS_TYPES,
     loss_weights,
     policy_loss,
-    step_totals,
 )
 from tests.functional.test_losses import random_batch
 from tests.oracles import slow_losses
@@ -38,7 +36,7 @@ def test_the_aggregation_of_every_loss_type():
     assert set(BY_HAND) == set(AGGREGATIONS)
     for loss_type in LOSS_TYPES:
         own = loss_weights(loss_type, None, MASK, MEMBERS, 10)
-        assert torch.equal(own, loss_weights("grpo", AGGREGATION_OF[loss_type], MASK, MEMBERS, 10))
+        assert torch.equal(own, loss_weights("grpo", LOSS_TYPES[loss_type].aggregation, MASK, MEMBERS, 10))
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -69,52 +67,6 @@ def test_the_weighted_sum_equals_the_slow_reference_in_loss_and_gradient(loss_ty
         (gradient,) = torch.autograd.grad(total, new)
         (expected,) = torch.autograd.grad(slow, new)
         torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-9)
-
-
-@pytest.mark.parametrize("kind", EVERY)
-@settings(max_examples=8)
-@given(st.integers(0, 10_000), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_any_split_into_micro_batches_adds_up_to_the_same_loss_and_gradient(kind, seed, rows, random):
-    new, old, advantages, mask = random_batch(seed, rows=rows)
-    member = torch.tensor([random.randrange(3) for _ in range(rows)])
-    part_of = torch.tensor([random.randrange(4) for _ in range(rows)])
-    weights = loss_weights(*kind, mask, member, 9)
-    whole = (weights * policy_loss(kind[0], new, old, advantages, mask, **CLIPS)).sum()
-    (expected,) = torch.autograd.grad(whole, new)
-    total, gradient = torch.zeros((), dtype=torch.float64), torch.zeros_like(new)
-    for part in range(4):
-        chosen = part_of == part
-        losses = policy_loss(kind[0], new[chosen], old[chosen], advantages[chosen], mask[chosen], **CLIPS)
-        loss = (weights[chosen] * losses).sum()
-        gradient += torch.autograd.grad(loss, new, materialize_grads=True)[0]
-        total += loss.detach()
-    torch.testing.assert_close(total, whole.detach(), rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", EVERY)
-@settings(max_examples=8)
-@given(st.integers(0, 10_000), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_any_split_over_processes_adds_up_to_the_same_weights(kind, seed, rows, random):
-    """Each process sees its own rows and the sum of all processes' counts, and no more."""
-    *_, mask = random_batch(seed, rows=rows)
-    member = torch.tensor([random.randrange(3) for _ in range(rows)])
-    process = torch.tensor([random.randrange(4) for _ in range(rows)])
-    counts = [step_totals(mask[process == number], member[process == number], 3) for number in range(4)]
-    parts = torch.zeros(mask.shape)
-    for number in range(4):
-        own = process == number
-        parts[own] = loss_weights(*kind, mask[own], member[own], 9, totals=sum(counts))
-    if kind == ("bnpo", None):
-        # The mean over the processes that hold the member of each one's mean over its own actions.
-        whole = torch.zeros(mask.shape)
-        for number in range(4):
-            own = process == number
-            share = torch.tensor([1 / len(process[member == m].unique()) for m in member[own].tolist()])
-            whole[own] = loss_weights("dapo", None, mask[own], member[own]) * share[:, None]
-    else:
-        whole = loss_weights(*kind, mask, member, 9)
-    torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("kind", EVERY)

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from evogrpo.functional.advantages import advantages, group_advantages
 from evogrpo.functional.returns import (
     normalised_step_rewards,
-    process_advantages,
     return_to_go_group,
     return_to_go_timestep,
     returns_to_go,
@@ -95,7 +94,7 @@ def test_step_rewards_normalised_over_the_group_and_summed_ahead_by_hand():
     steps, mask = padded([[0, 1, 2], [3, 4]])  # mean 2, deviation sqrt(2.5)
     unit = 2.5**0.5
     expected = torch.tensor([[-3.0, -1.0, 0.0, 0.0], [3.0, 2.0, 0.0, 0.0]]) / unit
-    actual = process_advantages(steps, mask, torch.zeros(2, dtype=torch.long), 0.0)
+    actual = returns_to_go(normalised_step_rewards(steps, mask, torch.zeros(2, dtype=torch.long), 0.0), mask)
     torch.testing.assert_close(actual, expected)
 
 
@@ -104,7 +103,7 @@ def test_equal_step_rewards_make_the_process_variant_blind_and_the_other_two_not
     """CartPole and MountainCar: who lasts longer must not go unnoticed."""
     steps, mask = padded([[reward] * 8, [reward] * 3, [reward] * 5])
     group = torch.zeros(3, dtype=torch.long)
-    assert not bool(process_advantages(steps, mask, group, 1e-8).any())
+    assert not bool(normalised_step_rewards(steps, mask, group, 1e-8)[mask].any())
     for estimator in (return_to_go_group, return_to_go_timestep):
         actual = estimator(steps, mask, group, eps=1e-8)
         assert float(actual[0, 0]) * reward > 0 > float(actual[1, 0]) * reward

@@ -7,7 +7,8 @@ import typing
 import pytest
 
 from evogrpo.hyperparameters import CATEGORIES, HyperparameterConfig, Hyperparameters, RLParameter
-from evogrpo.objective import CLIPPED_LOSSES, SEQUENCE_LOSSES, STEP_ADVANTAGES, Objective
+from evogrpo.kinds import STEP_ADVANTAGES
+from evogrpo.objective import Objective
 
 NUMBERS = [
     *("advantage_eps", "kl_target", "kl_horizon", "dual_clip", "delta", "sapo_tau_positive", "sapo_tau_negative"),
@@ -169,7 +170,3 @@ def test_evolving_names_are_written_out_and_others_left_alone():
 def test_advantages_per_action_come_from_step_rewards_or_from_kl(advantage):
     assert Objective(advantage=advantage).per_action == (advantage in STEP_ADVANTAGES)
     assert Objective(advantage=advantage, kl_placement="reward").per_action
-
-
-def test_the_kinds_of_loss_types_are_known_ones():
-    assert set(CLIPPED_LOSSES) | set(SEQUENCE_LOSSES) < set(CATEGORIES["loss_type"])

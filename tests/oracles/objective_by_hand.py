@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evogrpo.functional.losses import AGGREGATION_OF
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.objective import STEP_ADVANTAGES, Objective
+from evogrpo.kinds import LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.objective import Objective
 from evogrpo.records import Batch
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.slow_advantages import gdpo, of_actions, of_completions, returns_to_go
@@ -130,7 +130,7 @@ class ByHand:
     def loss(self, chosen: Sequence[int], old: Sequence[Tensor] | None = None) -> Tensor:
         """Return the loss of an optimizer step of the given rows, in float64."""
         objective, h = self.objective, self.h
-        mode = objective.aggregation or AGGREGATION_OF[objective.loss_type]
+        mode = objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
         rows = [self.rows[number] for number in chosen]
         new = [self.log_probs(row).double() for row in rows]
         low, high = h.clip_bounds

@@ -68,26 +68,52 @@ def test_a_checkpoint_of_another_kind_is_no_generation(tmp_path):
     assert "kind 'agent'" in str(latest.skipped[0])
 
 
-def test_prune_keeps_the_newest_and_the_protected(tmp_path):
+def test_prune_keeps_what_was_written_and_those_before_it(tmp_path):
     write(tmp_path, *range(6))
-    assert prune(tmp_path, keep=2, protect=[1]) == (3, 2, 0)
-    assert present(tmp_path) == ["generation-0001", "generation-0004", "generation-0005"]
-    assert prune(tmp_path, keep=2, protect=[1]) == ()
+    assert prune(tmp_path, 5, keep=2) == (3, 2, 1, 0)
+    assert present(tmp_path) == ["generation-0004", "generation-0005"]
+    assert prune(tmp_path, 5, keep=2) == ()
+    assert prune(tmp_path, 5, keep=1) == (4,)
 
 
-def test_prune_counts_only_whole_checkpoints(tmp_path):
-    write(tmp_path, *range(5))
-    damage(tmp_path, 4)
-    damage(tmp_path, 2)
-    assert prune(tmp_path, keep=2) == (0,)
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_prune_never_costs_the_last_whole_checkpoint(tmp_path, keep):
+    """A run resumed from generation 2 while damaged ones lay ahead writes 3; only damaged ones are older and newer."""
+    write(tmp_path, 0, 1, 2, 4, 5)
+    for generation in (0, 1, 2, 4, 5):
+        damage(tmp_path, generation)
+    write(tmp_path, 3)
+    assert prune(tmp_path, 3, keep=keep) == (2, 1, 0)[keep - 1 :]
     assert latest_complete(tmp_path).generation == 3
-    assert present(tmp_path) == [f"generation-000{generation}" for generation in (1, 2, 3, 4)]
+    assert {"generation-0004", "generation-0005"} < set(present(tmp_path))
 
 
-def test_prune_keeps_at_least_one(tmp_path):
-    with pytest.raises(ValueError, match="at least 1"):
-        prune(tmp_path, keep=0)
-    assert prune(tmp_path / "no run yet") == ()
+def test_prune_opens_nothing_that_it_keeps(tmp_path):
+    write(tmp_path, *range(4))
+    kept = [generation_folder(tmp_path, generation) for generation in (2, 3)]
+    watching, opened = [True], []
+
+    def hook(event, arguments):  # stays for the life of the process
+        if watching and event == "open":
+            opened.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    assert prune(tmp_path, 3, keep=2) == (1, 0)
+    assert not [path for path in opened if any(folder.name in path for folder in kept)]
+    opened.clear()
+    assert latest_complete(tmp_path).generation == 3  # which does look
+    watching.clear()
+    assert str(kept[1] / "population.safetensors") in opened
+
+
+def test_prune_needs_a_checkpoint_that_stays(tmp_path):
+    write(tmp_path, 0, 2)
+    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+        prune(tmp_path, 2, keep=0)
+    for written in (1, 3):
+        with pytest.raises(ValueError, match=f"generation {written} has no checkpoint.*write it"):
+            prune(tmp_path, written)
+    assert present(tmp_path) == ["generation-0000", "generation-0002"]
 
 
 def test_the_next_write_clears_what_killed_writes_left(tmp_path):
@@ -116,7 +142,7 @@ def test_a_kill_between_the_two_renames_of_a_replace_loses_nothing(tmp_path):
     write(tmp_path, 2)  # puts it back
     assert present(tmp_path) == ["generation-0000", "generation-0001", "generation-0002"]
     folder.rename(folder.with_name(".generation-0001.previous"))
-    assert prune(tmp_path, keep=1) == (1, 0)
+    assert prune(tmp_path, 2, keep=1) == (1, 0)
     assert present(tmp_path) == ["generation-0002"]
 
 
@@ -142,7 +168,7 @@ def write_for_ever(run_dir):
         write_checkpoint(generation_folder(run_dir, generation), tensors, record, file_bytes=50_000)
         write_checkpoint(run_dir / "best", tensors, record, kind="agent", files={"more": b"x" * 50_000}, replace=True)
         print(generation, flush=True)
-        prune(run_dir, keep=2)
+        prune(run_dir, generation, keep=2)
 
 torch.set_num_threads(1)
 for line in sys.stdin:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from evogrpo.policies.tokens import adapters
+from evogrpo.policies.tokens import sampling
 from evogrpo.records import Rows
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import (
@@ -16,7 +16,6 @@ from tests.tiny_batches import (
     different_members,
     lora,
     make_rows,
-    pick_rows,
     sampled_batch,
 )
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, VOCABULARY, tiny_model
@@ -175,7 +174,7 @@ def test_a_row_may_end_with_its_very_last_token_and_is_not_truncated_then():
     last = int(bank.sample(rows).actions[0, 2])
     others = bank.sample(rows).actions[0, :2].tolist()
     assert last not in others
-    ended = different_members(MODEL, 1, eos_token_ids=[last]).sample(pick_rows(rows, torch.tensor([0])))
+    ended = different_members(MODEL, 1, eos_token_ids=[last]).sample(rows.select(torch.tensor([0])))
     assert ended.present.tolist() == [[True] * 3]
     assert ended.truncated.tolist() == [False]
 
@@ -228,13 +227,13 @@ def test_neither_the_order_nor_the_company_nor_the_waves_matter(architecture, sh
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     selections = [order, torch.arange(count).flip(0), torch.arange(0, count, 3), torch.tensor([5])]
     for selection in selections:
-        got = bank.sample(pick_rows(rows, selection))
+        got = bank.sample(rows.select(selection))
         for field in FIELDS:
             assert torch.equal(getattr(got, field), getattr(expected, field)[selection]), field
         torch.testing.assert_close(got.log_probs, expected.log_probs[selection], rtol=1e-4, atol=1e-4)
     for cached_tokens in (1, 11 * 10):  # a wave for each row; ten rows a wave
-        monkeypatch.setattr(adapters, "CACHED_TOKENS", cached_tokens)
-        got = bank.sample(pick_rows(rows, order))
+        monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
+        got = bank.sample(rows.select(order))
         for field in FIELDS:
             assert torch.equal(getattr(got, field), getattr(expected, field)[order]), field
 

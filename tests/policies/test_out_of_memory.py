@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from evogrpo.hyperparameters import Hyperparameters
+from tests.rounding import assert_gradients_agree
 from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state, sampled_batch
 from tests.tiny_models import tiny_model
 
@@ -27,10 +28,10 @@ def test_the_micro_batch_is_halved_until_it_fits_and_the_gradient_is_the_same(li
     reports, expected = bank.update(batch, scarce, HYPERPARAMETERS), roomy.update(batch, loss, HYPERPARAMETERS)
     assert bank.micro_batch_tokens in {160 // 2**k for k in range(1, 8)}
     for slot in range(3):
-        assert reports[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-4)
-        assert reports[slot].loss == pytest.approx(expected[slot].loss, rel=1e-4, abs=1e-6)
+        assert reports[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-3)
+        assert reports[slot].loss == pytest.approx(expected[slot].loss, rel=1e-3, abs=1e-5)
         one, other = bank.state(slot)["exp_avg"], roomy.state(slot)["exp_avg"]
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(other.abs().max()))
+        assert_gradients_agree(one, other)
     # What fits once is kept: the next step does not run out again.
     sizes.clear()
     bank.update(batch, scarce, HYPERPARAMETERS)
@@ -54,8 +55,8 @@ def test_whenever_memory_runs_out_no_gradient_is_added_twice_and_nobody_steps_tw
     assert len(calls) > when, "the batch runs in at least that many micro-batches"
     assert bank.micro_batch_tokens == 30
     for slot in range(3):
-        assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-4)
-        assert got[slot].loss == pytest.approx(expected[slot].loss, rel=1e-4, abs=1e-6)
+        assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=1e-3)
+        assert got[slot].loss == pytest.approx(expected[slot].loss, rel=1e-3, abs=1e-5)
         one, other = bank.state(slot), roomy.state(slot)
         assert int(one["step"]) == 1
         torch.testing.assert_close(

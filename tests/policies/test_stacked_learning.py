@@ -12,6 +12,7 @@ from evogrpo.objective import Optimizer
 from evogrpo.policies.control import stacks
 from evogrpo.policies.control.architecture import NetworkConfig
 from tests.oracles.torch_members import TorchMember
+from tests.rounding import assert_gradients_agree, assert_weights_agree
 from tests.tiny_batches import same_state
 from tests.tiny_networks import CASES, Case, acted_batch
 
@@ -87,7 +88,7 @@ def test_learning_equals_separate_torch_optimizers(space, architectures, short, 
                 clipped.add(norm > MAX_NORMS[slot])
     for slot in range(SIZE):
         state = bank.state(slot)
-        torch.testing.assert_close(state["weights"], apart[slot].flat(), rtol=1e-3, atol=0.02 * LRS[slot])
+        assert_weights_agree(state["weights"], apart[slot].flat(), steps=steps[slot], lr=LRS[slot])
         assert int(state["step"]) == steps[slot]
     assert clipped == {True, False}, "the test needs gradients on both sides of the bound"
 
@@ -147,9 +148,9 @@ def test_any_split_into_passes_gives_the_same_gradient(name, passes):
     assert sorted(torch.cat(calls[1]).tolist()) == list(range(len(batch)))
     torch.testing.assert_close(split.log_probs(batch), whole.log_probs(batch), rtol=1e-4, atol=1e-3)
     for slot in range(3):
-        assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-4)
+        assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-3)
         one, other = whole.state(slot)["exp_avg"], split.state(slot)["exp_avg"]
-        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(one.abs().max()))
+        assert_gradients_agree(one, other)
 
 
 def test_entropies_carry_a_gradient_only_when_asked():
@@ -210,7 +211,7 @@ def test_memory_that_runs_out_halves_the_pass_until_it_fits(monkeypatch):
     reports = bank.update(batch, loss_fn, named)
     assert max(sizes) > 12 >= sizes[-1]
     for slot in range(3):
-        torch.testing.assert_close(bank.state(slot)["exp_avg"], control.state(slot)["exp_avg"], rtol=1e-3, atol=1e-6)
+        assert_gradients_agree(bank.state(slot)["exp_avg"], control.state(slot)["exp_avg"])
         assert reports[slot].step == 1
 
 

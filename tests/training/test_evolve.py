@@ -99,7 +99,7 @@ def test_the_journal_holds_every_event_whole(run):
         *("evolvable", "strategy", "members"),
     }
     assert opening["evolvable"] == json.loads(json.dumps(SPACE.to_json()))
-    assert opening["strategy"] == Tournament(z=0.0).to_json()
+    assert opening["strategy"] == {"name": "tournament", **Tournament(z=0.0).to_json()}
     assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 4
     (baseline,) = run.events("baseline")
     assert set(baseline) == {"event", "time", "split", "fitness", "standard_error", "questions"}
@@ -132,9 +132,9 @@ def test_the_journal_holds_every_event_whole(run):
 
 def test_the_base_is_measured_before_anything_is_learnt(run):
     env = tiny_env()
-    scores = evaluate(tiny_population(1).shared, [0], env, "validation")[0]
+    scores = evaluate(tiny_population(1).members, [0], env, "validation")[0]
     assert run.events("baseline")[0]["fitness"] == pytest.approx(scores.mean())
-    before = evaluate(tiny_population(1).shared, [0], env, "test")[0]
+    before = evaluate(tiny_population(1).members, [0], env, "test")[0]
     assert run.events("test")[0]["before"]["fitness"] == pytest.approx(before.mean())
 
 

@@ -58,7 +58,7 @@ def test_children_copy_every_policy_of_their_parent():
     )
     copies = 0
     for report in run.generations():
-        states = {member.index: population.shared.bank.state(member.slot) for member in population}
+        states = {member.index: population.members.banks.state(member.slot) for member in population}
         assert {name.split("/")[0] for name in states[population[0].index]} == {"late", "old", "short"}
         for member in population:
             if member.born == report.generation and member.parent in states:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Choice, Plan, Stateless
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.persistence.generations import generation_folder
 from evogrpo.persistence.journal import read_journal
@@ -135,19 +135,26 @@ def test_evaluating_more_often_changes_nothing(whole, tmp_path):
     assert same_run(tmp_path / "run", whole)
 
 
+class Overthrow(Stateless):
+    """Retire the first founder, and put a clone of its neighbour into its place."""
+
+    mutates = False
+
+    def plan(self, history, rng):
+        parents = [1 if history.last.member(slot).index == 0 else slot for slot in range(history.capacity)]
+        return Plan.from_choices(history, [Choice(parent=parent, reason="overthrown") for parent in parents])
+
+    def to_json(self):
+        return {}
+
+
 def test_the_order_of_questions_outlives_the_members_that_decided_it(tmp_path):
     """A founder with groups smaller than any that evolve makes blocks long; so they stay when it is gone."""
-
-    class Overthrow(NoEvolution):
-        def plan(self, members, fitness, space, **rest):
-            doomed = [None if member.index == 0 else value for member, value in zip(members, fitness, strict=True)]
-            return super().plan(members, doomed, space, **rest)
-
     options = {"hp_config": HyperparameterConfig(group_size=RLParameter(choices=[4, 8])), "group_size": 2}
     finish(tiny_run(tmp_path / "whole", strategy=Overthrow(), options=options))
     assert all(member["hyperparameters"]["group_size"] > 2 for member in story(tmp_path / "whole")[-1]["members"])
     stop_after(tiny_run(tmp_path / "run", strategy=Overthrow(), options=options), 4)
-    finish(resumed_run(tmp_path / "run"))
+    finish(resumed_run(tmp_path / "run", strategy=Overthrow))
     assert same_run(tmp_path / "run", tmp_path / "whole")
 
 
@@ -195,7 +202,7 @@ def test_a_run_is_not_resumed_on_another_base(whole):
 
 def test_what_resuming_needs_to_know_is_in_the_folder(whole):
     saved = open_run(whole)
-    assert saved.strategy == Tournament(z=0.0)
+    assert saved.strategy() == Tournament(z=0.0)
     assert saved.schedule.to_json() == tiny_run(None).schedule.to_json()
     assert saved.base["source"] == "LlamaForCausalLM"
 

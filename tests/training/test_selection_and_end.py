@@ -30,9 +30,9 @@ class Watched:
         self.tournament = Tournament(z=0.0, mutation=Mutation(probability=1.0))
         self.states = []
 
-    def plan(self, *args, **choices):
+    def plan(self, history, rng):
         self.states.append([state_of(agent) for agent in self.population])
-        return self.tournament.plan(*args, **choices)
+        return self.tournament.plan(history, rng)
 
     def to_json(self):
         return self.tournament.to_json()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
-from evogrpo.agents.members.networks import STEPWISE
+from evogrpo.agents.members.network_settings import STEPWISE
 from evogrpo.evolution import NoEvolution
 from evogrpo.persistence.checkpoint import read_checkpoint
 from evogrpo.persistence.journal import read_journal
@@ -85,7 +85,7 @@ def test_networks_change_in_the_plan_the_lineage_and_the_bank(whole):
     for agent in population:
         words = births[agent.index]["changes"].get("network")
         assert words == planned.get(agent.index)
-        config = population.shared.bank.architecture(agent.slot)
+        config = population.members.banks["default"].architecture(agent.slot)
         if words:
             assert words[1] == f"{'-'.join(map(str, config.hidden))} {config.activation}"
         stored = json.loads(bytes(saved.tensors[f"{agent.slot}.architecture"].tolist()))
@@ -96,7 +96,7 @@ def test_children_without_mutation_keep_their_parents_networks():
     for strategy in (Tournament(z=0.0, mutation=None), NoEvolution()):
         run = step_run(None, strategy=strategy, size=4)
         finish(run)
-        assert {run.population.shared.bank.architecture(slot).hidden for slot in range(4)} == {(6, 5)}
+        assert {run.population.members.banks["default"].architecture(slot).hidden for slot in range(4)} == {(6, 5)}
         assert not any(birth.changes for birth in run.population.lineage.births)
 
 
@@ -115,7 +115,7 @@ def test_the_elite_keeps_its_network_and_its_weights():
 
 def test_a_member_that_fails_is_replaced_by_a_healthy_one():
     run = step_run(None, size=3, options={"hp_config": None, "evolve_network": None}, strategy=NoEvolution())
-    bank = run.population.shared.bank
+    bank = run.population.members.banks["default"]
     state = bank.state(1)
     bank.load_state(1, state | {"weights": state["weights"] * float("nan")})
     reports = [report for report in run.reports() if isinstance(report, GenerationReport)]
@@ -187,9 +187,9 @@ def test_episodes_that_are_all_cut_off_teach_nothing_where_they_are_masked():
     masked = GRPO.population(2, objective=replace(STEPWISE, mask_truncated=True), **options)
     learning = GRPO.population(2, objective=STEPWISE, **options)
     for population, moved in ((masked, False), (learning, True)):
-        before = population.shared.bank.state(1)["weights"]
+        before = population.members.banks.state(1)["weights"]
         collected = population.collect(env, step=0, samples_per_step=8, block=2)
-        report = population.learn(collected.batch, step=0)[1]
+        report = population.learn(collected.experience, step=0)[1]
         assert report.failed is None
         assert report.metrics["completions/clipped_ratio"] == 1.0
-        assert torch.equal(population.shared.bank.state(1)["weights"], before) != moved
+        assert torch.equal(population.members.banks.state(1)["weights"], before) != moved

@@ -90,11 +90,11 @@ def test_a_video_shows_every_state_of_the_episode(tmp_path):
 def test_cart_pole_is_played_as_it_is_evaluated(tmp_path):
     env = cart_pole(max_episode_steps=12)
     agent = step_agent(env, normalise_observations=True)
-    collect(agent._shared, [agent.learner()], env, samples_per_step=8, block=2)  # statistics to normalise with
+    collect(agent.members, [agent.learner()], env, samples_per_step=8, block=2)  # statistics to normalise with
     before, next_draw = state_of(agent), agent.clone().predict(np.zeros(4, np.float32))
     (record,) = record_video(agent, env, tmp_path / "best.mp4")
     assert record.seed == env.reset_seed("validation", 0)
-    assert record.length == record.episode_return == evaluate(agent._shared, [0], env, "validation", questions=1)
+    assert record.length == record.episode_return == evaluate(agent.members, [0], env, "validation", questions=1)
     assert len(frames_of(record.path)) == record.length + 1
     assert equal_states(before, state_of(agent))
     assert agent._predictions == 0

@@ -1,6 +1,6 @@
 """Agents and populations as checkpoints: what is stored, and the checks before anything is loaded."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -10,12 +10,8 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from evogrpo.agents.members import language, networks
-from evogrpo.agents.members.language import LanguageSettings
-from evogrpo.agents.members.networks import NetworkSettings
-from evogrpo.agents.members.prompting import LanguagePlay
-from evogrpo.agents.members.shared import Shared
-from evogrpo.agents.members.stepping import StepPlay
+from evogrpo.agents.members.kinds import KINDS
+from evogrpo.agents.members.members import Members
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import Lineage
@@ -31,7 +27,7 @@ Agent = TypeVar("Agent", bound="EvolvableAlgorithm")
 
 CONSTANT = "shared by all: "
 """Begins the names of tensors that a checkpoint's members share."""
-COUNTERS = ("slot", "index", "parent", "born", "failed", "training", "steps")
+COUNTERS = ("slot", "index", "parent", "born", "failed", "retired", "training", "steps")
 
 
 def save_agent(
@@ -43,10 +39,10 @@ def save_agent(
     note: Mapping[str, Any] | None = None,
 ) -> None:
     """Write one agent and, in its record, a note of plain JSON values; see `GRPO.save_checkpoint`."""
-    shared = agent._shared
-    record = {"shared": _shared_record(shared), "member": _member_record(agent), "note": dict(note or {})}
-    files = shared.body.files(agent.slot, include_base=include_base)
-    tensors = {**shared.bank.state(agent.slot), **_named(shared.body.constants())}
+    members = agent.members
+    record = {"shared": _members_record(members), "member": _member_record(agent), "note": dict(note or {})}
+    files = members.files(agent.slot, include_base=include_base)
+    tensors = {**agent.state(), **_named(members.constants())}
     write_checkpoint(path, tensors, record, files=files, kind="agent", replace=replace)
 
 
@@ -65,15 +61,19 @@ def load_agent(
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
         stored = record["shared"]["kind"]
-        if stored in _OPENERS and stored not in kind.kinds:
+        known = {each.agent_class for each in KINDS.values()}
+        own = next(
+            base.__name__ for base in kind.__mro__ if base.__name__ in known
+        )  # users derive classes of their own
+        if stored in KINDS and KINDS[stored].agent_class != own:
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, not one of {kind.__name__}: bring it back with "
-                f"{class_name(stored)}.load"
+                f"{KINDS[stored].agent_class}.load"
             )
         folder = stored_at(Path(path))
         network = _as_saved(actor_network, tensors, path)
-        shared = _open(record["shared"], 1, folder, network, device=device, accelerator=accelerator)
-        agent = kind._member(shared, 0, 0, Hyperparameters())
+        members = _open(record["shared"], 1, folder, network, device=device, accelerator=accelerator)
+        agent = kind._member(members, 0, 0, Hyperparameters())
         _restore(agent, record["member"], learnt(tensors), path)
     return agent
 
@@ -83,14 +83,15 @@ def read_agent(agent: "EvolvableAlgorithm", path: str | Path) -> None:
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
         stored = record["shared"]["kind"]
-        if stored != agent._shared.body.kind:
+        members = agent.members
+        if stored != members.kind:
+            made_by = KINDS[stored].agent_class if stored in KINDS else "its own class"
             raise CheckpointError(
-                f"{path} holds an agent of kind {stored!r}, but this one is of kind {agent._shared.body.kind!r}: bring "
-                f"the saved one back with {class_name(stored)}.load"
+                f"{path} holds an agent of kind {stored!r}, but this one is of kind {members.kind!r}: bring the saved "
+                f"one back with {made_by}.load"
             )
-        body = agent._shared.body
-        body.check(record["shared"], path)
-        own, saved = _named(body.constants()), {name: tensors[name] for name in tensors if name.startswith(CONSTANT)}
+        members.check_record(record["shared"], path)
+        own, saved = _named(members.constants()), {name: tensors[name] for name in tensors if name.startswith(CONSTANT)}
         if own.keys() != saved.keys() or any(not torch.equal(own[name], saved[name]) for name in own):
             raise CheckpointError(
                 f"{path} holds an agent whose module came with other weights or buffers than this one's: bring it back "
@@ -106,12 +107,12 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
     them before the population goes on, or keep `dict(tensors)`.
     """
     record = {
-        "shared": _shared_record(population.shared),
+        "shared": _members_record(population.members),
         "members": [_member_record(agent) for agent in population.agents],
         "lineage": population.lineage.to_json(),
         "next_index": population.next_index,
     }
-    return _MemberTensors(population.shared), record
+    return _MemberTensors(population.members), record
 
 
 def restore_population(
@@ -122,7 +123,6 @@ def restore_population(
     path: str | Path,
     *,
     device: str | torch.device | None = None,
-    together: type[Population] = Population,
 ) -> Population:
     """Build a population from what `population_state` returned.
 
@@ -133,24 +133,23 @@ def restore_population(
         actor_network: The base model, or the caller's own module; see `GRPO.load`.
         path: Where the state was read.
         device: Where to put the model; it stays where it is by default.
-        together: The population's class.
 
     Raises:
         CheckpointError: If the state is of another base model or does not fit together.
     """
     with _damage(path):
-        members = record["members"]
+        stored = record["members"]
         network = _as_saved(actor_network, tensors, path)
-        shared = _open(record["shared"], len(members), Path(path), network, device=device, accelerator=None)
+        members = _open(record["shared"], len(stored), Path(path), network, device=device, accelerator=None)
         agents = []
-        for slot, member in enumerate(members):
-            agent = kind._member(shared, slot, member["index"], Hyperparameters())
+        for slot, member in enumerate(stored):
+            agent = kind._member(members, slot, member["index"], Hyperparameters())
             own = {
                 name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
             }
             _restore(agent, member, own, path)
             agents.append(agent)
-        population = together(agents, shared, lineage=Lineage.from_json(record["lineage"]))
+        population = Population(agents, members, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = record["next_index"]
     return population
 
@@ -185,92 +184,23 @@ def _open(
     *,
     device: str | torch.device | None,
     accelerator: Accelerator | None,
-) -> Shared:
-    """Build what the members of a checkpoint shared, with a fresh bank of `size` members."""
-    if record["kind"] not in _OPENERS:
-        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], _OPENERS)
+) -> Members:
+    """Build the members of a checkpoint, fresh."""
+    if record["kind"] not in KINDS:
+        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], KINDS)
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
-    if accelerator is not None:
-        language.device_of(accelerator, device)
-    return _OPENERS[record["kind"]](record, size, folder, actor_network, hp_config, device, accelerator)
-
-
-def _open_language(
-    record: Mapping[str, Any],
-    size: int,
-    folder: Path,
-    model: Any,
-    hp_config: HyperparameterConfig | None,
-    device: str | torch.device | None,
-    accelerator: Accelerator | None,
-) -> Shared:
-    settings = LanguageSettings.from_json(record["settings"])
-    body = language.stored_body(
-        record, settings, size, folder, actor_network=model, device=device, accelerator=accelerator
-    )
-    return Shared(body=body, play=LanguagePlay(body, settings), settings=settings, hp_config=hp_config)
-
-
-def _open_networks(
-    record: Mapping[str, Any],
-    size: int,
-    folder: Path,
-    module: Any,
-    hp_config: HyperparameterConfig | None,
-    device: str | torch.device | None,
-    accelerator: Accelerator | None,
-) -> Shared:
-    settings = NetworkSettings.from_json(record["settings"])
-    device = device if accelerator is None else accelerator.device
-    body = networks.stored_body(record, settings, size, module=module, device=device)
-    return Shared(
-        body=body,
-        play=StepPlay(body),
-        settings=settings,
-        hp_config=hp_config,
-        observation_space=body.observation_space,
-        action_space=body.action_space,
+    return KINDS[record["kind"]].stored(
+        record, size, folder, hp_config, actor_network=actor_network, device=device, accelerator=accelerator
     )
 
 
-def _open_joint(
-    record: Mapping[str, Any],
-    size: int,
-    folder: Path,
-    actor_network: Any,
-    hp_config: HyperparameterConfig | None,
-    device: str | torch.device | None,
-    accelerator: Accelerator | None,
-) -> Shared:
-    from evogrpo.agents.members.joint_body import JointBody, JointSettings
-    from evogrpo.agents.members.joint_play import joint_shared
-
-    if accelerator is not None or actor_network is not None:
-        raise ValueError("multi-agent members take neither an accelerator nor an actor_network: leave them out")
-    settings = JointSettings.from_json(record["settings"])
-    return joint_shared(JointBody.stored(record, settings, size, device=device), hp_config)
-
-
-_OPENERS: Mapping[str, Callable[..., Shared]] = {
-    "joint": _open_joint,
-    "language": _open_language,
-    "networks": _open_networks,
-}
-"""What reads the record of each kind of body."""
-
-
-def class_name(kind: str) -> str:
-    """Return the name of the class whose agents are of a kind."""
-    return "MultiAgentGRPO" if kind == "joint" else "GRPO"
-
-
-def _shared_record(shared: Shared) -> dict[str, Any]:
+def _members_record(members: Members) -> dict[str, Any]:
     return {
-        "kind": shared.body.kind,
-        "settings": shared.settings.to_json(),
-        "hp_config": None if shared.hp_config is None else shared.hp_config.to_json(),
-        **shared.body.record(),
+        "kind": members.kind,
+        "settings": members.settings.to_json(),
+        "hp_config": None if members.hp_config is None else members.hp_config.to_json(),
+        **members.record(),
     }
 
 
@@ -286,11 +216,12 @@ def _restore(
     agent: "EvolvableAlgorithm", member: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str | Path
 ) -> None:
     """Give an agent all that was saved of one, or change nothing; it stays in its own slot."""
-    counters = {name: member[name] for name in COUNTERS if name != "slot"}
+    # Earlier versions retired nobody.
+    counters = {name: {"retired": False, **member}[name] for name in COUNTERS if name != "slot"}
     try:
         hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
         fitness = None if member["scores"] is None else Fitness.from_scores(member["scores"])
-        agent._shared.bank.load_state(agent.slot, tensors)
+        agent.load_state(tensors)
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
     agent.hyperparameters, agent.fitness = hyperparameters, fitness
@@ -301,16 +232,16 @@ def _restore(
 class _MemberTensors(Mapping[str, Tensor]):
     """The learner states of members: `{slot}.{name}` -> a copy made when it is asked for; and what they share."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._bank, self._shared = shared.bank, _named(shared.body.constants())
-        parts = list(self._bank.state(0))
-        self._places = {f"{slot}.{part}": (slot, part) for slot in range(self._bank.size) for part in parts}
+    def __init__(self, members: Members) -> None:
+        self._banks, self._shared = members.banks, _named(members.constants())
+        parts = list(self._banks.state(0))
+        self._places = {f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in parts}
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._shared:
             return self._shared[name]
         slot, part = self._places[name]
-        return self._bank.state(slot)[part]
+        return self._banks.state(slot)[part]
 
     def __iter__(self) -> Iterator[str]:
         yield from self._places

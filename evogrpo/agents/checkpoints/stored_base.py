@@ -10,14 +10,14 @@ from safetensors.torch import save as tensor_bytes
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from evogrpo.agents.members.shared import Files
+from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.tokens.models import load_base
 
 BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
 
 
-def base_files(model: PreTrainedModel) -> Files:
+def base_files(model: PreTrainedModel) -> CheckpointFiles:
     """Return the files that `saved_base` reads, made when they are written."""
     return {
         # Tied weights are one parameter, so nothing is stored twice.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.coefficients import Coefficients
-from evogrpo.agents.learning.known_log_probs import Scores
+from evogrpo.agents.learning.known_log_probs import KnownLogProbs
 from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import bias_corrected, clipped_actions, loss_weights, policy_loss
@@ -22,7 +22,7 @@ class ActionLosses:
     """Losses of a batch's actions, for any of its rows at a time.
 
     Attributes:
-        scores: The rows, and what is known about them without gradient.
+        known: The rows (lessons), and what is known about them without gradient.
         objectives: The members' own objectives, one for each loss type.
         coefficients: Of the rows.
         advantages: `[n, t]`.
@@ -30,7 +30,7 @@ class ActionLosses:
         transitions: Whether rows are single actions; only then is it measured how far the policy has moved.
     """
 
-    scores: Scores
+    known: KnownLogProbs
     objectives: Mapping[str, Objective]
     coefficients: Coefficients
     advantages: Tensor
@@ -42,7 +42,7 @@ class ActionLosses:
         always = self.coefficients.entropy_coef > 0
         if self.kl_in_loss:
             always = always | (self.coefficients.beta > 0)
-        return (((self.advantages != 0) | always) & self.scores.batch.action_mask).any(1)
+        return (((self.advantages != 0) | always) & self.known.lessons.outcomes.action_mask).any(1)
 
     def __call__(self, rows: Tensor, log_probs: Tensor, entropies: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses `[k, t]`, to minimise, and sums over each row's actions `[k, 7]` float64: `MEASURES`.
@@ -53,14 +53,14 @@ class ActionLosses:
             entropies: `[k, t]`, with a gradient where the bonus is to act.
             kept: `[k, t]` which actions the policy loss is taken of.
         """
-        batch, objective = self.scores.batch, next(iter(self.objectives.values()))
+        batch, objective = self.known.lessons.outcomes, next(iter(self.objectives.values()))
         mask = batch.action_mask[rows]
         losses, low, high = self._policy(rows, log_probs)
         losses = torch.where(kept, losses, 0.0)
         if objective.importance_correction is not None and batch.sampler_log_probs is not None:
             losses = losses * importance_weights(
                 objective.importance_correction,
-                self.scores.old[rows],
+                self.known.old[rows],
                 batch.sampler_log_probs[rows],
                 mask,
                 objective.importance_cap,
@@ -69,7 +69,7 @@ class ActionLosses:
         kl = torch.zeros_like(losses)
         if self.kl_in_loss:
             # Where beta is 0 there is no reference pass, so there is no estimate either.
-            estimate = kl_estimate(objective.kl_estimator, log_probs, self.scores.reference[rows])
+            estimate = kl_estimate(objective.kl_estimator, log_probs, self.known.reference[rows])
             if objective.kl_bias_correction:
                 estimate = self._bias_corrected(estimate, rows, log_probs)
             kl = torch.where(mask & (beta > 0), estimate, 0.0)
@@ -88,14 +88,14 @@ class ActionLosses:
         if not self.transitions:
             unknown = torch.full_like(log_probs, torch.nan)
             return unknown, unknown
-        difference = log_probs.detach() - self.scores.old[rows]
+        difference = log_probs.detach() - self.known.old[rows]
         excess = torch.expm1(difference)  # near 1 a ratio in float32 has lost the digits that its KL is made of
         outside = (excess < -self.coefficients.clip_low[rows]) | (excess > self.coefficients.clip_high[rows])
         return excess - difference, outside
 
     def _bias_corrected(self, estimate: Tensor, rows: Tensor, log_probs: Tensor) -> Tensor:
         """Multiply the KL of each row by the ratio of its loss type."""
-        old, mask = self.scores.old[rows], self.scores.batch.action_mask[rows]
+        old, mask = self.known.old[rows], self.known.lessons.outcomes.action_mask[rows]
         result = torch.zeros_like(estimate)
         for name, flag in self.coefficients.loss_types.items():
             own = flag[rows].nonzero()[:, 0]
@@ -118,7 +118,13 @@ class ActionLosses:
 
     def _of_type(self, name: str, rows: Tensor, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         objective = self.objectives[name]
-        given = (name, log_probs, self.scores.old[rows], self.advantages[rows], self.scores.batch.action_mask[rows])
+        given = (
+            name,
+            log_probs,
+            self.known.old[rows],
+            self.advantages[rows],
+            self.known.lessons.outcomes.action_mask[rows],
+        )
         low, high = self.coefficients.clip_low[rows], self.coefficients.clip_high[rows]
         floor = objective.cispo_clip_low
         losses = policy_loss(
@@ -135,7 +141,7 @@ class ActionLosses:
 
     def weights(self, rows: Tensor, max_completion_length: int) -> Tensor:
         """Return `[k, t]` what every action weighs in its member's loss, in an optimizer step of these rows."""
-        mask, member_ids = self.scores.batch.action_mask[rows], self.scores.batch.member_ids[rows]
+        mask, member_ids = self.known.lessons.outcomes.action_mask[rows], self.known.lessons.outcomes.member_ids[rows]
         if len(self.objectives) == 1:
             ((name, objective),) = self.objectives.items()
             return loss_weights(name, objective.aggregation, mask, member_ids, max_completion_length)

@@ -6,25 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.agents.learning.learner import Learner
 from evogrpo.objective import Objective
-
-
-@dataclass(frozen=True, kw_only=True)
-class Learner:
-    """One member that takes part in a learning step.
-
-    Attributes:
-        slot: Where it lives.
-        index: Who it is; names its random stream.
-        step: Which learning step of its this is; names the stream as well.
-        hyperparameters: Read here and nowhere else.
-    """
-
-    slot: int
-    index: int
-    step: int
-    hyperparameters: Hyperparameters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.corrections import importance_weights, mismatch
 from evogrpo.functional.statistics import group_statistics, numbered
 from evogrpo.objective import Objective
-from evogrpo.records import Batch, UpdateReport
+from evogrpo.records import Batch, LearnReport, UpdateReport
 
 NAMES: Mapping[str, str] = {
     "loss": "mean loss over the optimizer steps",
@@ -120,6 +120,40 @@ def sampling_metrics(objective: Objective, old: Tensor, sampler: Tensor, mask: T
 def measured(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that were measured: those that are numbers, infinite ones included."""
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
+
+
+APART = ("reward", "loss", "kl", "entropy", "grad_norm")
+"""Metrics that are also reported policy by policy, as "policy/metric", where a member has several policies."""
+
+
+def merged(reports: Mapping[str, LearnReport], *, several: bool) -> LearnReport:
+    """Return one report of a member's policies: costs added up, metrics averaged.
+
+    Args:
+        reports: By policy; of those that learnt.
+        several: Whether members have more than one policy.
+    """
+    if not several and reports:
+        return next(iter(reports.values()))
+    metrics = {}
+    for name in dict.fromkeys(name for report in reports.values() for name in report.metrics):
+        values = [report.metrics[name] for report in reports.values() if name in report.metrics]
+        metrics[name] = sum(values) / len(values)
+    if several:
+        metrics |= {
+            f"{policy}/{name}": report.metrics[name]
+            for policy, report in reports.items()
+            for name in APART
+            if name in report.metrics
+        }
+    failures = [f"policy {policy}: {report.failed}" for policy, report in reports.items() if report.failed]
+    return LearnReport(
+        metrics=metrics,
+        advantages=tuple(value for report in reports.values() for value in report.advantages),
+        optimizer_steps=sum(report.optimizer_steps for report in reports.values()),
+        tokens=sum(report.tokens for report in reports.values()),
+        failed="; ".join(failures) or None,
+    )
 
 
 def _range(name: str, lengths: Tensor) -> dict[str, float]:

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.coefficients import Coefficients
-from evogrpo.functional.advantages import OF_ACTIONS, advantages, zero_variance_groups
-from evogrpo.functional.losses import AGGREGATION_OF
+from evogrpo.functional.advantages import advantages, zero_variance_groups
 from evogrpo.functional.reward_shaping import normalise_rewards, update_running
 from evogrpo.functional.statistics import numbered
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
-from evogrpo.objective import SEQUENCE_LOSSES, Objective
+from evogrpo.kinds import LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.objective import Objective
 from evogrpo.records import Batch
 
 
@@ -27,8 +27,8 @@ def refuse_whole_completions(objective: Objective) -> None:
             "advantage 'gdpo' compares every reward function apart, but an environment gives one reward: choose "
             "'return_to_go_timestep' or 'outcome'"
         )
-    mode = objective.aggregation or AGGREGATION_OF[objective.loss_type]
-    if objective.loss_type in SEQUENCE_LOSSES:
+    mode = objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
+    if not LOSS_TYPES[objective.loss_type].of_actions:
         problem = f"loss_type {objective.loss_type!r} has one ratio per completion"
     elif mode != "token-mean":
         problem = f"loss_type {objective.loss_type!r} with aggregation {mode!r} weighs actions by their completion"
@@ -74,7 +74,7 @@ def shaped_advantages(
     for kind, flag in coefficients.advantages.items():
         rows = flag.nonzero()[:, 0]
         own, gamma, bound = batch.select(rows), coefficients.gamma[rows], coefficients.advantage_clip[rows]
-        if kind in OF_ACTIONS:
+        if kind in STEP_ADVANTAGES:
             _warn_of_equal_steps(kind, own)
         result[rows] = advantages(
             kind,
@@ -84,7 +84,7 @@ def shaped_advantages(
             component_weights=torch.tensor(own.component_weights) if own.component_weights else None,
             group_ids=own.group_ids,
             member_ids=own.member_ids,
-            mask=_compared(own) if kind in OF_ACTIONS else own.action_mask,
+            mask=_compared(own) if kind in STEP_ADVANTAGES else own.action_mask,
             gamma=gamma,
             eps=objective.advantage_eps,
             kl_penalty=None if kl_penalty is None else kl_penalty[rows],

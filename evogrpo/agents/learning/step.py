@@ -1,4 +1,4 @@
-"""One learning step: from a batch of rewarded actions to optimizer steps, for any members at once."""
+"""One learning step: from rewarded actions to optimizer steps, for any members and all of their policies at once."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,27 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.action_losses import MEASURES, ActionLosses
-from evogrpo.agents.learning.coefficients import Coefficients, Learner, row_coefficients
-from evogrpo.agents.learning.known_log_probs import Scores
-from evogrpo.agents.learning.metrics import length_metrics, measured, reward_metrics, sampling_metrics, update_metrics
+from evogrpo.agents.learning.coefficients import Coefficients, row_coefficients
+from evogrpo.agents.learning.known_log_probs import KnownLogProbs
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.learning.lessons import lessons_of
+from evogrpo.agents.learning.metrics import (
+    length_metrics,
+    measured,
+    merged,
+    reward_metrics,
+    sampling_metrics,
+    update_metrics,
+)
 from evogrpo.agents.learning.shaping import refuse_whole_completions, shaped_advantages
+from evogrpo.agents.members.banks import Banks
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.statistics import numbered
 from evogrpo.objective import Objective
 from evogrpo.policies.bank import PolicyBank
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, LearnReport, UpdateReport
-
-__all__ = ["Learner", "learn", "minibatches"]
+from evogrpo.records import Batch, Experience, LearnReport, UpdateReport
 
 
 class LearningSettings(Protocol):
@@ -35,54 +43,79 @@ class LearningSettings(Protocol):
         """Root of every random stream."""
 
     @property
-    def max_output_tokens(self) -> int:
-        """The longest possible completion, which some losses divide by."""
+    def max_actions(self) -> int:
+        """The most actions of a row that is learnt from, which some losses divide by."""
 
 
-class LearningShared(Protocol):
-    """What members that learn together share."""
+class Policy(Protocol):
+    """One policy of all members."""
 
     @property
     def bank(self) -> PolicyBank:
-        """Their policies and optimisers."""
+        """Its weights and optimisers."""
 
     @property
     def settings(self) -> LearningSettings:
         """What does not evolve."""
 
 
-def learn(shared: LearningShared, learners: Sequence[Learner], batch: Batch) -> dict[int, LearnReport]:
-    """Let members learn from a batch: each from its own rows, with its own objective and hyperparameters.
+class LearningMembers(Protocol):
+    """All members of a population."""
+
+    @property
+    def policies(self) -> Mapping[str, Policy]:
+        """What learns, by name."""
+
+    @property
+    def banks(self) -> Banks:
+        """What all of them have learnt."""
+
+
+def learn(members: LearningMembers, learners: Sequence[Learner], experience: Experience) -> dict[int, LearnReport]:
+    """Let members learn, policy after policy: each from its own rows, with its own objective and hyperparameters.
 
     Each member passes over its rows `update_epochs` times, `batch_size` rows per optimizer step; the members' first
-    optimizer steps run together, then their second ones, until each has taken its own number.
+    optimizer steps run together, then their second ones, until each has taken its own number. A policy takes no step
+    for a member that it did not act for.
 
     Args:
-        shared: The bank and the objective.
-        learners: The members that learn.
-        batch: Rows of these members and of no others.
+        members: All members.
+        learners: Those that learn.
+        experience: By policy, rows of these members and of no others.
 
     Returns:
-        One report per member, by slot.
+        One report per member, by slot; of several policies costs and optimizer steps add up, and metrics are averaged.
 
     Raises:
-        ValueError: If a member has no rows, or a row belongs to none of them; or if the objective cannot be used with
-            this bank or batch.
+        ValueError: If a policy is unknown, a member has no rows, or a row belongs to none of them; or if the objective
+            cannot be used with this bank or batch.
     """
+    policies = members.policies
+    unknown = sorted(set(experience) - set(policies))
+    if unknown:
+        raise ValueError(f"there are policies {sorted(policies)}, but the experience has rows of {unknown}")
     by_slot = {learner.slot: learner for learner in learners}
-    present = set(batch.member_ids.tolist())
-    if present != set(by_slot):
-        raise ValueError(f"a batch must hold rows of every member that learns, got slots {sorted(present)}")
-    step = _LearningStep(shared, by_slot, batch)
-    alone = shared.bank.rows_are_transitions
-    plans = {
-        learner.slot: minibatches(learner, step.batch, shared.settings.seed, keep_groups=not alone)
-        for learner in learners
-    }
-    step.prepare(plans)
-    for number in range(max(map(len, plans.values()))):
-        step.take({slot: plan[number] for slot, plan in plans.items() if number < len(plan)}, first=number == 0)
-    return step.reports()
+    present = {policy: set(batch.member_ids.tolist()) for policy, batch in experience.items()}
+    everyone = set[int]().union(*present.values())
+    wanted = {source for each in learners for source in each.sources or (each.slot,)}
+    if everyone != wanted:
+        raise ValueError(
+            f"a batch must hold rows of every member that learns, got slots {sorted(everyone)} for {sorted(wanted)}"
+        )
+    reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
+    for policy, batch in experience.items():
+        acting = set(batch.member_ids[batch.present.any(1)].tolist())
+        own = batch if acting == present[policy] else batch.of_members(sorted(acting))
+        taught = {slot: each for slot, each in by_slot.items() if acting & set(each.sources or (slot,))}
+        if not taught:
+            continue
+        step = _LearningStep(policies[policy], taught, own)
+        for number, dealt in enumerate(step.deal()):
+            step.take(dealt, first=number == 0)
+        for slot, report in step.reports().items():
+            reports[slot][policy] = report
+    members.banks.changed.update(by_slot)
+    return {slot: merged(own, several=len(policies) > 1) for slot, own in reports.items()}
 
 
 def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool = True) -> list[Tensor]:
@@ -114,36 +147,36 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
 
 
 class _LearningStep:
-    """The tensors of one learning step, shared by its optimizer steps.
+    """The tensors of one policy's learning step, shared by its optimizer steps.
 
-    Attributes:
-        batch: What minibatches are dealt from: the episodes, or their single actions.
+    Minibatches are dealt from the rows of lessons: from episodes, or from their single actions.
     """
 
-    def __init__(self, shared: LearningShared, learners: Mapping[int, Learner], batch: Batch) -> None:
-        self._bank, self._settings, self._learners = shared.bank, shared.settings, learners
-        self._objective = objective = shared.settings.objective
+    def __init__(self, policy: Policy, learners: Mapping[int, Learner], batch: Batch) -> None:
+        self._bank, self._settings, self._learners = policy.bank, policy.settings, learners
+        self._objective = objective = policy.settings.objective
         self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
         self._check(batch)
-        self._episodes = batch.outcomes()
+        lessons = lessons_of(batch, learners)
+        self._episodes = episodes = lessons.outcomes
         self._steps: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
         self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)
         self._counted = torch.zeros(self._bank.size, dtype=torch.float64)
-        exact = self._bank.sampler_is_exact and objective.importance_correction is None
-        self._scores = Scores(self._bank, batch, trust_sampler=exact)
-        coefficients = self._coefficients(batch)
-        held = ((coefficients.beta > 0)[:, 0] & batch.action_mask.any(1)).nonzero()[:, 0]
-        self._scores.find_reference(held)
+        trusted = batch.exact and objective.importance_correction is None
+        self._known = KnownLogProbs(self._bank, lessons, trust_sampler=trusted)
+        coefficients = self._coefficients(episodes)
+        held = ((coefficients.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
+        self._known.find_reference(held)
         penalty = self._kl_penalty(held, coefficients) if objective.kl_placement == "reward" else None
         self._worth = shaped_advantages(self._episodes, objective, coefficients, self._bank.carried, penalty)
         advantages = self._worth
         if self._bank.rows_are_transitions:
-            advantages = advantages.flatten()[batch.counted()[0]][:, None]
-            self._scores.take_apart()
-            coefficients = self._coefficients(self._scores.batch)
-        self.batch = self._scores.batch
+            advantages = advantages.flatten()[episodes.counted()[0]][:, None]
+            self._known.take_apart()
+            coefficients = self._coefficients(self._known.lessons.outcomes)
+        self._rows = self._known.lessons.outcomes
         self._losses = ActionLosses(
-            scores=self._scores,
+            known=self._known,
             objectives={own.loss_type: own for own in self._objectives.values()},
             coefficients=coefficients,
             advantages=advantages,
@@ -168,29 +201,42 @@ class _LearningStep:
 
     def _kl_penalty(self, held: Tensor, coefficients: Coefficients) -> Tensor:
         """Return `[n, t]` beta times the estimate of KL under the policy that acted, for KL in rewards."""
-        scores, batch = self._scores, self._scores.batch
-        scores.find_old(held)
-        estimate = kl_estimate(self._objective.kl_estimator, scores.old, scores.reference)
+        known, batch = self._known, self._known.lessons.outcomes
+        known.find_old(held)
+        estimate = kl_estimate(self._objective.kl_estimator, known.old, known.reference)
         estimate = torch.where(batch.action_mask & (coefficients.beta > 0), estimate, 0.0)
         amounts = estimate.double().sum(1).cpu()
         self._sums[:, MEASURES.index("kl")].index_add_(0, batch.member_ids.cpu(), amounts)
         return coefficients.beta * estimate
 
-    def prepare(self, plans: Mapping[int, Sequence[Tensor]]) -> None:
+    # ---- optimizer steps
+
+    def deal(self) -> list[dict[int, Tensor]]:
+        """Return the rows of every optimizer step by slot: the members' first ones together, then their second ones."""
+        keep_groups = not self._bank.rows_are_transitions
+        plans = {
+            slot: minibatches(learner, self._rows, self._settings.seed, keep_groups=keep_groups)
+            for slot, learner in self._learners.items()
+        }
+        self._prepare(plans)
+        longest = max(map(len, plans.values()))
+        return [{slot: plan[number] for slot, plan in plans.items() if number < len(plan)} for number in range(longest)]
+
+    def _prepare(self, plans: Mapping[int, Sequence[Tensor]]) -> None:
         """Find the old log-probabilities of rows that are first used after an optimizer step has been taken."""
         later = self._needed.clone()
         for plan in plans.values():
             for first in plan[:1]:
                 later[first] = False
-        self._scores.find_old(later.nonzero()[:, 0])
-
-    # ---- optimizer steps
+        if self._rows.sampled_by is not None:  # another's samples were not drawn from the policy that takes the step
+            later |= self._needed & (self._rows.sampled_by != self._rows.member_ids)
+        self._known.find_old(later.nonzero()[:, 0])
 
     def take(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
         """Take one optimizer step of every member in `steps`, which gives its row numbers."""
         rows = torch.cat(list(steps.values()))
         # Over all rows of the step, needed or not: skipping a row must change neither a denominator nor a quantile.
-        weights = self._losses.weights(rows, self._settings.max_output_tokens)
+        weights = self._losses.weights(rows, self._settings.max_actions)
         kept = self._high_entropy(rows)
         needed = self._needed[rows]
         run = rows
@@ -202,28 +248,28 @@ class _LearningStep:
             own = run[chosen]
             if first:
                 # Nothing has been updated since sampling: the policy's own values are the old ones, at no extra pass.
-                self._scores.take(own, log_probs)
+                self._known.take(own, log_probs)
             losses, sums[chosen] = self._losses(own, log_probs, entropies, kept[chosen])
             return (weights[chosen] * losses).sum(1)
 
-        part = self.batch.select(run)
+        part = self._known.lessons.select(run)
         hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
         bonus = any(h.entropy_coef > 0 for h in hyperparameters.values())
         for slot, report in self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus).items():
             self._steps[slot].append(report)
             self._sync_reference(slot, report)
-        self._scores.charge(part)
+        self._known.charge(part)
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
-        counted = self.batch.action_mask[rows].sum(1).double()
-        self._counted.index_add_(0, self.batch.member_ids[rows].cpu(), counted.cpu())
+        counted = self._rows.action_mask[rows].sum(1).double()
+        self._counted.index_add_(0, self._rows.member_ids[rows].cpu(), counted.cpu())
 
     def _high_entropy(self, rows: Tensor) -> Tensor:
         """Return `[k, t]` which actions of an optimizer step the policy loss is taken of."""
         quantile = self._objective.top_entropy_quantile
         if quantile == 1.0:
-            return self.batch.action_mask[rows]
-        part = self.batch.select(rows)
-        self._scores.charge(part)
+            return self._rows.action_mask[rows]
+        part = self._known.lessons.select(rows)
+        self._known.charge(part)
         return high_entropy_mask(self._bank.entropies(part), part.action_mask, part.member_ids, quantile)
 
     def _sync_reference(self, slot: int, report: UpdateReport) -> None:
@@ -259,20 +305,22 @@ class _LearningStep:
             found["kl"] = sums["kl"] / max(actions, 1.0)
             if self._objective.kl_target is not None:
                 found["kl_coef"] = h.beta * float(self._bank.carried[slot, 0])
+        per_sample = worth.sum(1) / episodes.action_mask.sum(1).clamp(min=1)
+        own = slice(None) if episodes.sampled_by is None else episodes.sampled_by == slot
         bad = [step for step in steps if not math.isfinite(step.grad_norm)]
         return LearnReport(
             metrics=measured(found),
-            advantages=tuple((worth.sum(1) / episodes.action_mask.sum(1).clamp(min=1)).tolist()),
+            advantages=tuple(per_sample[own].tolist()),
             optimizer_steps=len(steps) - len(bad),
-            tokens=self._scores.tokens.get(slot, 0),
+            tokens=self._known.tokens.get(slot, 0),
             failed=f"no finite gradient or weights in {len(bad)} of {len(steps)} updates" if bad else None,
         )
 
     def _sampling(self, slot: int) -> dict[str, float]:
         """Return how the sampler differs from the trainer, over the rows that the trainer has scored."""
-        sampler = self.batch.sampler_log_probs
+        sampler = self._rows.sampler_log_probs
         if sampler is None:
             return {}
-        rows = self._scores.of_trainer.nonzero()[:, 0]
-        rows = rows[self.batch.member_ids[rows] == slot]
-        return sampling_metrics(self._objective, self._scores.old[rows], sampler[rows], self.batch.action_mask[rows])
+        rows = self._known.of_trainer.nonzero()[:, 0]
+        rows = rows[self._rows.member_ids[rows] == slot]
+        return sampling_metrics(self._objective, self._known.old[rows], sampler[rows], self._rows.action_mask[rows])

@@ -1,108 +1,72 @@
-"""Members that are language models: their settings, and a base model with one adapter for each of them."""
+"""Members that are language models: one frozen base, one adapter each; prompts in, whole completions out."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from gymnasium import spaces
+from numpy.typing import NDArray
 from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evogrpo.agents.checkpoints.stored_base import base_files, check_base, named_base, saved_base, tensors_file
-from evogrpo.agents.members.shared import Files
-from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.objective import Objective, Optimizer
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.banks import DEFAULT, Banks
+from evogrpo.agents.members.devices import device_of
+from evogrpo.agents.members.experiences import Experiences, as_batch, as_completions, prompt_tokens
+from evogrpo.agents.members.language_settings import LanguageSettings
+from evogrpo.agents.members.members import CheckpointFiles
+from evogrpo.agents.members.token_batches import completions_of, token_batch
+from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
+from evogrpo.envs.groups import Conversations, GroupEnvironment, Split
+from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint
+from evogrpo.randomness import generator
+from evogrpo.records import Experience, Rows
+from evogrpo.records.transcripts import in_one_turn
 
 
-@dataclass(frozen=True, kw_only=True)
-class LanguageSettings:
-    """Settings of a language-model population that do not evolve and that a checkpoint stores.
-
-    Attributes:
-        pad_token_id: Token used for padding.
-        eos_token_ids: Tokens that end a completion.
-        max_output_tokens: Most tokens of a completion.
-        min_output_tokens: Ends of sequence are ruled out for that many first tokens, while sampling and learning.
-        objective: The loss.
-        optimizer: AdamW settings.
-        seed: Root of every random stream.
-        calc_position_embeddings: Whether positions, counted without padding, are passed to the model.
-        reduce_memory_peak: Whether log-probabilities are computed over a few hundred tokens' logits at a time.
-        micro_batch_tokens: Most tokens in one forward pass with gradients.
-    """
-
-    pad_token_id: int
-    eos_token_ids: tuple[int, ...]
-    max_output_tokens: int = 128
-    min_output_tokens: int = 0
-    objective: Objective = field(default_factory=Objective)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    seed: int = 0
-    calc_position_embeddings: bool = True
-    reduce_memory_peak: bool = True
-    micro_batch_tokens: int = 1024
-
-    def __post_init__(self) -> None:
-        if self.max_output_tokens < 1:
-            raise ValueError(f"max_output_tokens must be at least 1, got {self.max_output_tokens}")
-        if not 0 <= self.min_output_tokens <= self.max_output_tokens:
-            raise ValueError(
-                f"min_output_tokens must lie in [0, max_output_tokens = {self.max_output_tokens}], "
-                f"got {self.min_output_tokens}"
-            )
-        buffer = self.objective.overlong_buffer
-        if buffer is not None and buffer > self.max_output_tokens:
-            raise ValueError(
-                f"overlong_buffer must be at most max_output_tokens = {self.max_output_tokens}, got {buffer}"
-            )
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens must be at least 1, got {self.micro_batch_tokens}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; raises ValueError for an unknown name or a refused value."""
-        refuse_unknown("setting", values, cls.__dataclass_fields__)
-        plain = dict(values)
-        plain["eos_token_ids"] = tuple(plain["eos_token_ids"])
-        plain["objective"] = Objective(**plain["objective"])
-        plain["optimizer"] = Optimizer(**plain["optimizer"])
-        return cls(**plain)
-
-
-class LanguageBody:
-    """Adapters over one frozen base model; see `evogrpo.agents.members.shared.Body`.
+class LanguageMembers:
+    """Adapters over one frozen base model; see `evogrpo.agents.members.members.Members`.
 
     Args:
-        model: The base.
+        model: The base; placed on the device, if one is given.
         size: Number of members.
         settings: What does not evolve.
+        hp_config: What evolves; None = nothing.
         lora_config: What to adapt.
         source: Where the base came from, as the user named it; the model's own name by default.
+        device: Where to put the base; it stays where it is by default.
         autocast: Makes the context of forward passes.
         recognised_by: The base's fingerprint, where it is known already.
+        observation_space: What members read, where a caller gave one.
+        action_space: What members do, likewise.
 
     Attributes:
-        bank: The members.
+        hp_config: As given.
+        settings: As given.
+        bank: The weights and optimisers.
+        policies: The one policy, which is these members themselves.
+        banks: Its bank.
+        sampler: Who writes completions: the bank, unless an outside engine is given.
         source: As given.
         fingerprint: Recognises the base.
+        observation_space: As given.
+        action_space: As given.
     """
 
-    kind = "language"
+    kind: ClassVar[str] = "language"
+    agent_class: ClassVar[str] = "GRPO"
     weights = ("adapter",)
     evolves = False
 
@@ -111,13 +75,20 @@ class LanguageBody:
         model: PreTrainedModel,
         size: int,
         settings: LanguageSettings,
+        hp_config: HyperparameterConfig | None = None,
         *,
         lora_config: LoraConfig | None = None,
         source: str | None = None,
+        device: str | torch.device | None = None,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         recognised_by: str | None = None,
+        observation_space: spaces.Space[Any] | None = None,
+        action_space: spaces.Space[Any] | None = None,
     ) -> None:
-        self._settings = settings
+        if device is not None:
+            model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
+        self.settings, self.hp_config = settings, hp_config
+        self.observation_space, self.action_space = observation_space, action_space
         self.bank = AdapterBank(
             model,
             size=size,
@@ -132,51 +103,156 @@ class LanguageBody:
             autocast=autocast,
             own_reference=settings.objective.reference == "snapshot",
         )
+        self.sampler: Sampler = self.bank
+        self.policies = {DEFAULT: self}
+        self.banks = Banks({DEFAULT: self.bank})
         self.source = source or str(getattr(model, "name_or_path", "") or type(model).__name__)
         self.fingerprint = recognised_by or fingerprint(model)
-
-    @classmethod
-    def placed(
-        cls,
-        model: PreTrainedModel,
-        size: int,
-        settings: LanguageSettings,
-        *,
-        accelerator: Accelerator | None = None,
-        device: str | torch.device | None = None,
-        **options: Any,
-    ) -> "LanguageBody":
-        """Place the base model, then build the bank.
-
-        Raises:
-            ValueError: If both an accelerator and a device are given, or the accelerator runs several processes.
-        """
-        if accelerator is not None:
-            device, options["autocast"] = device_of(accelerator, device), accelerator.autocast
-        if device is not None:
-            model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
-        return cls(model, size, settings, **options)
 
     @property
     def device(self) -> torch.device:
         """Where the base model is."""
         return self.bank.base.device
 
-    def alone(self, *, wrap: bool) -> "LanguageBody":
-        """Return a bank of one member over the same base."""
-        return LanguageBody(
+    def alone(self, *, wrap: bool = True) -> "LanguageMembers":
+        """Return one fresh member over the same base, which samples for itself."""
+        return LanguageMembers(
             self.bank.base.model,
             1,
-            self._settings,
+            self.settings,
+            self.hp_config,
             lora_config=self.bank.lora_config,
             source=self.source,
             autocast=self.bank.autocast if wrap else nullcontext,
             recognised_by=self.fingerprint,
+            observation_space=self.observation_space,
+            action_space=self.action_space,
         )
 
     def arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that are not among the settings."""
-        return {"lora_config": self.bank.lora_config}
+        return {
+            "lora_config": self.bank.lora_config,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+        }
+
+    # ---- in environments
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Let an outside engine sample, which has loaded no member's weights yet."""
+        self.sampler = sampler
+        self.banks.changed.update(range(self.banks.size))
+
+    def check(self, env: Any) -> None:
+        """Refuse an environment that asks no questions."""
+        self._open(env, "train", [0])
+
+    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Conversations:
+        opened = env.open(split, starts)
+        if not isinstance(opened, Conversations):
+            raise ValueError(
+                f"language models answer prompts, but {type(env).__name__} is played step by step: use HuggingFaceGym, "
+                "or make members for it with its observation_space and action_space and without a language model"
+            )
+        return opened
+
+    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
+        """Sample one completion for each row, and have it rewarded."""
+        opened = self._open(env, "train", starts)
+        draws = [
+            generator(self.settings.seed, wanted.purpose, *stream).random(
+                (count, self.settings.max_output_tokens), dtype=np.float32
+            )
+            for stream, count in zip(wanted.streams, wanted.counts, strict=True)
+        ]
+        uniforms = torch.from_numpy(np.concatenate(draws))
+        rows = self._rows(opened, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms)
+        rollout = self._engine().sample(rows)
+        scores = opened.score(in_one_turn(wanted.start_ids.tolist(), completions_of(rollout)))
+        batch = token_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
+        return Collected(
+            experience={DEFAULT: batch},
+            scores=replace(scores, step_rewards=None),
+            member_ids=wanted.member_ids,
+            start_ids=wanted.start_ids,
+            truncated=rollout.truncated,
+            tokens=self.bank.cost(batch),
+            questions=tuple(opened.questions),
+        )
+
+    def evaluate(
+        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
+    ) -> NDArray[np.float64]:
+        """Answer the first `count` questions of a split greedily; return raw rewards `[slots * count]`."""
+        opened = self._open(env, split, range(count))
+        start_ids = torch.arange(count).repeat(len(slots))
+        member_ids = torch.tensor(list(slots)).repeat_interleave(count)
+        nothing = torch.zeros(len(start_ids), self.settings.max_output_tokens)
+        rows = self._rows(opened, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
+        rollout = self._engine().sample(rows, base=base)
+        return opened.score(in_one_turn(start_ids.tolist(), completions_of(rollout))).rewards
+
+    def absorb(self, observed: Sequence[Observed]) -> None:
+        """Do nothing: prompts have no running statistics."""
+
+    def _engine(self) -> Sampler:
+        """Return the sampler, told whose weights have changed since it was last asked."""
+        self.sampler.sync(sorted(self.banks.changed))
+        self.banks.changed.clear()
+        return self.sampler
+
+    def _rows(
+        self, opened: Conversations, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
+    ) -> Rows:
+        return Rows(
+            prompts=tuple(tuple(map(int, prompt)) for prompt in opened.prompts),
+            prompt_ids=start_ids,
+            member_ids=member_ids,
+            temperature=temperature,
+            uniforms=uniforms,
+            min_new_tokens=self.settings.min_output_tokens,
+        )
+
+    # ---- in a caller's own loop
+
+    def act(
+        self, learner: Learner, seen: Sequence[Mapping[str, Tensor]], *, training: bool, action_mask: Any = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Answer prompts, in AgileRL's shapes; see `GRPO.get_action`."""
+        if action_mask is not None:
+            raise ValueError("action_mask is for small networks: a completion's tokens are all legal")
+        prompts = prompt_tokens(seen)
+        settings, size = self.settings, learner.hyperparameters.group_size if training else 1
+        shape = (len(prompts) * size, settings.max_output_tokens)
+        uniforms = np.zeros(shape, dtype=np.float32)
+        if training:
+            rng = generator(settings.seed, "get_action", learner.step, learner.index)
+            uniforms = rng.random(shape, dtype=np.float32)
+        rollout = self._engine().sample(
+            Rows(
+                prompts=tuple(prompts),
+                prompt_ids=torch.arange(len(prompts)).repeat_interleave(size),
+                member_ids=torch.full((shape[0],), learner.slot),
+                temperature=torch.full((shape[0],), learner.hyperparameters.temperature if training else 0.0),
+                uniforms=torch.from_numpy(uniforms),
+                min_new_tokens=settings.min_output_tokens,
+            )
+        )
+        return as_completions(prompts, rollout, size, settings.pad_token_id)
+
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
+    ) -> NDArray[Any]:
+        """Refuse: language models answer prompts."""
+        raise ValueError("predict is for small networks; a language model answers prompts with get_action")
+
+    def experience(self, learner: Learner, experiences: Experiences) -> Experience:
+        """Read `(completion_ids, action_masks, rewards)`."""
+        hyperparameters, shortest = learner.hyperparameters, self.settings.min_output_tokens
+        return {DEFAULT: as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)}
+
+    # ---- the network
 
     def policy(self, slot: int) -> nn.Module:
         """Return a module `policy(input_ids, attention_mask)` that gives logits `[n, t, v]`."""
@@ -193,9 +269,9 @@ class LanguageBody:
     def proposal(self, slot: int, rng: np.random.Generator) -> None:
         """Return None: the architecture of a language model does not change."""
 
-    def reshape(self, slot: int, words: str, rng: np.random.Generator) -> None:
+    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
         """Refuse: the architecture of a language model does not change."""
-        raise ValueError(f"the architecture of a language model does not change, so it cannot become {words!r}")
+        raise ValueError(f"the architecture of a language model does not change, so it cannot become {architecture}")
 
     # ---- checkpoints
 
@@ -208,7 +284,7 @@ class LanguageBody:
             "micro_batch_tokens": self.bank.micro_batch_tokens,
         }
 
-    def check(self, record: Mapping[str, Any], where: object) -> None:
+    def check_record(self, record: Mapping[str, Any], where: object) -> None:
         """Refuse adapters of another base model, or of another shape."""
         check_base(record, self.fingerprint, where)
         saved, own = record["lora_config"], lora_to_json(self.bank.lora_config)
@@ -222,65 +298,56 @@ class LanguageBody:
         """Return nothing: the base model is not saved with its members, but told by its fingerprint."""
         return {}
 
-    def files(self, slot: int, *, include_base: bool) -> Files:
+    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
         """Return the member as a PEFT adapter, and the base model if wanted."""
         adapters, config = self.bank.peft_files(slot)
         # Functions, so that only the file that is being written is in memory as bytes.
-        files: Files = {"adapter_model.safetensors": lambda: tensors_file(adapters), "adapter_config.json": config}
+        files: CheckpointFiles = {
+            "adapter_model.safetensors": lambda: tensors_file(adapters),
+            "adapter_config.json": config,
+        }
         return files | base_files(self.bank.base.model) if include_base else files
 
+    @classmethod
+    def stored(
+        cls,
+        record: Mapping[str, Any],
+        size: int,
+        where: Path,
+        hp_config: HyperparameterConfig | None,
+        *,
+        actor_network: PreTrainedModel | None,
+        device: torch.device | str | None,
+        accelerator: Accelerator | None,
+    ) -> Self:
+        """Build the members that a checkpoint's record describes.
 
-def stored_body(
-    record: Mapping[str, Any],
-    settings: LanguageSettings,
-    size: int,
-    where: Path,
-    *,
-    actor_network: PreTrainedModel | None,
-    **placement: Any,
-) -> LanguageBody:
-    """Build the body that a checkpoint's record describes.
+        Args:
+            record: From `record`, with the settings.
+            size: Number of members.
+            where: The checkpoint's folder.
+            hp_config: What evolves.
+            actor_network: The base model; by default the saved one, or the one named in the record.
+            device: Where to put it.
+            accelerator: Chooses the device and the precision.
 
-    Args:
-        record: From `LanguageBody.record`.
-        settings: From the same checkpoint.
-        size: Number of members.
-        where: The checkpoint's folder.
-        actor_network: The base model; by default the saved one, or the one named in the record.
-        placement: See `LanguageBody.placed`.
-
-    Raises:
-        CheckpointError: If the base model is another one.
-        ValueError: If it cannot be found.
-    """
-    model = actor_network or saved_base(where) or named_base(record)
-    actual = fingerprint(model)
-    check_base(record, actual, where)
-    body = LanguageBody.placed(
-        model,
-        size,
-        settings,
-        recognised_by=actual,
-        lora_config=lora_from_json(record["lora_config"]),
-        source=record["source"],
-        **placement,
-    )
-    body.bank.micro_batch_tokens = record["micro_batch_tokens"]
-    return body
-
-
-def device_of(accelerator: Accelerator, device: str | torch.device | None) -> torch.device:
-    """Return the device that an accelerator chooses.
-
-    Raises:
-        ValueError: If a device is given as well, or the accelerator runs several processes.
-    """
-    if device is not None:
-        raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")
-    if accelerator.num_processes != 1:
-        raise ValueError(
-            f"one process trains a whole population, got an accelerator with {accelerator.num_processes}: "
-            "start the program without a multi-process launcher"
+        Raises:
+            CheckpointError: If the base model is another one.
+            ValueError: If it cannot be found.
+        """
+        model = actor_network or saved_base(where) or named_base(record)
+        actual = fingerprint(model)
+        check_base(record, actual, where)
+        members = cls(
+            model,
+            size,
+            LanguageSettings.from_json(record["settings"]),
+            hp_config,
+            recognised_by=actual,
+            lora_config=lora_from_json(record["lora_config"]),
+            source=record["source"],
+            device=device_of(accelerator, device),
+            autocast=nullcontext if accelerator is None else accelerator.autocast,
         )
-    chosen: torch.device = accelerator.device
-    return chosen
+        members.bank.micro_batch_tokens = record["micro_batch_tokens"]
+        return members

@@ -1,174 +1,215 @@
-"""Members that are small networks: their settings and defaults, and a bank of networks stacked on a member axis."""
+"""Members that are small networks: played by a Gymnasium environment, one action at a time."""
 
-from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from gymnasium import spaces
-from torch import nn
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from evogrpo.agents.checkpoints.stored_spaces import space_from_json, space_to_json
-from evogrpo.agents.learning.shaping import refuse_whole_completions
-from evogrpo.agents.members.shared import Files
-from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
-from evogrpo.envs.control.trees import flatten, unflatten
-from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.objective import Objective, Optimizer
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.banks import DEFAULT, Banks
+from evogrpo.agents.members.devices import device_of
+from evogrpo.agents.members.members import CheckpointFiles
+from evogrpo.agents.members.network_settings import NetworkSettings
+from evogrpo.agents.members.stacked_policy import StackedPolicy
+from evogrpo.agents.members.step_experiences import StepExperiences, as_arrays, as_step_batch, tensors_of
+from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
+from evogrpo.envs.control.actions import legal_actions, to_environment
+from evogrpo.envs.control.draws import StepDraws
+from evogrpo.envs.control.episodes import Played
+from evogrpo.envs.groups import GroupEnvironment, Scores, Split
+from evogrpo.evolution.lineage import ArchitectureChange
+from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.policies.control.architecture import (
-    ArchitectureLimits,
-    NetworkConfig,
-    NothingToChangeError,
-    mutate_architecture,
-)
-from evogrpo.policies.control.stacked import StackedBank
-
-STEPWISE = Objective(loss_type="dapo", advantage="return_to_go_timestep")
-"""The objective by default: GRPO's clipped loss as a mean over actions, returns-to-go compared at the same step."""
-
-NETWORK_DEFAULTS: Mapping[str, Any] = {
-    "lr": 5e-3,
-    "batch_size": 2048,
-    "update_epochs": 4,
-    "gamma": 0.99,
-    "max_grad_norm": 0.5,
-}
-"""Hyperparameters of small networks where they are not those of a language model: a tiny network takes far larger
-steps, on thousands of transitions each, and what an action earns fades with time."""
+from evogrpo.policies.sampler import Sampler
+from evogrpo.randomness import generator
+from evogrpo.records import Acted, Batch, Experience, ObservationInputs
 
 
-@dataclass(frozen=True, kw_only=True)
-class NetworkSettings:
-    """Settings of a population of small networks that do not evolve and that a checkpoint stores.
-
-    Attributes:
-        network: The architecture that members start with; without effect on a module of the caller's.
-        evolve_network: What changes of architecture may lead to; None = architectures stay as they are.
-        normalise_observations: Whether each member sees floating-point observations in deviations from the running
-            mean of what it has seen; the statistics change between learning steps, never within one.
-        objective: The loss.
-        optimizer: AdamW settings.
-        seed: Root of every random stream.
-    """
-
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    evolve_network: ArchitectureLimits | None = None
-    normalise_observations: bool = False
-    objective: Objective = STEPWISE
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    seed: int = 0
-
-    max_output_tokens: ClassVar[int] = 1  # learning takes episodes apart into single actions
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if not isinstance(self.network, NetworkConfig):
-            raise ValueError(
-                f"network must be a NetworkConfig, such as NetworkConfig(hidden=(64, 64)), got {self.network!r}"
-            )
-        if self.objective.overlong_buffer is not None:
-            raise ValueError("overlong_buffer is for completions of tokens: leave it out for small networks")
-        refuse_whole_completions(self.objective)
-        if self.evolve_network is not None:
-            mutate_architecture(self.network, self.evolve_network, np.random.default_rng(0))  # refuses empty limits
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; raises ValueError for an unknown name or a refused value."""
-        refuse_unknown("setting", values, cls.__dataclass_fields__)
-        plain = dict(values)
-        limits = plain["evolve_network"]
-        plain["network"] = NetworkConfig.from_json(plain["network"])
-        plain["evolve_network"] = None if limits is None else ArchitectureLimits(**limits)
-        plain["objective"] = Objective(**plain["objective"])
-        plain["optimizer"] = Optimizer(**plain["optimizer"])
-        return cls(**plain)
-
-
-class NetworkBody:
-    """Small networks of all members; see `evogrpo.agents.members.shared.Body`.
+class NetworkMembers:
+    """Small networks in a Gymnasium environment; see `evogrpo.agents.members.members.Members`.
 
     Args:
-        observation_space: What members observe.
-        action_space: Where they act.
-        size: Number of members.
-        settings: What does not evolve.
-        module: The caller's own network instead of the default one.
-        device: Where the networks are.
+        networks: The policy of all members.
+        hp_config: What evolves; None = nothing.
 
     Attributes:
-        observation_space: As given.
-        action_space: As given.
-        settings: As given.
-        bank: The members.
-
-    Raises:
-        ValueError: If a space is not supported, or the module or the settings do not fit.
+        networks: As given.
+        hp_config: As given.
+        settings: What does not evolve.
+        policies: The one policy.
+        banks: Its bank.
     """
 
-    kind = "networks"
-    weights = ("weights", "architecture")
+    kind: ClassVar[str] = "networks"
+    agent_class: ClassVar[str] = "GRPO"
 
-    def __init__(
-        self,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        size: int,
-        settings: NetworkSettings,
-        *,
-        module: nn.Module | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        if module is not None and settings.evolve_network is not None:
-            raise ValueError("the architecture of a custom module cannot change: leave out evolve_network")
-        self.observation_space, self.action_space, self.settings = observation_space, action_space, settings
-        # A copy: what members are compared with must not change with the caller's own.
-        self._module, self._width = deepcopy(module), 0
-        if settings.normalise_observations:
-            self._width = ObservationStatistics.empty(1, observation_space).mean.shape[1]
-        self.bank = StackedBank(
-            observation_space,
-            action_space,
-            size=size,
-            network=settings.network if module is None else module,
-            optimizer=settings.optimizer,
-            seed=settings.seed,
-            own_reference=settings.objective.reference == "snapshot",
-            device=device,
-            statistics=1 + 2 * self._width if self._width else 0,
-        )
+    def __init__(self, networks: StackedPolicy, hp_config: HyperparameterConfig | None = None) -> None:
+        self.networks, self.hp_config, self.settings = networks, hp_config, networks.settings
+        self.policies = {DEFAULT: networks}
+        self.banks = Banks({DEFAULT: networks.bank})
+        self.observation_space, self.action_space = networks.observation_space, networks.action_space
+        self.weights = networks.weights
 
     @property
     def device(self) -> torch.device:
         """Where the networks are."""
-        return self.bank.device
+        return self.networks.bank.device
 
-    def alone(self, *, wrap: bool) -> "NetworkBody":
-        """Return a bank of one fresh member; there is nothing to wrap."""
+    def alone(self, *, wrap: bool = True) -> "NetworkMembers":
+        """Return one fresh member; there is nothing to wrap."""
         spaces_ = self.observation_space, self.action_space
-        return NetworkBody(*spaces_, 1, self.settings, module=self._module, device=self.device)
+        alone = StackedPolicy(*spaces_, 1, self.settings, module=self.networks.custom, device=self.device)
+        return NetworkMembers(alone, self.hp_config)
 
     def arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that are not among the settings, or differ from them."""
-        own = {"actor_network": self._module, "device": self.device}
-        return own if self._module is None else {**own, "network": None}
+        module = self.networks.custom
+        own = {
+            "actor_network": module,
+            "device": self.device,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+        }
+        return own if module is None else {**own, "network": None}
+
+    # ---- in environments
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Refuse: small networks act as environments ask, step by step."""
+        raise ValueError("a sampler writes completions of language models: leave it out for small networks")
+
+    def check(self, env: Any) -> None:
+        """Refuse an environment whose spaces are not the members' own."""
+        for name in ("observation_space", "action_space"):
+            own, given = getattr(self, name), getattr(env, name, None)
+            if given != own:
+                raise ValueError(
+                    f"these members' {name} is {own}, but that of {type(env).__name__} is {given}: make members for it "
+                    "with its own spaces (and for prompts with a language model as actor_network); a Gymnasium "
+                    "environment is wrapped as evogrpo.GymnasiumGroups(...)"
+                )
+
+    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
+        """Play one episode for each row."""
+        self.check(env)
+        bank, member_ids = self.networks.bank, wanted.member_ids
+        played = env.open("train", starts).play(
+            bank,
+            wanted.start_ids.tolist(),
+            member_ids.tolist(),
+            uniforms=StepDraws(
+                self.settings.seed,
+                wanted.purpose,
+                streams=wanted.streams,
+                rows=wanted.counts,
+                width=bank.uniforms_per_action,
+            ),
+            temperature=wanted.temperature.numpy(),
+            statistics=self.networks.statistics,
+        )
+        steps = np.bincount(member_ids.numpy(), weights=played.lengths, minlength=bank.size)
+        return Collected(
+            experience={DEFAULT: self._batch(played, wanted)},
+            scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
+            member_ids=member_ids,
+            start_ids=wanted.start_ids,
+            truncated=torch.from_numpy(played.truncated),
+            tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
+            observed=() if played.observed is None else ({DEFAULT: played.observed},),
+        )
+
+    def _batch(self, played: Played, wanted: Wanted) -> Batch:
+        present, truncated = torch.from_numpy(played.present), torch.from_numpy(played.truncated)
+        return Batch(
+            inputs=ObservationInputs(
+                observations=tensors_of(played.observations),
+                temperature=wanted.temperature,
+                action_masks=None if played.action_masks is None else torch.from_numpy(played.action_masks),
+            ),
+            actions=torch.from_numpy(played.actions),
+            present=present,
+            action_mask=present & ~truncated[:, None] if self.settings.objective.mask_truncated else present,
+            rewards=torch.from_numpy(played.rewards).float(),
+            group_ids=wanted.group_ids,
+            member_ids=wanted.member_ids,
+            sampler_log_probs=torch.from_numpy(played.log_probs),
+            step_rewards=torch.from_numpy(played.step_rewards).float(),
+            truncated=truncated,
+        )
+
+    def evaluate(
+        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
+    ) -> NDArray[np.float64]:
+        """Play the first `count` starts of a split greedily; return undiscounted returns `[slots * count]`."""
+        self.check(env)
+        played: Played = env.open(split, range(count)).play(
+            self.networks.bank,
+            list(range(count)) * len(slots),
+            np.repeat(list(slots), count).tolist(),
+            statistics=self.networks.statistics,
+            base=base,
+        )
+        return played.rewards
+
+    def absorb(self, observed: Sequence[Observed]) -> None:
+        """Add what a learning step's episodes observed to the members' running statistics."""
+        for each in observed:
+            self.networks.absorb(each[DEFAULT])
+
+    # ---- in a caller's own loop
+
+    def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> NDArray[Any]:
+        """Choose actions for one observation or a batch of them; see `GRPO.get_action`."""
+        rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
+        acted, single = self._choose(learner, seen, rng, action_mask)
+        space, actions = self.action_space, acted.actions
+        if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            actions = actions + space.start  # numbered as the space does
+        return actions[0] if single else actions
+
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
+    ) -> NDArray[Any]:
+        """Choose actions as the environment takes them; see `GRPO.predict`."""
+        rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
+        acted, single = self._choose(learner, observation, rng, action_masks)
+        actions = to_environment(self.action_space, acted.actions)
+        chosen: NDArray[Any] = actions[0] if single else actions  # a scalar for Discrete: some environments look it up
+        return chosen
+
+    def _choose(
+        self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any
+    ) -> tuple[Acted, bool]:
+        """Return actions for one observation, or for a batch of them, and whether it was one."""
+        arrays, count = as_arrays(self.observation_space, seen)
+        m = count or 1
+        masks = None
+        if action_mask is not None:
+            masks = [action_mask] if count is None else _rows_of(action_mask, m)
+        acted = self.networks.act(
+            arrays,
+            np.full(m, learner.slot),
+            uniforms=None if rng is None else rng.random((m, self.networks.bank.uniforms_per_action), dtype=np.float32),
+            temperature=np.full(m, learner.hyperparameters.temperature, dtype=np.float32),
+            action_mask=None if masks is None else legal_actions(self.action_space, masks),
+        )
+        return acted, count is None
+
+    def experience(self, learner: Learner, experiences: StepExperiences) -> Experience:
+        """Read `(observations, actions, action_masks, rewards)`; see `as_step_batch`."""
+        return {DEFAULT: as_step_batch(experiences, learner, self.networks)}
+
+    # ---- the network
 
     def policy(self, slot: int) -> nn.Module:
-        """Return a module that gives, for raw observations `[m, ...]`, the numbers `[m, o]` that parametrise actions.
-
-        For Discrete and MultiDiscrete they are logits, side by side; for MultiBinary the logits of ones; for Box the
-        means, in units of half the range from its middle where that is bounded, then the logarithms of the standard
-        deviations, likewise.
-        """
-        return NetworkPolicy(self, slot)
+        """Return a module that gives what parametrises actions; see `StackedPolicy.module`."""
+        return self.networks.module(slot)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the caller's module."""
@@ -177,70 +218,31 @@ class NetworkBody:
     def unwrap(self) -> None:
         """Do nothing: small networks compute in float32."""
 
-    # ---- running statistics of observations
-
-    @property
-    def statistics(self) -> ObservationStatistics | None:
-        """What members normalise their observations with; None where they do not."""
-        if not self._width:
-            return None
-        count, mean, m2 = np.split(self.bank.statistics.numpy(), [1, 1 + self._width], axis=1)
-        return ObservationStatistics(count=count[:, 0].copy(), mean=mean.copy(), m2=m2.copy())
-
-    def absorb(self, observed: ObservationStatistics) -> None:
-        """Add what members have observed to their statistics."""
-        before = self.statistics
-        if before is not None:
-            later = before.merged(observed)
-            values = np.concatenate([later.count[:, None], later.mean, later.m2], axis=1)
-            self.bank.statistics.copy_(torch.from_numpy(values))
-
-    def shown(self, observations: Any, member_ids: np.ndarray) -> Any:
-        """Return raw observations `[m, ...]` as the members `[m]` see them."""
-        statistics = self.statistics
-        if statistics is None:
-            return observations
-        leaves = [np.asarray(leaf) for leaf in flatten(self.observation_space, observations)]
-        numbers = normalised_leaves(self.observation_space)
-        return unflatten(self.observation_space, statistics.normalise(leaves, numbers, member_ids))
-
-    # ---- architecture
-
     @property
     def evolves(self) -> bool:
         """Whether architectures change when members are mutated."""
         return self.settings.evolve_network is not None
 
-    def proposal(self, slot: int, rng: np.random.Generator) -> tuple[str, str] | None:
-        """Draw whether and how a member's architecture changes, in words: (old, new); None = no change."""
-        limits, config = self.settings.evolve_network, self.bank.architecture(slot)
-        if limits is None or config is None or rng.random() >= limits.probability:
-            return None
-        try:
-            return in_words(config), in_words(mutate_architecture(config, limits, rng)[0])
-        except NothingToChangeError:  # changes until now have led here
-            return None
+    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+        """Draw whether and how a member's architecture changes; None = no change."""
+        return self.networks.proposal(slot, rng)
 
-    def reshape(self, slot: int, words: str, rng: np.random.Generator) -> None:
-        """Give a member the architecture in words, keeping what it has learnt."""
-        config = self.bank.architecture(slot)
-        if config is None:
-            raise ValueError(f"the architecture of a custom module cannot change, so it cannot become {words!r}")
-        hidden, _, activation = words.rpartition(" ")
-        units = tuple(int(each) for each in hidden.split("-"))
-        self.bank.rebuild(slot, replace(config, hidden=units, activation=activation), rng)  # type: ignore[arg-type]
+    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Give a member another architecture, keeping what it has learnt."""
+        self.networks.reshape(slot, architecture, rng)
 
     # ---- checkpoints
 
     def record(self) -> dict[str, Any]:
         """Return the spaces and the name of the caller's module."""
+        module = self.networks.custom
         return {
             "observation_space": space_to_json(self.observation_space),
             "action_space": space_to_json(self.action_space),
-            "module": None if self._module is None else type(self._module).__qualname__,
+            "module": None if module is None else type(module).__qualname__,
         }
 
-    def check(self, record: Mapping[str, Any], where: object) -> None:
+    def check_record(self, record: Mapping[str, Any], where: object) -> None:
         """Refuse members of other spaces or of another module."""
         own = self.record()
         for name in ("observation_space", "action_space", "module"):
@@ -255,55 +257,56 @@ class NetworkBody:
                 f"{getattr(self.settings, name)}: bring the saved one back with GRPO.load"
             )
 
-    def constants(self) -> dict[str, torch.Tensor]:
-        """Return what the caller's module came with, by name: the reference of all members, and its buffers."""
-        if self._module is None:
+    def constants(self) -> dict[str, Tensor]:
+        """Return what the caller's module came with, by name: the base of all members, and its buffers."""
+        if self.networks.custom is None:
             return {}
-        return {name: value.detach().cpu().clone() for name, value in self._module.state_dict().items()}
+        return {name: value.detach().cpu().clone() for name, value in self.networks.custom.state_dict().items()}
 
-    def files(self, slot: int, *, include_base: bool) -> Files:
+    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
         """Return nothing: all of a small network is in its learner state."""
-        if include_base and self._module is not None:
+        if include_base and self.networks.custom is not None:
             raise ValueError("the code of a custom module cannot be saved: leave out include_base")
         return {}
 
+    @classmethod
+    def stored(
+        cls,
+        record: Mapping[str, Any],
+        size: int,
+        where: object,
+        hp_config: HyperparameterConfig | None,
+        *,
+        actor_network: nn.Module | None,
+        device: torch.device | str | None,
+        accelerator: Accelerator | None,
+    ) -> Self:
+        """Build the members that a checkpoint's record describes.
 
-class NetworkPolicy(nn.Module):
-    """A member's network, with the normalisation of its observations."""
-
-    def __init__(self, body: NetworkBody, slot: int) -> None:
-        super().__init__()
-        self._body, self.slot = body, slot
-        self.network = body.bank.policy(slot)
-
-    def forward(self, observations: Any) -> torch.Tensor:
-        """Return what parametrises actions `[m, o]`, for raw observations `[m, ...]`; see `NetworkBody.policy`."""
-        count = len(np.asarray(flatten(self._body.observation_space, observations)[0]))
-        outputs: torch.Tensor = self.network(self._body.shown(observations, np.full(count, self.slot)))
-        return outputs
-
-
-def in_words(config: NetworkConfig) -> str:
-    """Return what can change about an architecture, such as "64-64 tanh"."""
-    return f"{'-'.join(map(str, config.hidden))} {config.activation}"
-
-
-def stored_body(
-    record: Mapping[str, Any],
-    settings: NetworkSettings,
-    size: int,
-    *,
-    module: nn.Module | None,
-    device: torch.device | str | None,
-) -> NetworkBody:
-    """Build the body that a checkpoint's record describes.
-
-    Raises:
-        ValueError: If the caller's own module is needed and not given.
-    """
-    if record["module"] is not None and module is None:
-        raise ValueError(
-            f"the checkpoint's members are modules of your own class {record['module']}: give one as actor_network="
+        Raises:
+            ValueError: If the caller's own module is needed and not given.
+        """
+        if record["module"] is not None and actor_network is None:
+            raise ValueError(
+                f"the checkpoint's members are modules of your own class {record['module']}: give one as actor_network="
+            )
+        observed, acted = (space_from_json(record[name]) for name in ("observation_space", "action_space"))
+        networks = StackedPolicy(
+            observed,
+            acted,
+            size,
+            NetworkSettings.from_json(record["settings"]),
+            module=actor_network,
+            device=device_of(accelerator, device) or "cpu",
         )
-    observation_space, action_space = (space_from_json(record[name]) for name in ("observation_space", "action_space"))
-    return NetworkBody(observation_space, action_space, size, settings, module=module, device=device or "cpu")
+        return cls(networks, hp_config)
+
+
+def _rows_of(action_mask: Any, count: int) -> list[Any]:
+    """Return one mask per row of a batch of them; components of MultiDiscrete may come apart, as a tuple."""
+    if isinstance(action_mask, tuple):
+        return list(zip(*action_mask, strict=True))
+    rows = list(np.asarray(action_mask))
+    if len(rows) != count:
+        raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}")
+    return rows

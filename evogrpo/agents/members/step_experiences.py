@@ -1,21 +1,19 @@
 """Observations and experiences of a caller's own loop, as arrays and batches."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from evogrpo.agents.learning.coefficients import Learner
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.stacked_policy import StackedPolicy
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
 from evogrpo.envs.control.normalisation import normalised_leaves, observed
 from evogrpo.envs.control.trees import flatten, leaf_spaces, unflatten
 from evogrpo.records import Batch, ObservationInputs
-
-if TYPE_CHECKING:
-    from evogrpo.agents.members.networks import NetworkBody
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
@@ -72,14 +70,14 @@ def tensors_of(tree: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(tree))
 
 
-def as_step_batch(experiences: StepExperiences, learner: Learner, body: "NetworkBody") -> Batch:
+def as_step_batch(experiences: StepExperiences, learner: Learner, networks: StackedPolicy) -> Batch:
     """Read what a caller's own loop collected of one member; its running statistics take the observations in.
 
     Args:
         experiences: `(observations, actions, action_masks, rewards)`, perhaps with what was legal; see
             `StepExperiences`. Actions are numbered as the space does, boxes not clipped, as `get_action` returns them.
         learner: Who acted, at its own temperature.
-        body: Its networks.
+        networks: Its policy.
 
     Raises:
         ValueError: If the parts do not fit together or do not fit the spaces.
@@ -99,7 +97,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, body: "Network
     if not taken.any(2).all() or (np.diff(taken.astype(np.int8), axis=2) > 0).any():
         raise ValueError("action_masks must be True for the first steps of every episode, at least one, then False")
     starts, size, steps = taken.shape
-    lead, space = (starts * size, steps), body.action_space
+    lead, space = (starts * size, steps), networks.action_space
     chosen = np.asarray(actions)
     if chosen.shape != (*taken.shape, *policy_action_shape(space)):
         raise ValueError(f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}")
@@ -113,7 +111,7 @@ def as_step_batch(experiences: StepExperiences, learner: Learner, body: "Network
     n = len(present)
     return Batch(
         inputs=ObservationInputs(
-            observations=tensors_of(_shown(observations, taken, learner, body)),
+            observations=tensors_of(_shown(observations, taken, learner, networks)),
             temperature=torch.full((n,), learner.hyperparameters.temperature),
             action_masks=None if legal is None else torch.from_numpy(legal),
         ),
@@ -144,9 +142,9 @@ def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: sp
     return legal.reshape(*chosen.shape[:2], -1)
 
 
-def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, body: "NetworkBody") -> Any:
+def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networks: StackedPolicy) -> Any:
     """Return raw observations as the member saw them `[n, t, ...]`, and take them into its statistics."""
-    space, leaves = body.observation_space, []
+    space, leaves = networks.observation_space, []
     n, t = taken.shape[0] * taken.shape[1], taken.shape[2]
     for leaf, value in zip(leaf_spaces(space), flatten(space, observations), strict=True):
         array = _array(value)
@@ -154,8 +152,8 @@ def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, body: 
             raise ValueError(f"observations must be {[*taken.shape, '...']} of {leaf}, got {array.shape}")
         leaves.append(array.reshape(n, t, *array.shape[3:]).astype(leaf.dtype, copy=False))
     flat = unflatten(space, [leaf.reshape(n * t, *leaf.shape[2:]) for leaf in leaves])
-    shown = flatten(space, body.shown(flat, np.full(n * t, learner.slot)))
-    if body.statistics is not None:
+    shown = flatten(space, networks.shown(flat, np.full(n * t, learner.slot)))
+    if networks.statistics is not None:
         members = np.full(n, learner.slot)
-        body.absorb(observed(body.bank.size, leaves, normalised_leaves(space), taken.reshape(n, t), members))
+        networks.absorb(observed(networks.bank.size, leaves, normalised_leaves(space), taken.reshape(n, t), members))
     return unflatten(space, [leaf.reshape(n, t, *leaf.shape[1:]) for leaf in shown])

@@ -1,38 +1,16 @@
-"""Acting in an environment: collecting a learning step's batch, and evaluating on held-out starts."""
+"""Acting in an environment: collecting a learning step's experience, and evaluating on held-out starts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
-from evogrpo.agents.learning.coefficients import Learner
-from evogrpo.agents.members.shared import Shared
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.groups import Groups, sample_groups
 from evogrpo.agents.rollout.refilling import refill
-from evogrpo.envs.groups import GroupEnvironment, Scores, Split
-from evogrpo.records import Batch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collected:
-    """One learning step's experience of some members.
-
-    Attributes:
-        batch: What they learn from.
-        scores: What the environment said, row by row, without any penalty; step rewards are in the batch alone.
-        truncated: `[n]` which completions ran out of length, or which episodes were cut off.
-        tokens: Tokens (or environment steps) processed, by slot; groups that were sampled and discarded included.
-        starts: Training starts that the rows' prompt numbers point into.
-        questions: What these starts ask, in words for people; untrusted text. Empty where they ask nothing.
-    """
-
-    batch: Batch
-    scores: Scores
-    truncated: Tensor
-    tokens: dict[int, int]
-    starts: tuple[int, ...]
-    questions: tuple[str, ...] = ()
+from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.envs.groups import GroupEnvironment, Split
+from evogrpo.hyperparameters import check_group_size
 
 
 def check_groups(env: object) -> None:
@@ -45,7 +23,7 @@ def check_groups(env: object) -> None:
 
 
 def collect(
-    shared: Shared, learners: Sequence[Learner], env: GroupEnvironment, *, samples_per_step: int, block: int
+    members: Members, learners: Sequence[Learner], env: GroupEnvironment, *, samples_per_step: int, block: int
 ) -> Collected:
     """Let every member act from its share of the step's starts, all in one batch.
 
@@ -54,8 +32,8 @@ def collect(
     are replaced by groups on the starts that follow; see `refilling.refill`.
 
     Args:
-        shared: The bank and its settings.
-        learners: Members, all at the same learning step.
+        members: Who acts.
+        learners: Those of them that do, all at the same learning step.
         env: Where to act.
         samples_per_step: Completions per member; every group size divides it.
         block: Most questions that any member asks at first, the same for all steps and members of a run.
@@ -64,34 +42,22 @@ def collect(
         ValueError: If a group size does not divide `samples_per_step`.
     """
     for learner in learners:
-        if samples_per_step % learner.hyperparameters.group_size:
-            raise ValueError(
-                f"group_size must divide samples_per_step = {samples_per_step}, so that every member spends the same; "
-                f"got {learner.hyperparameters.group_size} (member {learner.index})"
-            )
-    refills = shared.settings.objective.dynamic_sampling
+        check_group_size(learner.hyperparameters.group_size, samples_per_step, whose=f"member {learner.index}")
+    refills = members.settings.objective.dynamic_sampling
     whole = block * (1 + refills)
     groups = [
         Groups(learner=learner, first=0, count=samples_per_step // learner.hyperparameters.group_size)
         for learner in learners
     ]
-    sampled = sample_groups(shared, env, groups, block=whole, purpose="sample")
+    sampled = sample_groups(members, env, groups, block=whole, purpose="sample")
     if refills:
-        sampled = refill(shared, env, learners, sampled, block=whole, most=refills)
-    shared.play.absorb(sampled.observed)
-    assert sampled.batch.truncated is not None  # the sampler knows
-    return Collected(
-        batch=sampled.batch,
-        scores=sampled.scores,
-        truncated=sampled.batch.truncated,
-        tokens=sampled.tokens,
-        starts=sampled.starts,
-        questions=sampled.questions,
-    )
+        sampled = refill(members, env, learners, sampled, block=whole, most=refills)
+    members.absorb(sampled.observed)
+    return sampled
 
 
 def evaluate(
-    shared: Shared,
+    members: Members,
     slots: Sequence[int],
     env: GroupEnvironment,
     split: Split,
@@ -102,8 +68,8 @@ def evaluate(
     """Act greedily from held-out starts, all members in one batch; training streams and cursors stay where they are.
 
     Args:
-        shared: The bank and its settings.
-        slots: Members to evaluate; one entry, of any value, for the base.
+        members: Who acts.
+        slots: Those to evaluate; one entry, of any value, for the base.
         env: Where the questions come from.
         split: "validation" for selection, "test" for the final report.
         questions: Use only the first so many; None = all.
@@ -119,7 +85,7 @@ def evaluate(
     count = available if questions is None else min(questions, available)
     if count < 1:
         raise ValueError(f"the {split} split holds no questions, so nothing can be evaluated on it")
-    rewards = shared.play.evaluate(env, split, count, slots, base=base).reshape(len(slots), count)
+    rewards = members.evaluate(env, split, count, slots, base=base).reshape(len(slots), count)
     if not np.isfinite(rewards).all():
         missing = int((~np.isfinite(rewards)).sum())
         raise ValueError(

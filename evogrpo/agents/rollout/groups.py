@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.agents.learning.coefficients import Learner
-from evogrpo.agents.members.play import Sampled, Wanted
-from evogrpo.agents.members.shared import Shared
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.members import Members
+from evogrpo.agents.rollout.wanted import Collected, Wanted
 from evogrpo.envs.groups import GroupEnvironment, Scores
 from evogrpo.functional.reward_shaping import place_on_actions
 from evogrpo.records import Batch
@@ -31,15 +31,15 @@ class Groups:
 
 
 def sample_groups(
-    shared: Shared, env: GroupEnvironment, groups: Sequence[Groups], *, block: int, purpose: str, number: int = 0
-) -> Sampled:
+    members: Members, env: GroupEnvironment, groups: Sequence[Groups], *, block: int, purpose: str, number: int = 0
+) -> Collected:
     """Sample and reward groups.
 
     Row r, action t of a member is drawn with number `[r, t]` of the stream (seed, purpose, step, index, number), so
     nobody's draws depend on who else is in the batch.
 
     Args:
-        shared: The bank and its settings.
+        members: Who acts.
         env: Where to act.
         groups: What each member is to sample; members all at the same learning step.
         block: Length of the step's block of starts.
@@ -64,11 +64,11 @@ def sample_groups(
         purpose=purpose,
         number=number,
     )
-    return replace(shared.play.sample(env, starts, wanted), starts=starts)
+    return replace(members.sample(env, starts, wanted), starts=starts)
 
 
-def joined(one: Sampled, other: Sampled, order: Tensor) -> Sampled:
-    """Return rows of two samplings of one learning step.
+def joined(one: Collected, other: Collected, order: Tensor) -> Collected:
+    """Return rows of two samplings of one learning step, by one policy.
 
     Args:
         one: Its rows have the numbers from 0; its groups and members are kept.
@@ -78,16 +78,21 @@ def joined(one: Sampled, other: Sampled, order: Tensor) -> Sampled:
     Returns:
         As many rows as `one` has, and the costs of both.
     """
-    batches = [one.batch, other.batch]
-    if (one.batch.step_rewards is None) != (other.batch.step_rewards is None):
+    ((policy, first),) = one.experience.items()
+    batches = [first, other.experience[policy]]
+    if (batches[0].step_rewards is None) != (batches[1].step_rewards is None):
         # Reward functions looked inside the completions of one of the two only.
         batches = [_with_steps(batch) for batch in batches]
-    batch = batches[0].joined(batches[1]).select(order.to(one.batch.actions.device))
+    batch = batches[0].joined(batches[1]).select(order.to(first.actions.device))
+    rows = order.cpu()
     longer = max(one, other, key=lambda each: len(each.starts))
     slots = [*one.tokens, *(slot for slot in other.tokens if slot not in one.tokens)]
-    return Sampled(
-        batch=replace(batch, group_ids=one.batch.group_ids),
+    return Collected(
+        experience={policy: replace(batch, group_ids=first.group_ids)},
         scores=_joined_scores(one.scores, other.scores, order),
+        member_ids=one.member_ids,
+        start_ids=torch.cat([one.start_ids, other.start_ids])[rows],
+        truncated=torch.cat([one.truncated, other.truncated])[order.to(one.truncated.device)],
         starts=longer.starts,
         questions=longer.questions,
         tokens={slot: one.tokens.get(slot, 0) + other.tokens.get(slot, 0) for slot in slots},

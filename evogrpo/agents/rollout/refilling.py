@@ -4,20 +4,20 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from evogrpo.agents.learning.coefficients import Learner
-from evogrpo.agents.members.play import Sampled
-from evogrpo.agents.members.shared import Shared
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.groups import Groups, joined, sample_groups
+from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.statistics import numbered
-from evogrpo.objective import STEP_ADVANTAGES
+from evogrpo.kinds import STEP_ADVANTAGES
 from evogrpo.records import Batch
 
 
 def refill(
-    shared: Shared, env: GroupEnvironment, learners: Sequence[Learner], sampled: Sampled, *, block: int, most: int
-) -> Sampled:
+    members: Members, env: GroupEnvironment, learners: Sequence[Learner], sampled: Collected, *, block: int, most: int
+) -> Collected:
     """Replace groups that teach nothing, as often as allowed.
 
     Each time every member samples as many new groups as it still has idle ones, on the questions of the step's block
@@ -25,9 +25,9 @@ def refill(
     first first. What is left in the end stays as it was. What a member asks, draws and keeps depends on itself alone.
 
     Args:
-        shared: The bank and the objective.
+        members: Who acts.
         env: Where to act.
-        learners: The members.
+        learners: Those of them that learn.
         sampled: What they have sampled so far, on the first questions of the block.
         block: Length of the step's block: `1 + most` times the questions that any member asks at first.
         most: How often, at least 1.
@@ -37,10 +37,12 @@ def refill(
 
     Source: DAPO (arXiv:2503.14476), section 3.2, there without a bound.
     """
-    kinds = {each.slot: shared.settings.objective.of(each.hyperparameters).advantage for each in learners}
-    asked = {slot: len(own.group_ids.unique()) for slot, own in _members(sampled.batch).items()}
+    kinds = {each.slot: members.settings.objective.of(each.hyperparameters).advantage for each in learners}
+    (policy,) = sampled.experience  # objectives of several agents refuse dynamic sampling
+    asked = {slot: len(own.group_ids.unique()) for slot, own in _members(sampled.experience[policy]).items()}
     for number in range(1, most + 1):
-        idle = idle_groups(sampled.batch, kinds)
+        batch = sampled.experience[policy]
+        idle = idle_groups(batch, kinds)
         wanted = [
             Groups(learner=learner, first=asked[learner.slot], count=len(idle[learner.slot]))
             for learner in learners
@@ -48,16 +50,17 @@ def refill(
         ]
         if not wanted:
             break
-        drawn = sample_groups(shared, env, wanted, block=block, purpose="refill", number=number)
-        useless = idle_groups(drawn.batch, kinds)
-        order = torch.arange(len(sampled.batch), device=sampled.batch.group_ids.device)
+        drawn = sample_groups(members, env, wanted, block=block, purpose="refill", number=number)
+        fresh_batch = drawn.experience[policy]
+        useless = idle_groups(fresh_batch, kinds)
+        order = torch.arange(len(batch), device=batch.group_ids.device)
         for each in wanted:
             slot = each.learner.slot
             asked[slot] += each.count
-            own = _members(drawn.batch)[slot]
+            own = _members(fresh_batch)[slot]
             fresh = [group for group in own.group_ids.unique().tolist() if group not in useless[slot]]
             for old, new in zip(idle[slot], fresh, strict=False):
-                order[_rows_of(sampled.batch, slot, old)] = len(order) + _rows_of(drawn.batch, slot, new)
+                order[_rows_of(batch, slot, old)] = len(order) + _rows_of(fresh_batch, slot, new)
         sampled = joined(sampled, drawn, order)
     return sampled
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.policies.bank import LossFunction
+from evogrpo.policies.bank import LossFunction, Policy
 from evogrpo.policies.control.distributions import Distribution
 from evogrpo.policies.control.stacked_states import StackedStates
-from evogrpo.policies.control.stacks import IntArray, Lanes, Stack, lay_out
+from evogrpo.policies.control.stacks import IntArray, Layout, Stack, lay_out
 from evogrpo.records import Batch, map_tensors
 
 LEAST_MEMORY = 1024  # bytes: a pass of one row cannot be halved
@@ -40,7 +40,7 @@ class _Picked:
         return flat if self.shape is None else flat.unflatten(0, self.shape)
 
 
-class Scorer:
+class StackedPasses:
     """Scores batches under what members have learnt.
 
     Args:
@@ -51,15 +51,15 @@ class Scorer:
 
     def __init__(self, states: StackedStates, distribution: Distribution, memory: int) -> None:
         self._states, self._distribution, self.memory = states, distribution, memory
-        self._layout: tuple[IntArray, tuple[int, bool], list[tuple[Stack, Lanes]]] | None = None
+        self._laid_out: tuple[IntArray, tuple[int, bool], list[tuple[Stack, Layout]]] | None = None
 
     @torch.no_grad()
-    def score(self, batch: Batch, name: str) -> tuple[Tensor, Tensor]:
+    def score(self, batch: Batch, name: Policy) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked.
 
         Args:
             batch: Rows of any members, in any order.
-            name: Under which policies: "weights", "reference" or "base".
+            name: Under which policies.
         """
         log_probs = torch.zeros(batch.action_mask.shape, device=batch.action_mask.device)
         entropies = torch.zeros_like(log_probs)
@@ -105,32 +105,32 @@ class Scorer:
                 self.memory //= 2
 
     def _pass(
-        self, batch: Batch, name: str, tape: "list[_Recorded] | None", entropy_gradient: bool = False
+        self, batch: Batch, name: Policy, tape: "list[_Recorded] | None", entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of one pass; with a tape, as functions of what is on it."""
         mask = batch.action_mask
         counted = np.flatnonzero(mask.cpu().numpy())
         slots = batch.member_ids.cpu().numpy()[counted // mask.shape[1]]
-        layout = self._lay_out(slots, base=name == "base")
+        layouts = self._lay_out(slots, base=name == "base")
         # Transitions sorted by member, as they mostly come, need no gathering at all.
-        in_order = len(counted) == mask.numel() and len(layout) == 1 and layout[0][1].items_in_order
+        in_order = len(counted) == mask.numel() and len(layouts) == 1 and layouts[0][1].items_in_order
         parts = []
-        for stack, lanes in layout:
-            whole = in_order and lanes.real is None
-            picked = _Picked(None if whole else torch.from_numpy(counted[lanes.index]), lanes.index.shape)
+        for stack, layout in layouts:
+            whole = in_order and layout.real is None
+            picked = _Picked(None if whole else torch.from_numpy(counted[layout.index]), layout.index.shape)
             seen = map_tensors(batch.inputs.observations, picked)
             if tape is None:
-                outputs = stack.outputs("weights" if name == "base" else name, lanes.rows, seen)
+                outputs = stack.outputs("weights" if name == "base" else name, layout.rows, seen)
             else:
-                outputs, backward = stack.record(lanes.rows, seen)
+                outputs, backward = stack.record(layout.rows, seen)
                 tape.append(_Recorded(outputs=outputs.requires_grad_(), backward=backward))
             outputs = outputs.flatten(0, 1)
-            if lanes.real is not None:
-                outputs = outputs.index_select(0, torch.from_numpy(lanes.real).to(outputs.device))
+            if layout.real is not None:
+                outputs = outputs.index_select(0, torch.from_numpy(layout.real).to(outputs.device))
             parts.append(outputs)
         place = None
         if not in_order:
-            place = torch.from_numpy(counted[np.concatenate([lanes.items for _, lanes in layout])])
+            place = torch.from_numpy(counted[np.concatenate([layout.items for _, layout in layouts])])
         outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
         scored = self._scored(batch, place, outputs, entropy_gradient)
         log_probs, entropies = (values.to(mask.device) for values in scored)
@@ -140,12 +140,12 @@ class Scorer:
         filled = empty.index_copy(0, place, log_probs), empty.index_copy(0, place, entropies)
         return filled[0].view(mask.shape), filled[1].view(mask.shape)
 
-    def _lay_out(self, slots: IntArray, *, base: bool) -> list[tuple[Stack, Lanes]]:
+    def _lay_out(self, slots: IntArray, *, base: bool) -> list[tuple[Stack, Layout]]:
         """Lay items out; the optimizer steps of one learning step mostly have the same numbers of them."""
         key = (self._states.changes, base)
-        if self._layout is None or self._layout[1] != key or not np.array_equal(self._layout[0], slots):
-            self._layout = (slots, key, lay_out_slots(self._states, slots, base=base))
-        return self._layout[2]
+        if self._laid_out is None or self._laid_out[1] != key or not np.array_equal(self._laid_out[0], slots):
+            self._laid_out = (slots, key, lay_out_slots(self._states, slots, base=base))
+        return self._laid_out[2]
 
     def _scored(
         self, batch: Batch, place: Tensor | None, outputs: Tensor, entropy_gradient: bool
@@ -178,8 +178,8 @@ class Scorer:
         return [torch.from_numpy(rows[start::count]).to(batch.actions.device) for start in range(count)]
 
 
-def lay_out_slots(states: StackedStates, slots: IntArray, *, base: bool) -> list[tuple[Stack, Lanes]]:
+def lay_out_slots(states: StackedStates, slots: IntArray, *, base: bool) -> list[tuple[Stack, Layout]]:
     """Lay items of the given slots out by stack and member; under the base policy they are all of one member."""
     if base:
-        return [(states.base, lanes) for lanes in lay_out(np.zeros_like(slots))]
-    return [(stack, lanes.of(items)) for stack, items, rows in states.placed(slots) for lanes in lay_out(rows)]
+        return [(states.base, layout) for layout in lay_out(np.zeros_like(slots))]
+    return [(stack, layout.of(items)) for stack, items, rows in states.placed(slots) for layout in lay_out(rows)]

@@ -15,9 +15,9 @@ from evogrpo.policies.bank import CARRIED, LossFunction
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.distributions import distribution_for
 from evogrpo.policies.control.networks import DefaultNetwork, ModuleNetwork, Network
-from evogrpo.policies.control.passes import Scorer, lay_out_slots
+from evogrpo.policies.control.passes import StackedPasses, lay_out_slots
 from evogrpo.policies.control.stacked_states import StackedStates
-from evogrpo.policies.control.stacks import IntArray, Lanes, Stack
+from evogrpo.policies.control.stacks import IntArray, Layout, Stack
 from evogrpo.records import Acted, Batch, UpdateReport, map_tensors
 
 
@@ -99,9 +99,9 @@ class StackedBank:
             statistics=statistics,
         )
         self.device = torch.device(device)
-        self._scorer = Scorer(self._states, self.distribution, memory)
+        self._passes = StackedPasses(self._states, self.distribution, memory)
         self._on_cpu = self.device.type == "cpu"
-        self._layout: tuple[IntArray, tuple[int, bool], list[tuple[Stack, Lanes]]] | None = None
+        self._laid_out: tuple[IntArray, tuple[int, bool], list[tuple[Stack, Layout]]] | None = None
 
     @property
     def size(self) -> int:
@@ -135,65 +135,70 @@ class StackedBank:
         action_mask: Any = None,
         base: bool = False,
     ) -> Acted:
-        """Choose one action for each observation; see `evogrpo.policies.bank.Actor`.
+        """Choose one action for each observation; see `evogrpo.records.Actor`.
 
         Raises:
             ValueError: If a slot does not exist, or an observation does not fit its space.
         """
-        layout = self._lay_out(member_ids, base=base)
+        layouts = self._lay_out(member_ids, base=base)
         legal = None
         if action_mask is not None:
             parts = action_mask if isinstance(action_mask, tuple | list) else [action_mask]
             legal = np.concatenate(parts, axis=1).astype(np.bool_)
         with np.errstate(all="ignore"):  # a member whose weights are not finite fails when it learns
-            outputs = [self._outputs(stack, lanes, observations, len(member_ids)) for stack, lanes in layout]
-            if len(outputs) == 1 and layout[0][1].in_order:
+            outputs = [self._outputs(stack, layout, observations, len(member_ids)) for stack, layout in layouts]
+            if len(outputs) == 1 and layouts[0][1].in_order:
                 together = outputs[0]
             else:
                 together = np.empty((len(member_ids), outputs[0].shape[1]), dtype=np.float32)
-                for (_, lanes), part in zip(layout, outputs, strict=True):
-                    together[lanes.items] = part
+                for (_, layout), part in zip(layouts, outputs, strict=True):
+                    together[layout.items] = part
             actions, log_probs = self.distribution.draw(together, uniforms, temperature, legal)
         return Acted(actions=actions, log_probs=log_probs)
 
-    def _lay_out(self, member_ids: IntArray, *, base: bool) -> list[tuple[Stack, Lanes]]:
+    def _lay_out(self, member_ids: IntArray, *, base: bool) -> list[tuple[Stack, Layout]]:
         """Lay rows out by member; environments ask with the same rows many times in turn."""
         key = (self._states.changes, base)
-        if self._layout is not None and self._layout[1] == key and np.array_equal(self._layout[0], member_ids):
-            return self._layout[2]
+        if self._laid_out is not None and self._laid_out[1] == key and np.array_equal(self._laid_out[0], member_ids):
+            return self._laid_out[2]
         if not len(member_ids) or member_ids.min() < 0 or member_ids.max() >= self.size:
             raise ValueError(f"member_ids must hold slots from 0 to {self.size - 1}, got {member_ids}")
-        layout = lay_out_slots(self._states, member_ids, base=base)
-        self._layout = (member_ids.copy(), key, layout)
-        return layout
+        layouts = lay_out_slots(self._states, member_ids, base=base)
+        self._laid_out = (member_ids.copy(), key, layouts)
+        return layouts
 
-    def _outputs(self, stack: Stack, lanes: Lanes, observations: Any, count: int) -> NDArray[np.float32]:
-        """Return the distribution's numbers `[c, o]` of the rows in `lanes.items`."""
+    def _outputs(self, stack: Stack, layout: Layout, observations: Any, count: int) -> NDArray[np.float32]:
+        """Return the distribution's numbers `[c, o]` of the rows in `layout.items`."""
         if stack.reads_features and self._on_cpu:
             features = np.asarray(observations, dtype=np.float32).reshape(count, -1)
-            whole = lanes.in_order and lanes.index.size == count
-            features = features.reshape(*lanes.index.shape, -1) if whole else features[lanes.index]
-            outputs = stack.act("weights", lanes.rows, features)
+            whole = layout.in_order and layout.index.size == count
+            features = features.reshape(*layout.index.shape, -1) if whole else features[layout.index]
+            outputs = stack.act("weights", layout.rows, features)
         else:
-            index = torch.from_numpy(lanes.index)
+            index = torch.from_numpy(layout.index)
             seen = map_tensors(_tensors(observations), lambda leaf: leaf[index])
-            outputs = stack.outputs("weights", lanes.rows, seen).cpu().numpy()
+            outputs = stack.outputs("weights", layout.rows, seen).cpu().numpy()
         outputs = outputs.reshape(-1, outputs.shape[2])
-        return outputs if lanes.real is None else outputs[lanes.real]
+        return outputs if layout.real is None else outputs[layout.real]
 
     # ---- scoring and learning
 
-    def log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked."""
-        return self._scorer.score(batch, "weights")[0]
+    def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
+        """Return `[n, t]` log-probabilities of the batch's actions in nats, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            base: Under the policy that all members started from rather than under their own.
+        """
+        return self._passes.score(batch, "base" if base else "weights")[0]
 
     def entropies(self, batch: Batch) -> Tensor:
         """Return `[n, t]` entropies of the distributions acted from, in nats, without gradient; 0 where masked."""
-        return self._scorer.score(batch, "weights")[1]
+        return self._passes.score(batch, "weights")[1]
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities under each member's reference, without gradient; 0 where masked."""
-        return self._scorer.score(batch, "reference" if self._states.own_reference else "base")[0]
+        return self._passes.score(batch, "reference" if self._states.own_reference else "base")[0]
 
     def update(
         self,
@@ -204,7 +209,7 @@ class StackedBank:
         entropy_gradient: bool = False,
     ) -> dict[int, UpdateReport]:
         """Take one AdamW step for every member named in `hyperparameters`; see `PolicyBank.update`."""
-        losses = self._scorer.add_gradients(batch, loss_fn, hyperparameters, entropy_gradient=entropy_gradient)
+        losses = self._passes.add_gradients(batch, loss_fn, hyperparameters, entropy_gradient=entropy_gradient)
         return self._states.step(hyperparameters, losses)
 
     def cost(self, batch: Batch) -> dict[int, int]:
@@ -218,6 +223,15 @@ class StackedBank:
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Give slot i everything slot parents[i] has learnt, architecture and all; None = a fresh initialisation."""
         self._states.inherit(parents)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a learner state consists of, by name."""
+        return self._states.parts
+
+    def part(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one part of a member's learner state."""
+        return self._states.part(slot, name)
 
     def state(self, slot: int) -> dict[str, Tensor]:
         """Return copies of everything the member in `slot` has learnt, and its architecture."""

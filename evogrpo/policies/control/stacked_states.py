@@ -150,14 +150,23 @@ class StackedStates:
             )
         self._arrange([self._first if parent is None else self._member(parent) for parent in parents])
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a learner state consists of, by name."""
+        return *self._first.learnt, "architecture", "carried", "step"
+
+    def part(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one part of a member's learner state: a vector `[k]`, its architecture and so on."""
+        stack, row = self.place(slot)
+        if name == "architecture":
+            return self._architecture(stack.config)
+        if name == "step":
+            return torch.tensor(self._steps[slot])
+        return self.carried[slot].clone() if name == "carried" else stack.row(name, row).clone()
+
     def state(self, slot: int) -> dict[str, Tensor]:
         """Return copies of a member's weights and moments `[k]`, its architecture and everything else it has."""
-        member = self._member(slot)
-        return {name: values.clone() for name, values in member.learnt.items()} | {
-            "architecture": self._architecture(member.config),
-            "carried": member.carried,
-            "step": torch.tensor(member.step),
-        }
+        return {name: self.part(slot, name) for name in self.parts}
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Put what `state` returned into a slot, architecture and all.
@@ -176,7 +185,7 @@ class StackedStates:
         self._steps[slot] = member.step
 
     def _checked(self, state: Mapping[str, Tensor]) -> _Member:
-        expected = {*self._first.learnt, "architecture", "carried", "step"}
+        expected = set(self.parts)
         if set(state) != expected:
             hint = ""
             if set(state) ^ expected == {"reference"}:

@@ -27,7 +27,7 @@ SHORT = 1 << 17  # up to so many numbers a member, one step of a whole stack is 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lanes:
+class Layout:
     """Items of several members, laid out with equally many places for each.
 
     Attributes:
@@ -57,12 +57,12 @@ class Lanes:
         """Whether the places hold items 0, 1, 2 and so on, and nothing else."""
         return self.real is None and self.items_in_order
 
-    def of(self, numbers: IntArray) -> "Lanes":
+    def of(self, numbers: IntArray) -> "Layout":
         """Return the same layout for items that are numbered differently: number i is now `numbers[i]`."""
         return replace(self, index=numbers[self.index])
 
 
-def lay_out(rows: IntArray) -> list[Lanes]:
+def lay_out(rows: IntArray) -> list[Layout]:
     """Lay items out on the member axis.
 
     Members with different numbers of items are padded. Where that would more than double the work, members whose
@@ -89,7 +89,7 @@ def lay_out(rows: IntArray) -> list[Lanes]:
         place = np.arange(width)
         real = place < counts[some][:, None]
         index = order[starts[some][:, None] + np.where(real, place, 0)]
-        layouts.append(Lanes(rows=some, index=index, real=None if real.all() else np.flatnonzero(real)))
+        layouts.append(Layout(rows=some, index=index, real=None if real.all() else np.flatnonzero(real)))
     return layouts
 
 

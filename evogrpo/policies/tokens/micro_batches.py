@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -49,3 +51,8 @@ def share_prefixes(member_ids: Tensor, prompt_ids: Tensor) -> tuple[list[tuple[i
     """
     pairs, inverse = torch.unique(torch.stack([member_ids, prompt_ids], 1), dim=0, return_inverse=True)
     return [(int(member), int(prompt)) for member, prompt in pairs.tolist()], inverse
+
+
+def lexsort(minor: Tensor, major: Tensor) -> NDArray[np.intp]:
+    """Return the order that sorts by `major`, then `minor`, ties in their given order."""
+    return np.lexsort((minor.cpu().numpy(), major.cpu().numpy()))

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from evogrpo.agents.members.language import LanguageSettings
-from evogrpo.agents.members.networks import STEPWISE, NetworkSettings
+from evogrpo.agents.members.language_settings import LanguageSettings
+from evogrpo.agents.members.network_settings import STEPWISE, NetworkSettings
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 

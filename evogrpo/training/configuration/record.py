@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 import yaml
 
 import evogrpo
-from evogrpo.agents.members.networks import NETWORK_DEFAULTS, STEPWISE
-from evogrpo.evolution.strategies import Strategy, Tournament, strategy_from_json
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.evolution.strategies import Strategy, Tournament
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter, check_group_size
 from evogrpo.persistence.durable import replace_file
 from evogrpo.training.completions import CompletionsFormat, check_completions
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.members import AgentConfig, NetworkAgentConfig
+from evogrpo.training.configuration.own_strategies import named_strategy, strategy_record
 from evogrpo.training.configuration.question_tasks import Task, parse_task
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, with_value
 from evogrpo.training.configuration.typed import build, inside, mapping, plain, refuse_unknown_keys, typed
@@ -79,7 +80,8 @@ class Config:
         hyperparameters: The first member's; everyone's where nothing evolves.
         evolve: What evolution may change and between which values.
         population: How many members and how they start.
-        strategy: The rule of selection and mutation.
+        strategy: The rule of selection and mutation: "tournament", "no_evolution", or a class of your own as
+            "path.py:Class" or "module:Class"; and its settings.
         agent: What members share.
         logging: What is written.
     """
@@ -114,10 +116,7 @@ class Config:
             raise ValueError("agent must be a NetworkAgentConfig where task.env is given, and else an AgentConfig")
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
         self.evolve.for_samples_per_step(samples)
-        if samples % size:
-            raise ValueError(
-                f"hyperparameters.group_size must divide schedule.samples_per_step = {samples}, got {size}"
-            )
+        _refused("hyperparameters and schedule", lambda: check_group_size(size, samples))
         try:
             self.agent.objective.check(self.hyperparameters, self.evolve)
         except ValueError as error:
@@ -129,7 +128,7 @@ class Config:
             **{each.name: plain(getattr(self, each.name)) for each in fields(self)},
             "hyperparameters": self.hyperparameters.to_json(),
             "evolve": self.evolve.to_json(),
-            "strategy": dict(self.strategy.to_json()),
+            "strategy": strategy_record(self.strategy),
             "schedule": asdict(self.schedule),
         }
 
@@ -159,7 +158,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     }
     if values.get("strategy") is not None:
         strategy = mapping(values["strategy"], "strategy")
-        parsed["strategy"] = _refused("strategy", lambda: strategy_from_json({"name": "tournament", **strategy}))
+        parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
     return Config(**parsed)
 
 
@@ -210,8 +209,9 @@ def _refused(where: str, make: Callable[[], T]) -> T:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration file and put overrides on top.
 
-    Relative paths of models, datasets and reward files are relative to the configuration file where they stand in it,
-    and to the working directory where they stand in an override; `run_dir` is always relative to the latter.
+    Relative paths of models, datasets and files of rewards or a strategy are relative to the configuration file where
+    they stand in it, and to the working directory where they stand in an override; `run_dir` is always relative to the
+    latter.
 
     Args:
         path: A YAML file.
@@ -237,7 +237,7 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the values with relative paths of models, datasets and reward files made absolute."""
+    """Return the values with relative paths of models, datasets and files of rewards or a strategy made absolute."""
     result = dict(values)
     model = result.get("model")
     # A hub id looks like a relative path: it is one only if there is something at it.
@@ -250,10 +250,13 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             files = task["dataset"].items()
             task["dataset"] = {key: _absolute(file, folder) if isinstance(file, str) else file for key, file in files}
         if isinstance(task.get("reward"), str):
-            task["reward"] = _absolute_function(task["reward"], folder)
+            task["reward"] = _absolute_reference(task["reward"], folder)
         elif isinstance(task.get("reward"), list):
-            task["reward"] = [_absolute_function(each, folder) for each in task["reward"]]
+            task["reward"] = [_absolute_reference(each, folder) for each in task["reward"]]
         result["task"] = task
+    strategy = result.get("strategy")
+    if isinstance(strategy, Mapping) and isinstance(strategy.get("name"), str):
+        result["strategy"] = {**strategy, "name": _absolute_reference(strategy["name"], folder)}
     return result
 
 
@@ -261,7 +264,7 @@ def _absolute(path: str, folder: Path) -> str:
     return str((folder / Path(path).expanduser()).resolve())
 
 
-def _absolute_function(reference: Any, folder: Path) -> Any:
+def _absolute_reference(reference: Any, folder: Path) -> Any:
     place, sign, name = str(reference).rpartition(":")
     return f"{_absolute(place, folder)}{sign}{name}" if place.endswith(".py") else reference
 

@@ -1,4 +1,4 @@
-"""What a configuration names outside itself: prompt datasets in files, and the user's own reward functions."""
+"""What a configuration names outside itself: prompt datasets in files, the user's own reward functions and strategy."""
 
 import csv
 import hashlib
@@ -13,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
+USER_MODULE = "evogrpo_user_"
+"""Begins the names of modules that were loaded from a file the user names."""
 
 
 def read_rows(path: Path) -> Sequence[Any]:
@@ -65,32 +67,46 @@ def _read_parquet(path: Path) -> Sequence[Any]:
 
 
 def load_function(reference: str) -> Callable[..., Any]:
-    """Load a function that the user names, running the code of its module.
+    """Load a reward function that the user names, running the code of its module; see `load_named`."""
+    return load_named(reference, "reward function", "function")
+
+
+def load_named(reference: str, what: str, kind: str) -> Callable[..., Any]:
+    """Load a function or a class that the user names, running the code of its module.
 
     Args:
-        reference: `path.py:function`, or `module:function`, imported as if from the working directory.
+        reference: `path.py:name`, or `module:name`, imported as if from the working directory.
+        what: What it is for, in messages.
+        kind: "function" or "class", in messages.
 
     Raises:
-        ValueError: If there is no such module or function, or the module raises while it is run.
+        ValueError: If there is no such module or name, or the module raises while it is run.
     """
     place, sign, name = reference.rpartition(":")
     if not sign or not place or not name:
-        raise ValueError(f'a reward function is named "path.py:function" or "module:function", got {reference!r}')
-    module = _run_file(Path(place)) if place.endswith(".py") else _import(place)
+        raise ValueError(f'a {what} is named "path.py:{kind}" or "module:{kind}", got {reference!r}')
+    module = _run_file(Path(place), what) if place.endswith(".py") else _import(place)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ValueError(f"{place} has no function {name!r}: it has {', '.join(known) or 'none'}")
+        raise ValueError(f"{place} has no {kind} {name!r}: it has {', '.join(known) or 'none'}")
     return function  # type: ignore[no-any-return]  # callable, as just checked
 
 
-def _run_file(path: Path) -> ModuleType:
+def reference_to(kind: type) -> str:
+    """Return the reference with which `load_named` finds a class again, if its module lets it."""
+    module = kind.__module__
+    place = sys.modules[module].__file__ if module.startswith(USER_MODULE) else module
+    return f"{place}:{kind.__qualname__}"
+
+
+def _run_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise ValueError(f"no file {path} to take a reward function from")
+        raise ValueError(f"no file {path} to take a {what} from")
     # One name for one state of one file: two functions of it live in the same module, where worker processes that are
     # sent them look them up, and files of the same name do not replace each other.
     state = f"{path.resolve()} {path.stat().st_mtime_ns}"
-    name = f"evogrpo_user_{path.stem}_{hashlib.sha256(state.encode()).hexdigest()[:8]}"
+    name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(state.encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -22,7 +22,13 @@ from evogrpo.envs.prompts.verifiers.calling import (
     failed,
     is_async,
 )
-from evogrpo.envs.prompts.verifiers.messages import escaped, outcome_of, read_message, request_message, setup_message
+from evogrpo.envs.prompts.verifiers.messages import (
+    escaped,
+    outcome_of,
+    read_message,
+    request_message,
+    setup_message,
+)
 from evogrpo.envs.prompts.verifiers.process import INSIDE_A_WORKER, WorkerProcess
 
 START_SECONDS = 120.0  # for a worker to import what the functions need

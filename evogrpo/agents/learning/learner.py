@@ -1,0 +1,24 @@
+"""Who takes part in a learning step."""
+
+from dataclasses import dataclass
+
+from evogrpo.hyperparameters import Hyperparameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learner:
+    """One member that takes part in a learning step.
+
+    Attributes:
+        slot: Where it lives.
+        index: Who it is; names its random stream.
+        step: Which learning step of its this is; names the stream as well.
+        hyperparameters: Read here and nowhere else.
+        sources: Slots of the members whose samples it learns from; None = its own only.
+    """
+
+    slot: int
+    index: int
+    step: int
+    hyperparameters: Hyperparameters
+    sources: tuple[int, ...] | None = None

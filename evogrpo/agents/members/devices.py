@@ -1,0 +1,23 @@
+"""Where members compute."""
+
+import torch
+from accelerate import Accelerator
+
+
+def device_of(accelerator: Accelerator | None, device: str | torch.device | None) -> str | torch.device | None:
+    """Return the device that is wanted, or that an accelerator chooses; None = no wish.
+
+    Raises:
+        ValueError: If both are given, or the accelerator runs several processes.
+    """
+    if accelerator is None:
+        return device
+    if device is not None:
+        raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")
+    if accelerator.num_processes != 1:
+        raise ValueError(
+            f"one process trains a whole population, got an accelerator with {accelerator.num_processes}: "
+            "start the program without a multi-process launcher"
+        )
+    chosen: torch.device = accelerator.device
+    return chosen

@@ -1,0 +1,173 @@
+"""What a strategy sees: every generation's members, what they earned and what they cost."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Self
+
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.lineage import MemberRecord
+from evogrpo.hyperparameters import HyperparameterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One slot in one generation.
+
+    Attributes:
+        member: Who lived there; None where nobody did.
+        fitness: What the member earned, question by question; None if it failed.
+        tokens: Tokens (or environment steps) it processed in this generation, updates included.
+        seconds: Its share of the generation's time, by tokens.
+
+    Raises:
+        ValueError: If an empty slot has a fitness.
+    """
+
+    member: MemberRecord | None = None
+    fitness: Fitness | None = None
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.member is None and self.fitness is not None:
+            raise ValueError("a slot without a member has no fitness, got one: leave it out")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {
+            "member": None if self.member is None else self.member.to_json(),
+            "scores": None if self.fitness is None else list(self.fitness.scores),
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned."""
+        member, scores = values["member"], values["scores"]
+        return cls(
+            member=None if member is None else MemberRecord.from_json(member),
+            fitness=None if scores is None else Fitness.from_scores(scores),
+            tokens=values["tokens"],
+            seconds=values["seconds"],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """One generation, as it was evaluated.
+
+    Attributes:
+        number: From 1.
+        samples_per_step: Samples each member collected per learning step.
+        steps_per_generation: Learning steps that were planned for it; a limit of the run may have ended it earlier.
+        seats: One for each slot of the bank.
+
+    Raises:
+        ValueError: If a member stands at another slot than its own.
+    """
+
+    number: int
+    samples_per_step: int
+    steps_per_generation: int
+    seats: tuple[Seat, ...]
+
+    def __post_init__(self) -> None:
+        slots = {place: seat.member.slot for place, seat in enumerate(self.seats) if seat.member is not None}
+        if any(place != slot for place, slot in slots.items()):
+            raise ValueError(f"members must come in slot order, got slots {list(slots.values())} at {list(slots)}")
+
+    @property
+    def fitness(self) -> tuple[Fitness | None, ...]:
+        """One entry per slot; None where the member failed or nobody lived."""
+        return tuple(seat.fitness for seat in self.seats)
+
+    @property
+    def empty(self) -> tuple[int, ...]:
+        """The slots where nobody lived."""
+        return tuple(slot for slot, seat in enumerate(self.seats) if seat.member is None)
+
+    @property
+    def failed(self) -> tuple[int, ...]:
+        """The slots of members that failed: none of them can be kept or copied."""
+        return tuple(slot for slot, seat in enumerate(self.seats) if seat.member is not None and seat.fitness is None)
+
+    def member(self, slot: int) -> MemberRecord:
+        """Return who lived in a slot.
+
+        Raises:
+            ValueError: If nobody did.
+        """
+        member = self.seats[slot].member
+        if member is None:
+            raise ValueError(f"slot {slot} held nobody in generation {self.number}, so nothing can be copied from it")
+        return member
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {**vars(self), "seats": [seat.to_json() for seat in self.seats]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned."""
+        return cls(**{**values, "seats": tuple(Seat.from_json(seat) for seat in values["seats"])})
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """Everything up to the generation that has just been evaluated.
+
+    Attributes:
+        space: What evolves.
+        next_index: The first index no member ever had; children take this one and those after it.
+        generations: The oldest first, the one to plan from last. A run that an earlier version began, which kept no
+            history, has those since it was resumed.
+
+    Raises:
+        ValueError: If there is no generation, or generations do not follow each other or contradict `next_index`.
+    """
+
+    space: HyperparameterConfig
+    next_index: int
+    generations: tuple[Generation, ...]
+
+    def __post_init__(self) -> None:
+        if not self.generations:
+            raise ValueError("a history must hold the generation to plan from, got none")
+        for before, after in pairwise(self.generations):
+            if after.number != before.number + 1 or len(after.seats) != len(before.seats):
+                raise ValueError(
+                    "generations must follow each other with equally many slots, got "
+                    f"{after.number} of {len(after.seats)} after {before.number} of {len(before.seats)}"
+                )
+        indices = [seat.member.index for seat in self.last.seats if seat.member is not None]
+        if any(index >= self.next_index for index in indices):
+            raise ValueError(f"next_index must exceed every index in use, got {self.next_index} for {indices}")
+
+    @property
+    def last(self) -> Generation:
+        """The generation that has just been evaluated."""
+        return self.generations[-1]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of the bank, those that hold nobody included."""
+        return len(self.last.seats)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values."""
+        return {
+            "space": self.space.to_json(),
+            "next_index": self.next_index,
+            "generations": [generation.to_json() for generation in self.generations],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned."""
+        return cls(
+            space=HyperparameterConfig.from_json(values["space"]),
+            next_index=values["next_index"],
+            generations=tuple(Generation.from_json(each) for each in values["generations"]),
+        )

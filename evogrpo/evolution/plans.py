@@ -1,0 +1,177 @@
+"""A plan: who lives in every slot next and what the next generations spend, as plain data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from evogrpo.evolution.history import History
+from evogrpo.evolution.lineage import Child
+from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
+from evogrpo.hyperparameters import Hyperparameters, check_group_size, feasible_group_sizes, whole_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What happens to every slot between two generations.
+
+    A slot keeps its member, whose parent is the slot itself and who has no child; or it gets a child, of another slot's
+    member, of its own or, with parent None, of nobody: a fresh founder. With neither parent nor child it holds nobody
+    next: its member is retired, or it stays empty until a later plan fills it.
+
+    Attributes:
+        generation: The generation whose fitness it was made from.
+        parents: For each slot, the slot whose learner state it takes, its own if unchanged, or None for a fresh
+            initialisation: the argument of `bank.inherit`.
+        children: One birth for every slot that gets another member; all others keep theirs or hold nobody.
+        reasons: Why, one for each slot.
+        elite: The slot of the best member at this evaluation.
+        samples_per_step: Samples each member collects per learning step from now on; None = as before.
+        steps_per_generation: Learning steps per generation from now on; None = as before.
+
+    Raises:
+        ValueError: If the fields contradict each other.
+    """
+
+    generation: int
+    parents: tuple[int | None, ...]
+    children: tuple[Child, ...]
+    reasons: tuple[str, ...]
+    elite: int
+    samples_per_step: int | None = None
+    steps_per_generation: int | None = None
+
+    def __post_init__(self) -> None:
+        slots = range(len(self.parents))
+        born = {child.slot: child for child in self.children}
+        if len(self.reasons) != len(slots):
+            raise ValueError(f"a plan has one reason per slot, got {len(self.reasons)} for {len(slots)} slots")
+        if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born)):
+            raise ValueError(
+                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite} "
+                f"and children in {list(born)}"
+            )
+        if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
+            raise ValueError(
+                f"children have slots and indices of their own, got {[(c.slot, c.index) for c in self.children]}"
+            )
+        unborn = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
+        if unborn:
+            raise ValueError(f"a slot that takes another's state needs a child with a new index, missing in {unborn}")
+        mixed = [slot for slot, child in born.items() if (child.parent is None) != (self.parents[slot] is None)]
+        if mixed:
+            raise ValueError(
+                f"a child has a parent exactly where its slot takes a member's state, got one of both in {mixed}"
+            )
+        if len(self.vacant) == len(slots):
+            raise ValueError("a plan must leave somebody alive, got one that retires every member")
+        if self.samples_per_step is not None:
+            feasible_group_sizes(self.samples_per_step)
+        if (
+            self.steps_per_generation is not None
+            and whole_number("steps_per_generation", self.steps_per_generation) < 1
+        ):
+            raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}")
+
+    @classmethod
+    def from_choices(
+        cls,
+        history: History,
+        choices: Sequence[Choice],
+        hyperparameters: Mapping[int, Hyperparameters] | None = None,
+        *,
+        samples_per_step: int | None = None,
+        steps_per_generation: int | None = None,
+    ) -> Self:
+        """Turn what was chosen for each slot into a plan: children are numbered, their changes and parents named.
+
+        Args:
+            history: What was planned from.
+            choices: One per slot, with its reason. A child is born where the parent is another slot.
+            hyperparameters: Those of children, by slot; a child without an entry has its parent's. An entry for a slot
+                that keeps its own state makes a child of its member; one for a slot without parent makes a founder.
+            samples_per_step: See the attribute.
+            steps_per_generation: Likewise.
+        """
+        own = hyperparameters or {}
+        children: list[Child] = []
+        for slot, choice in enumerate(choices):
+            if choice.parent in (slot, None) and slot not in own:
+                continue
+            parent = None if choice.parent is None else history.last.member(choice.parent)
+            values = own[slot] if slot in own or parent is None else parent.hyperparameters
+            before, after = (values if parent is None else parent.hyperparameters).to_json(), values.to_json()
+            children.append(
+                Child(
+                    slot=slot,
+                    index=history.next_index + len(children),
+                    parent=None if parent is None else parent.index,
+                    hyperparameters=values,
+                    changes={name: (before[name], after[name]) for name in before if before[name] != after[name]},
+                    reason=choice.reason,
+                )
+            )
+        return cls(
+            generation=history.last.number,
+            parents=tuple(choice.parent for choice in choices),
+            children=tuple(children),
+            reasons=tuple(choice.reason for choice in choices),
+            elite=best_slot(history.last.fitness),
+            samples_per_step=samples_per_step,
+            steps_per_generation=steps_per_generation,
+        )
+
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """The slots that hold nobody next."""
+        born = {child.slot for child in self.children}
+        return tuple(slot for slot, parent in enumerate(self.parents) if parent is None and slot not in born)
+
+    def check(self, history: History) -> None:
+        """Refuse a plan that cannot be carried out after the last generation of a history.
+
+        Raises:
+            ValueError: If it is for other slots or another generation; if a slot keeps or copies a member that failed
+                or is not there; if children are numbered or named wrongly; or if somebody's group size does not divide
+                the samples of a learning step.
+        """
+        last = history.last
+        if (len(self.parents), self.generation) != (history.capacity, last.number):
+            raise ValueError(
+                f"a plan must be for the {history.capacity} slots after generation {last.number}, got one for "
+                f"{len(self.parents)} after generation {self.generation}"
+            )
+        healthy = healthy_slots(last.fitness)
+        if not {self.elite, *self.parents} <= {None, *healthy}:
+            raise ValueError(
+                f"only healthy members can be kept, copied or best, which are in slots {healthy}; got parents "
+                f"{self.parents} and elite {self.elite}: give a slot whose member failed another parent, or retire it"
+            )
+        indices = [child.index for child in self.children]
+        if indices != list(range(history.next_index, history.next_index + len(indices))):
+            raise ValueError(f"children must take the indices from {history.next_index} on in order, got {indices}")
+        samples = self.samples_per_step or last.samples_per_step
+        history.space.for_samples_per_step(samples)
+        born = {child.slot: child for child in self.children}
+        for slot, parent in enumerate(self.parents):
+            copied = None if parent is None else last.member(parent)
+            resident = born.get(slot, copied)
+            if resident is None:
+                continue
+            if slot in born and copied is not None and resident.parent != copied.index:
+                raise ValueError(
+                    f"a child's parent must be the member whose state it takes, got {resident.parent} for the child in "
+                    f"slot {slot}, which takes that of {copied.index}"
+                )
+            check_group_size(resident.hyperparameters.group_size, samples, whose=f"member {resident.index}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values; budgets only where they change."""
+        budgets = {name: getattr(self, name) for name in ("samples_per_step", "steps_per_generation")}
+        return {
+            "generation": self.generation,
+            "parents": list(self.parents),
+            "children": [child.to_json() for child in self.children],
+            "reasons": list(self.reasons),
+            "elite": self.elite,
+            **{name: value for name, value in budgets.items() if value is not None},
+        }

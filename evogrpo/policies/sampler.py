@@ -1,0 +1,26 @@
+"""Sampling as a seam: whatever writes completions for members, in this process or outside it."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from evogrpo.records import Rollout, Rows
+
+
+class Sampler(Protocol):
+    """Whatever samples completions for members: their bank, or an engine that holds copies of their weights."""
+
+    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
+        """Sample one completion for each row, in the order of the rows.
+
+        Args:
+            rows: Which member completes which prompt.
+            base: Sample from the untrained base, whatever `rows.member_ids` says.
+        """
+        ...
+
+    def sync(self, changed: Sequence[int]) -> None:
+        """Be told, before it samples again, which slots' weights have changed since it was last told.
+
+        An engine with copies of its own loads these members again.
+        """
+        ...

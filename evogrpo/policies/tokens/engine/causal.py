@@ -1,0 +1,286 @@
+"""A frozen causal language model of transformers as a TokenModel: prefix-shared passes that leave it as it was."""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
+from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
+from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
+from evogrpo.policies.tokens.engine.heads import close, find_head
+from evogrpo.policies.tokens.weights.protocol import Route, View
+
+SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
+
+
+def pad_left(sequences: Sequence[tuple[int, ...]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token ids `[m, P]` padded on the left, and the mask of real tokens `[m, P]`."""
+    width = max(len(sequence) for sequence in sequences)
+    ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(sequences), width), dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        ids[row, width - len(sequence) :] = torch.tensor(sequence)
+        mask[row, width - len(sequence) :] = True
+    return ids.to(device), mask.to(device)
+
+
+def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Return how many tokens all prompts begin with, at least one of each prompt's left over."""
+    shortest = min(map(len, prompts)) - 1
+    first = min(prompts), max(prompts)  # what the extremes share, all in between share
+    differing = (place for place in range(shortest) if first[0][place] != first[1][place])
+    return next(differing, shortest)
+
+
+class CausalModel:
+    """A base language model, used by calling its modules only; see `engine.protocol.TokenModel`.
+
+    Members' weights act through forward hooks on the modules that they change. The hooks exist only while the model is
+    `working`, and do nothing but during a pass of its own.
+
+    At construction a probe compares the prefix-shared pass and the bare vocabulary head with the model's own
+    `forward`; whatever differs is not used (`shares_prefix`, `head`).
+
+    Args:
+        model: A causal language model of transformers; never changed.
+        pad_id: Token id used as padding.
+        changed: Dotted names of the modules whose output views change.
+        explicit_positions: Whether to pass positions, counted without padding; only models whose attention knows
+            nothing but distances can do without.
+        autocast: Makes the context that passes run in, for mixed precision.
+
+    Raises:
+        ValueError: If the logits cannot be computed from the hidden states, or padding changes them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pad_id: int,
+        *,
+        changed: Sequence[str] = (),
+        explicit_positions: bool = True,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.pad_id = pad_id
+        self.explicit_positions = explicit_positions
+        self.autocast = autocast
+        self._changed = {name: model.get_submodule(name) for name in changed}
+        self._view: View | None = None
+        self._working = False
+        self.decoder: nn.Module = model.base_model
+        self.device = next(model.parameters()).device
+        self.layers = int(model.config.get_text_config().num_hidden_layers)
+        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        with frozen(model), torch.no_grad():
+            self.head = find_head(model)
+            self._probe_padding()
+            self.shares_prefix = True  # as the probe tries it
+            self.shares_prefix = self._probe_prefix()
+        if not self.shares_prefix:
+            warnings.warn(
+                f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
+                "again for every completion, and sampling recomputes the whole sequence for every token",
+                stacklevel=3,
+            )
+
+    @property
+    def exact(self) -> bool:
+        """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
+        dtype = next(self.model.parameters()).dtype
+        return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Freeze the model and hook the views in; inside another such `with`, there is nothing left to do."""
+        if self._working:
+            yield
+            return
+        handles: list[RemovableHandle] = []
+        try:
+            self._working = True
+            with frozen(self.model), grouped_attention(self.device):
+                handles.extend(module.register_forward_hook(self._hook(name)) for name, module in self._changed.items())
+                yield
+        finally:
+            self._working = False
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
+        def change(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            return None if self._view is None else self._view(name, args[0], output)
+
+        return change
+
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
+        """Return final hidden states `[n, t, h]` of tokens `[n, t]` that continue `cache`.
+
+        Args:
+            ids: `[n, t]` token ids.
+            mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the first True.
+            cache: What the tokens continue, or None.
+            view: The weights that rows act with; None = the base's alone.
+        """
+        positions = {}
+        if self.explicit_positions:
+            positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        # A model without a cache of keys and values has no such argument: it is named only when there is one.
+        cached = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        try:
+            self._view = view
+            output = self.decoder(input_ids=ids, attention_mask=mask.long(), **positions, **cached)
+        finally:
+            self._view = None
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def prefix(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        slots: Sequence[int],
+        route: Route,
+        shortest_root: int = SHORTEST_ROOT,
+    ) -> Prefix | Prompts:
+        """Run prompts once each, keeping what completions need to continue from them, gradients included.
+
+        What all prompts begin with, a system prompt for instance, runs only once per slot. Where the cache cannot be
+        shared, nothing runs yet.
+
+        Args:
+            prompts: Token ids of each.
+            slots: Whose weights run each prompt, sorted.
+            route: Directs rows to weights.
+            shortest_root: Fewest common tokens that are worth a pass of their own.
+        """
+        if not self.shares_prefix:
+            ids, mask = pad_left(prompts, self.pad_id, self.device)
+            return Prompts(ids=ids, mask=mask)
+        owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
+        common = _common_length(prompts)
+        if common < shortest_root or len(owners) == len(prompts):
+            return self._run_on(None, torch.arange(len(prompts)), prompts, route(torch.tensor(slots)))
+        root = self._run_on(None, torch.arange(len(owners)), [prompts[0][:common]] * len(owners), route(owners))
+        rest = [prompt[common:] for prompt in prompts]
+        return self._run_on(root, rows.to(self.device), rest, route(torch.tensor(slots)))
+
+    def resume(
+        self,
+        parts: Sequence[Context],
+        part_of: Tensor,
+        row_of: Tensor,
+        tokens: Sequence[tuple[int, ...]],
+        slots: Tensor,
+        route: Route,
+    ) -> Prefix:
+        """Go on from rows that were set aside, running only the tokens that follow; see `TokenModel.resume`."""
+        root = collected(parts, part_of.to(self.device), row_of.to(self.device))
+        return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, route(slots))
+
+    def _run_on(
+        self, root: Context | None, rows: Tensor, prompts: Sequence[tuple[int, ...]], view: View | None
+    ) -> Prefix:
+        """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
+        ids, mask = pad_left(prompts, self.pad_id, self.device)
+        layers = [PrefixLayer() for _ in range(self.layers)]
+        if root is not None:
+            # Root, padding, prompt -> padding, root, prompt: distances between tokens are then what they seem to be.
+            place = torch.arange(root.mask.shape[1] + mask.shape[1], device=self.device)
+            padding, end = (~mask).sum(1)[:, None], root.mask.shape[1] + (~mask).sum(1)[:, None]
+            order = torch.where(
+                place < padding, root.mask.shape[1] + place, torch.where(place < end, place - padding, place)
+            )
+            mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
+            layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
+        hidden = self.run(ids, mask, Cache(layers=list(layers)), view)
+        return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
+
+    def extend(self, prefix: Prefix | Prompts, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
+        """Run completions on top of prompts; see `TokenModel.extend`."""
+        if isinstance(prefix, Prompts):
+            whole = torch.cat([prefix.ids[rows], ids], dim=1), torch.cat([prefix.mask[rows], present], dim=1)
+            return self.run(*whole, None, view)[:, prefix.ids.shape[1] - 1 :]
+        first = prefix.last_hidden[rows][:, None]
+        if not ids.shape[1]:
+            return first
+        cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
+        hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, view)
+        return torch.cat([first, hidden], dim=1)
+
+    def decode(
+        self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, route: Route
+    ) -> CachedDecoding | PlainDecoding:
+        """Begin to write rows; see `TokenModel.decode`."""
+        if isinstance(prefix, Prompts):
+            return PlainDecoding(self.run, prefix, rows, slots, route)
+        return CachedDecoding(self.run, prefix, rows, slots, room, route)
+
+    def score(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        temperature: Tensor,
+        forbidden: Tensor,
+        forbidden_ids: Tensor,
+        chunk: int,
+        *,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies; see `TokenModel.score`."""
+        return chunked_log_probs(
+            hidden,
+            self.head,
+            tokens,
+            temperature,
+            forbidden,
+            forbidden_ids,
+            chunk,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def _probe_padding(self) -> None:
+        """Refuse a model for which padding on the left changes the hidden states."""
+        ids = torch.tensor([[3, 1, 2]], device=self.device) % self.model.config.get_text_config().vocab_size
+        padded = torch.cat([torch.full_like(ids[:, :2], self.pad_id), ids], dim=1)
+        mask = torch.ones_like(padded, dtype=torch.bool)
+        mask[:, :2] = False
+        try:
+            shifted = self.run(padded, mask, None, None)[:, 2:]
+        except TypeError as error:
+            remedy = " and position_ids; pass calc_position_embeddings=False" if self.explicit_positions else ""
+            raise ValueError(
+                f"{type(self.model).__name__} cannot be run with attention_mask{remedy}: {error}"
+            ) from error
+        if not close(shifted, self.decoder(input_ids=ids).last_hidden_state):
+            raise ValueError(
+                f"padding on the left changes what {type(self.model).__name__} computes"
+                f"{'' if self.explicit_positions else ': it needs positions, leave calc_position_embeddings at True'}"
+            )
+
+    def _probe_prefix(self) -> bool:
+        """Tell whether completions on top of a shared, padded prefix give the logits of the plain forward pass."""
+        vocabulary = self.model.config.get_text_config().vocab_size
+        prompts = [(3, 1, 2, 3), (3, 1, 1)]
+        rows = torch.tensor([0, 0, 1], device=self.device)
+        ids = torch.tensor([[2, 1, 3], [3, 3, 1], [1, 2, 2]], device=self.device) % vocabulary
+        present = torch.ones_like(ids, dtype=torch.bool)
+        try:
+            prompts = [tuple(token % vocabulary for token in prompt) for prompt in prompts]
+            prefix = self.prefix(prompts, [0, 0], lambda slots: None, shortest_root=1)
+            shared = self.extend(prefix, rows, ids, present, None)[:, 1:]
+        except Exception:  # noqa: BLE001  # an architecture's cache may fail in any way; the plain path is always right
+            return False
+        for row, own in enumerate(rows.tolist()):
+            whole = torch.tensor([*prompts[own], *ids[row].tolist()], device=self.device)[None]
+            plain = self.decoder(input_ids=whole).last_hidden_state[0, len(prompts[own]) :]
+            if not close(shared[row], plain):
+                return False
+        return True

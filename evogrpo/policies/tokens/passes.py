@@ -1,0 +1,167 @@
+"""Log-probabilities and gradients of a batch, in micro-batches that fit into memory."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evogrpo.policies.bank import LossFunction, Policy
+from evogrpo.policies.tokens.engine.protocol import TokenModel
+from evogrpo.policies.tokens.micro_batches import lexsort, micro_batches, share_prefixes
+from evogrpo.policies.tokens.weights.protocol import Weights
+from evogrpo.records import Batch, TokenInputs
+
+NO_GRAD_FACTOR = 4  # a pass without gradients keeps no activations, so its parts may be larger
+
+
+class TokenPasses:
+    """Scores batches of completions and finds gradients; all calls happen while the model is working.
+
+    Args:
+        model: What runs.
+        weights: Under whose weights.
+        end_ids: `[e]` token ids that end a completion, ruled out at the beginning of a turn.
+        micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
+            runs out.
+        logits_rows: Most tokens whose logits are held at once.
+    """
+
+    def __init__(
+        self, model: TokenModel[Any], weights: Weights, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
+    ) -> None:
+        self._model, self._weights, self._end_ids = model, weights, end_ids
+        self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
+
+    @torch.no_grad()
+    def score(self, batch: Batch, policy: Policy) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
+        log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
+        entropies = torch.zeros_like(log_probs)
+        while True:
+            try:
+                for part in self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy):
+                    log_probs[part], entropies[part] = self._forward(batch.select(part), policy)
+                return log_probs, entropies
+            except torch.OutOfMemoryError:
+                if self.micro_batch_tokens == 1:
+                    raise
+                self.halve()
+
+    def halve(self) -> None:
+        """Go on in micro-batches of half the size, because memory ran out."""
+        self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
+
+    def gradients(
+        self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, *, entropy_gradient: bool
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield each member's slot, gradient `[k]` and loss as soon as its last micro-batch is done.
+
+        Members follow each other in the micro-batches, so few gradients are alive at a time, whatever their number.
+        The yielded gradient is only valid until the next one is asked for. A member whose single completion does not
+        fit into memory has a gradient of NaN.
+
+        Raises:
+            torch.OutOfMemoryError: If memory runs out in a micro-batch of several rows.
+        """
+        rows = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
+        parts = [rows[part] for part in self._parts(batch.select(rows), self.micro_batch_tokens, "weights")]
+        members = [sorted(set(batch.member_ids[part].tolist())) for part in parts]
+        last = {slot: number for number, present in enumerate(members) for slot in present}
+        losses = dict.fromkeys(slots, 0.0)
+        spare: list[Tensor] = []
+        open_: dict[int, Tensor] = {}
+        try:
+            for slot in slots:
+                if slot not in last:
+                    yield slot, self._weights.new_gradient(), 0.0
+            for number, (part, present) in enumerate(zip(parts, members, strict=True)):
+                for slot in present:
+                    if slot not in open_:
+                        open_[slot] = spare.pop().zero_() if spare else self._weights.new_gradient()
+                        self._weights.gather_gradient(slot, open_[slot])
+                self._backward(batch, part, loss_fn, entropy_gradient, losses, open_)
+                for slot in present:
+                    if last[slot] == number:
+                        self._weights.gather_gradient(slot, None)
+                        yield slot, open_[slot], losses[slot]
+                        spare.append(open_.pop(slot))
+        finally:
+            for slot in open_:
+                self._weights.gather_gradient(slot, None)
+
+    def _backward(
+        self,
+        batch: Batch,
+        part: Tensor,
+        loss_fn: LossFunction,
+        entropy_gradient: bool,
+        losses: dict[int, float],
+        gradients: dict[int, Tensor],
+    ) -> None:
+        """Add one micro-batch to its members' gradients and losses."""
+        try:
+            scores = self._forward(batch.select(part), "weights", entropy_gradient=entropy_gradient)
+            loss = loss_fn(part, *scores)
+            loss.sum().backward()
+        except torch.OutOfMemoryError:
+            if len(part) > 1:
+                raise
+            gradients[int(batch.member_ids[part])].fill_(float("nan"))  # fails this member alone
+            return
+        for slot, value in zip(batch.member_ids[part].tolist(), loss.tolist(), strict=True):
+            losses[slot] += value
+
+    def _parts(self, batch: Batch, budget: int, policy: Policy) -> list[Tensor]:
+        """Plan the micro-batches: rows sorted by member and prompt, each with at least one action."""
+        inputs: TokenInputs = batch.inputs
+        members = _acting(batch, policy)
+        order = lexsort(inputs.prompt_ids, members).tolist()
+        lengths = _lengths(batch.action_mask).tolist()
+        _, prefixes = share_prefixes(members.cpu(), inputs.prompt_ids.cpu())
+        widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
+        rows = [row for row in order if lengths[row]]
+        parts = micro_batches(rows, prefixes.tolist(), widths, lengths, budget)
+        return [part.to(batch.actions.device) for part in parts]
+
+    def _forward(self, batch: Batch, policy: Policy, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies `[n, t]` of rows sorted by member and prompt, in one forward pass."""
+        inputs: TokenInputs = batch.inputs
+        used = int(_lengths(batch.action_mask).max())
+        mask = batch.action_mask[:, :used]
+        early = inputs.places(used).to(mask.device) < inputs.min_new_tokens
+        with self._model.autocast():
+            scores = self._model.score(
+                self._hidden(batch, used, policy)[mask],
+                batch.actions[:, :used][mask],
+                inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
+                early[mask],
+                self._end_ids,
+                self.logits_rows,
+                entropy_gradient=entropy_gradient,
+            )
+        rows, columns = mask.nonzero(as_tuple=True)
+        zeros = torch.zeros(batch.actions.shape, device=mask.device)
+        log_probs, entropies = (zeros.index_put((rows, columns), values) for values in scores)
+        return log_probs, entropies
+
+    def _hidden(self, batch: Batch, used: int, policy: Policy) -> Tensor:
+        """Return the hidden states `[n, used, h]` from which each of the first `used` actions is predicted."""
+        inputs: TokenInputs = batch.inputs
+        members, route = _acting(batch, policy), self._weights.route(policy)
+        pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
+        prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
+        prefix = self._model.prefix(prompts, slots, route)
+        fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
+        return self._model.extend(prefix, rows, fed, present, route(members))
+
+
+def _acting(batch: Batch, policy: Policy) -> Tensor:
+    """Return the slots whose weights score the rows: under the base all rows are alike, and share prompts."""
+    return torch.zeros_like(batch.member_ids) if policy == "base" else batch.member_ids
+
+
+def _lengths(mask: Tensor) -> Tensor:
+    """Return how many leading columns of each row are needed to reach its last True."""
+    columns = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return (mask * columns).amax(1)

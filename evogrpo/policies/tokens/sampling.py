@@ -1,0 +1,189 @@
+"""Sampling rows of any order and number: in waves that fit into memory, each prompt once per member or gone on with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from evogrpo.policies.tokens.engine.protocol import Decoding, TokenModel
+from evogrpo.policies.tokens.generation import generate
+from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
+from evogrpo.policies.tokens.weights.protocol import Route, Weights
+from evogrpo.records import Rollout, Rows
+
+CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept
+
+Stamp = tuple[int, int] | None
+"""Which weights a row was run under: slot and count of changes, or None for the base."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeptRows:
+    """What the rows of a rollout can be gone on from.
+
+    Attributes:
+        parts: What was set aside.
+        part_of: `[n]` which part a row is in; -1 = nothing was kept of it.
+        row_of: `[n]` which row of that part it is.
+        tokens: What has been run of each row, prompt included.
+        stamps: Under which weights.
+    """
+
+    parts: tuple[Any, ...]
+    part_of: Tensor
+    row_of: Tensor
+    tokens: tuple[tuple[int, ...], ...]
+    stamps: tuple[Stamp, ...]
+
+    def serves(self, row: int, whole: tuple[int, ...], stamp: Stamp) -> bool:
+        """Tell whether a row can be gone on with: the same weights, and more tokens than have been run."""
+        run = self.tokens[row]
+        return (
+            int(self.part_of[row]) >= 0
+            and self.stamps[row] == stamp
+            and len(run) < len(whole)
+            and whole[: len(run)] == run
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Piece:
+    """Rows that were sampled together: their numbers, and what `generate` returned for them."""
+
+    numbers: Tensor
+    rollout: Rollout
+    aside: list[tuple[Tensor, Any]]
+
+
+def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor, *, base: bool) -> Rollout:
+    """Sample one completion per row; see `evogrpo.policies.sampler.Sampler`.
+
+    What was kept of rows serves those whose weights have not changed and whose prompt and history begin with it; all
+    others run again.
+
+    Args:
+        model: The base model, working and without gradients.
+        weights: What members have learnt.
+        rows: Work in any order; without uniforms, torch's default generator draws them.
+        end_ids: `[e]` token ids that end a completion.
+        base: Sample from the untrained base.
+
+    Raises:
+        ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
+    """
+    if not len(rows):
+        raise ValueError("there is nothing to sample: rows is empty")
+    if any(not prompt for prompt in rows.prompts):
+        raise ValueError("a prompt must hold at least one token, got an empty one")
+    rows = _with_history(rows)
+    if rows.uniforms is None:
+        rows = replace(rows, uniforms=torch.rand(len(rows), rows.max_new_tokens, generator=torch.default_generator))
+    width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
+    if model.context is not None and width > model.context:
+        raise ValueError(
+            f"the longest prompt and completion together must fit the model's context of {model.context} "
+            f"tokens, got {width}: lower max_output_tokens, or leave long prompts out (max_prompt_length)"
+        )
+    stamps: list[Stamp] = [None if base else (slot, weights.changes(slot)) for slot in rows.member_ids.tolist()]
+    kept = rows.kept if isinstance(rows.kept, KeptRows) else None
+    order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
+    served = torch.zeros(len(rows), dtype=torch.bool) if kept is None else _served(kept, rows, stamps)
+    route, spare, pieces = weights.route("base" if base else "weights"), CACHED_TOKENS, list[_Piece]()
+    for going_on, numbers in ((kept, order[served[order]]), (None, order[~served[order]])):
+        for wave in numbers.split(max(1, CACHED_TOKENS // width)) if len(numbers) else ():
+            spare -= len(wave) * width
+            part = replace(rows, keep=rows.keep and spare >= 0)
+            pieces += _sample_wave(model, route, part, wave, going_on, end_ids)
+    return _joined(rows, pieces, stamps)
+
+
+def _with_history(rows: Rows) -> Rows:
+    """Return the same rows with what came after the prompts as a part of these."""
+    if rows.history is None:
+        return rows
+    numbers: dict[tuple[int, ...], int] = {}
+    ids = [
+        numbers.setdefault((*rows.prompts[prompt], *later), len(numbers))
+        for prompt, later in zip(rows.prompt_ids.tolist(), rows.history, strict=True)
+    ]
+    return replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
+
+
+def _served(kept: KeptRows, rows: Rows, stamps: Sequence[Stamp]) -> Tensor:
+    """Tell which rows what was kept serves, `[n]`."""
+    earlier = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
+    wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
+    return torch.tensor([kept.serves(*each) for each in zip(earlier, wholes, stamps, strict=True)])
+
+
+def _sample_wave(
+    model: TokenModel[Any], route: Route, rows: Rows, wave: Tensor, kept: KeptRows | None, end_ids: Tensor
+) -> list[_Piece]:
+    """Sample the rows numbered in `wave` together, or in halves where memory runs out."""
+    part = rows.select(wave)
+    assert part.uniforms is not None  # `sample` has drawn them
+    uniforms = part.uniforms.to(model.device)
+    part = replace(
+        part,
+        prompt_ids=part.prompt_ids.to(model.device),
+        member_ids=part.member_ids.to(model.device),
+        temperature=part.temperature.to(model.device),
+    )
+    try:
+        decoding = _fresh(model, route, part) if kept is None else _resumed(model, route, part, kept)
+        rollout, aside = generate(model, decoding, part, uniforms, end_ids)
+        return [_Piece(numbers=wave, rollout=rollout, aside=aside)]
+    except torch.OutOfMemoryError:
+        if len(wave) == 1:
+            raise
+    return [piece for half in wave.chunk(2) for piece in _sample_wave(model, route, rows, half, kept, end_ids)]
+
+
+def _fresh(model: TokenModel[Any], route: Route, rows: Rows) -> Decoding:
+    """Begin with rows whose prompts have not been run: each runs once per member."""
+    pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
+    prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
+    prefix = model.prefix(prompts, slots, route)
+    return model.decode(prefix, prefix_of, rows.member_ids, rows.max_new_tokens - 1, route)
+
+
+def _resumed(model: TokenModel[Any], route: Route, rows: Rows, kept: KeptRows) -> Decoding:
+    """Begin with rows of which everything but their latest tokens has been run."""
+    assert rows.kept_rows is not None
+    wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
+    latest = [whole[len(kept.tokens[row]) :] for row, whole in zip(rows.kept_rows.tolist(), wholes, strict=True)]
+    places = kept.part_of[rows.kept_rows], kept.row_of[rows.kept_rows]
+    prefix = model.resume(kept.parts, *places, latest, rows.member_ids, route)
+    every = torch.arange(len(rows), device=model.device)
+    return model.decode(prefix, every, rows.member_ids, rows.max_new_tokens - 1, route)
+
+
+def _joined(rows: Rows, pieces: Sequence[_Piece], stamps: Sequence[Stamp]) -> Rollout:
+    """Put the completions into the order of the rows, and together what was set aside of them."""
+    rollouts = [piece.rollout for piece in pieces]
+    back = torch.argsort(torch.cat([piece.numbers for piece in pieces])).to(rollouts[0].actions.device)
+    whole = Rollout(
+        actions=torch.cat([part.actions for part in rollouts])[back],
+        present=torch.cat([part.present for part in rollouts])[back],
+        log_probs=torch.cat([part.log_probs for part in rollouts])[back],
+        truncated=torch.cat([part.truncated for part in rollouts])[back],
+        exact=rollouts[0].exact,
+    )
+    parts: list[Any] = []
+    part_of, row_of = (torch.full((len(rows),), fill) for fill in (-1, 0))
+    for piece in pieces:
+        for local, context in piece.aside:
+            numbers = piece.numbers[local.cpu()]
+            part_of[numbers], row_of[numbers] = len(parts), torch.arange(len(numbers))
+            parts.append(context)
+    if not parts:
+        return whole
+    lengths = whole.present.sum(1).tolist()
+    tokens = tuple(
+        (*rows.prompts[prompt], *said[: length - 1])
+        for prompt, said, length in zip(rows.prompt_ids.tolist(), whole.actions.tolist(), lengths, strict=True)
+    )
+    kept = KeptRows(parts=tuple(parts), part_of=part_of, row_of=row_of, tokens=tokens, stamps=tuple(stamps))
+    return replace(whole, kept=kept)

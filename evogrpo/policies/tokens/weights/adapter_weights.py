@@ -1,0 +1,79 @@
+"""LoRA adapters of all members as weights: rows of matrices, routed to the rows of forward passes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from evogrpo.objective import Optimizer
+from evogrpo.policies.bank import Policy
+from evogrpo.policies.tokens.lora import default_lora_config, find_targets, initial_weights, peft_files, scaling
+from evogrpo.policies.tokens.weights.low_rank import LowRankAdapters
+from evogrpo.policies.tokens.weights.protocol import Route, View
+from evogrpo.policies.tokens.weights.states import LearnerStates
+
+
+class AdapterWeights(LearnerStates):
+    """One LoRA adapter per member; see `evogrpo.policies.tokens.weights.protocol.Weights`.
+
+    Args:
+        model: The base model; only its modules' names and shapes are read.
+        size: Number of members.
+        lora_config: What to adapt and how; rank 16 on all linear layers by default.
+        optimizer: AdamW settings shared by all members.
+        seed: Root seed of the initial adapters.
+        own_reference: Whether every member keeps a reference of its own.
+
+    Attributes:
+        lora_config: As given, or the default.
+        targets: The adapted modules.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        size: int,
+        lora_config: LoraConfig | None,
+        optimizer: Optimizer,
+        *,
+        seed: int,
+        own_reference: bool,
+    ) -> None:
+        self.lora_config = lora_config or default_lora_config()
+        self.targets = find_targets(model, self.lora_config)
+        first = initial_weights(self.targets, self.lora_config, seed).to(next(model.parameters()).device)
+        super().__init__(first, size, optimizer, own_reference=own_reference)
+        scale = scaling(self.lora_config)
+        self._adapters = {"weights": LowRankAdapters(self.targets, self.weights, scale)}
+        if self.reference is not None:
+            self._adapters["reference"] = LowRankAdapters(self.targets, self.reference, scale)
+
+    @property
+    def modules(self) -> Sequence[str]:
+        """Dotted names of the adapted modules."""
+        return [target.name for target in self.targets]
+
+    def route(self, policy: Policy) -> Route:
+        """Return what directs rows to their members' adapters, or to none for the base."""
+        return _no_adapters if policy == "base" else self._adapters[policy].route
+
+    def new_gradient(self) -> Tensor:
+        """Return zeros `[k]`."""
+        return torch.zeros_like(self.weights[0])
+
+    def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
+        """Let backward passes add a member's gradient into `buffer` `[k]`; None ends that."""
+        self._adapters["weights"].gather_gradient(slot, buffer)
+
+    def files(self, slot: int, base: str | None) -> tuple[dict[str, Tensor], bytes]:
+        """Return a member as PEFT stores it: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
+        config = replace(self.lora_config, base_model_name_or_path=base)
+        return peft_files(self.targets, config, self.weights[slot])
+
+
+def _no_adapters(slots: Tensor) -> View | None:
+    """Let all rows act as the base."""
+    return None

@@ -1,0 +1,143 @@
+"""Low-rank adapters of all members, each row of a forward pass going through its own member's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from evogrpo.policies.tokens.lora import Target
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Neighbouring rows of one forward pass that belong to one slot."""
+
+    slot: int
+    rows: int
+
+
+class LowRankAdapters:
+    """The adapters of all members, to be routed to the rows of forward passes.
+
+    Args:
+        targets: The adapted modules.
+        weights: `[p, k]` adapters of all members; views of it are what acts.
+        scale: Factor on B A x.
+    """
+
+    def __init__(self, targets: Sequence[Target], weights: Tensor, scale: float) -> None:
+        self.targets = {target.name: target for target in targets}
+        self.weights = weights
+        self.scale = scale
+        self.leaves = {target.name: [_leaves(target, row) for row in weights] for target in targets}
+
+    def route(self, slots: Tensor) -> "RoutedAdapters":
+        """Return the adapters that rows of the given slots, which are sorted, act with."""
+        values, counts = torch.unique_consecutive(slots, return_counts=True)
+        return RoutedAdapters(self, tuple(map(_Segment, values.tolist(), counts.tolist())))
+
+    def gather_gradient(self, slot: int, buffer: Tensor | None) -> None:
+        """Let backward passes add a member's gradient into `buffer` `[k]`; None ends that."""
+        for name, target in self.targets.items():
+            for leaf, view in zip(self.leaves[name][slot], (target.a, target.b), strict=True):
+                leaf.grad = None if buffer is None else view(buffer)
+
+
+class RoutedAdapters:
+    """The adapters that the rows of one forward pass act with; see `evogrpo.policies.tokens.weights.protocol.View`.
+
+    Args:
+        adapters: Of all members.
+        segments: Whose the rows are, from the first to the last.
+    """
+
+    def __init__(self, adapters: LowRankAdapters, segments: tuple[_Segment, ...]) -> None:
+        self._adapters, self._segments = adapters, segments
+        self._rows = sum(segment.rows for segment in segments)
+
+    def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
+        """Add scale * B A x to what a module put out, in place."""
+        target, scale = self._adapters.targets[module], self._adapters.scale
+        weights, leaves = self._adapters.weights, self._adapters.leaves[module]
+        x = inputs.reshape(-1, target.width_in).to(weights.dtype)
+        out = output.view(-1, target.width_out)
+        # Not output.shape[0]: some architectures flatten rows and positions before their linear layers.
+        per_row = len(out) // self._rows
+        sizes = [segment.rows * per_row for segment in self._segments]
+        if torch.is_grad_enabled():
+            own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
+            added: Tensor = _AddLowRank.apply(output, inputs, sizes, scale, *own)
+            return added
+        if len(sizes) == len(weights) > 1 and len(set(sizes)) == 1:  # all members, equally many rows: one product
+            _add_all_low_rank(x.unflatten(0, (len(weights), -1)), out, target.a(weights), target.b(weights), scale)
+            return output
+        for segment, part, base in zip(self._segments, x.split(sizes), out.split(sizes), strict=True):
+            _add_low_rank(part, base, *leaves[segment.slot], scale)
+        return output
+
+
+class _AddLowRank(torch.autograd.Function):
+    """output += scale * (x A^T) B^T in place, every segment of rows with its own A and B: no copy of the output.
+
+    What is changed in place comes first, because autograd asks that of functions that change a view.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, output: Tensor, x: Tensor, sizes: Sequence[int], scale: float, *leaves: Tensor
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        parts = zip(rows.split(sizes), output.view(-1, output.shape[-1]).split(sizes), strict=True)
+        low = [
+            _add_low_rank(part, base, a, b, scale)
+            for (part, base), a, b in zip(parts, leaves[::2], leaves[1::2], strict=True)
+        ]
+        ctx.mark_dirty(output)
+        ctx.save_for_backward(rows, *low, *leaves)
+        ctx.sizes, ctx.scale, ctx.shape = sizes, scale, x.shape  # type: ignore[attr-defined]
+        return output
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows, *saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        sizes: Sequence[int] = ctx.sizes  # type: ignore[attr-defined]
+        low, leaves = saved[: len(sizes)], saved[len(sizes) :]
+        slopes = grads[0].reshape(-1, grads[0].shape[-1])
+        wanted = ctx.needs_input_grad[1]  # type: ignore[attr-defined]
+        into = rows.new_empty(rows.shape) if wanted else None
+        own: list[Tensor] = []
+        parts = zip(rows.split(sizes), slopes.split(sizes), low, leaves[::2], leaves[1::2], strict=True)
+        for number, (x, slope, narrow, a, b) in enumerate(parts):
+            back = ctx.scale * (slope.to(a.dtype) @ b)  # type: ignore[attr-defined]
+            own += [back.mT @ x.to(a.dtype), ctx.scale * (slope.to(a.dtype).mT @ narrow)]  # type: ignore[attr-defined]
+            if into is not None:
+                into.split(sizes)[number].copy_(back @ a)
+        return grads[0], None if into is None else into.view(ctx.shape), None, None, *own  # type: ignore[attr-defined]
+
+
+def _add_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Add scale * (x A^T) B^T to `out` in place and return x A^T, in the adapters' precision."""
+    with torch.autocast(x.device.type, enabled=False):
+        low = x.to(a.dtype) @ a.mT
+        if out.dtype == low.dtype:
+            out.addmm_(low, b.mT, alpha=scale)
+        else:
+            out.add_((low @ b.mT).to(out.dtype), alpha=scale)
+    return low
+
+
+def _add_all_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    """Do the same for all members at once, x being `[p, m, in]`."""
+    with torch.autocast(x.device.type, enabled=False):
+        low, wide = torch.bmm(x, a.mT), out.view(len(x), -1, out.shape[-1])
+        if wide.dtype == low.dtype:
+            wide.baddbmm_(low, b.mT, alpha=scale)
+        else:
+            wide.add_(torch.bmm(low, b.mT).to(wide.dtype), alpha=scale)
+
+
+def _leaves(target: Target, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Make the autograd leaves of one adapter: views of a member's row, so a step on the row moves them."""
+    return target.a(row).detach().requires_grad_(), target.b(row).detach().requires_grad_()

@@ -1,0 +1,250 @@
+"""What every Strategy promises: subclass the test case, say how to build the strategy, and inherit every test."""
+
+import dataclasses
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution import (
+    Fitness,
+    Generation,
+    History,
+    Lineage,
+    MemberRecord,
+    Plan,
+    Seat,
+    Strategy,
+    spread_members,
+    strategy_from_json,
+)
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+
+SPACE = HyperparameterConfig(
+    lr=RLParameter(min=1e-6, max=1e-3, scale="log"),
+    clip_coef=RLParameter(min=0.05, max=0.4),
+    group_size=RLParameter(min=2, max=64),
+)
+SAMPLES_PER_STEP = 48
+STEPS_PER_GENERATION = 4
+QUESTIONS = 16
+GENERATIONS = 6
+SITUATIONS = [
+    (size, empty, failures, spread, seed)
+    for seed, (size, empty) in enumerate(((1, ()), (2, ()), (4, ()), (5, (1, 4)), (9, ())))
+    for failures in (0.0, 0.3, 1.0)  # chance of each member but one
+    for spread in (0.0, 3.0)  # of the difference that hyperparameters make: pure noise, or clear
+]
+
+
+class Life:
+    """A population without weights: its fitness is a function of learning rates, and noise.
+
+    Args:
+        size: Slots.
+        empty: Those that nobody lives in at first.
+        failures: Chance that a member fails in a generation; one never does.
+        spread: How much more than noise a decade of the learning rate changes fitness.
+        seed: Of members, noise and failures.
+    """
+
+    def __init__(
+        self, size: int, empty: tuple[int, ...] = (), failures: float = 0.0, spread: float = 0.0, seed: int = 0
+    ) -> None:
+        self.failures, self.spread, self.seed = failures, spread, seed
+        values = spread_members(Hyperparameters(), SPACE, size, np.random.default_rng(seed), SAMPLES_PER_STEP)
+        # Indices that differ from slots, as after a few generations.
+        self.members: list[MemberRecord | None] = [
+            None
+            if slot in empty
+            else MemberRecord(slot=slot, index=10 + 3 * slot, parent=None, born=0, hyperparameters=value)
+            for slot, value in enumerate(values)
+        ]
+        self.lineage = Lineage.of_founders([member for member in self.members if member is not None])
+        self.next_index = 100
+        self.samples_per_step, self.steps_per_generation = SAMPLES_PER_STEP, STEPS_PER_GENERATION
+        self.generations: tuple[Generation, ...] = ()
+
+    def evaluate(self) -> History:
+        """Let the members earn their fitness; return the history with it."""
+        number = len(self.generations) + 1
+        rng = np.random.default_rng([self.seed, number])
+        living = [slot for slot, member in enumerate(self.members) if member is not None]
+        survivor = int(rng.choice(living))
+        difficulty = 3 * rng.standard_normal(QUESTIONS)
+        seats = []
+        for slot, member in enumerate(self.members):
+            if member is None:
+                seats.append(Seat())
+                continue
+            worth = -self.spread * abs(np.log10(member.hyperparameters.lr) + 4.5)
+            scores = difficulty + worth + rng.standard_normal(QUESTIONS)
+            failed = slot != survivor and rng.random() < self.failures
+            fitness = None if failed else Fitness.from_scores(scores.tolist())
+            seats.append(Seat(member=member, fitness=fitness, tokens=1000 + slot, seconds=0.5 + slot))
+        generation = Generation(
+            number=number,
+            samples_per_step=self.samples_per_step,
+            steps_per_generation=self.steps_per_generation,
+            seats=tuple(seats),
+        )
+        self.generations = (*self.generations, generation)
+        return History(space=SPACE, next_index=self.next_index, generations=self.generations)
+
+    def carry_out(self, plan: Plan) -> None:
+        """Let the next generation be born."""
+        self.lineage = self.lineage.extended(plan.children, generation=plan.generation)
+        self.members = [
+            member if parent is not None else None for parent, member in zip(plan.parents, self.members, strict=True)
+        ]
+        for child in plan.children:
+            self.members[child.slot] = MemberRecord(
+                slot=child.slot,
+                index=child.index,
+                parent=child.parent,
+                born=plan.generation,
+                hyperparameters=child.hyperparameters,
+            )
+            self.next_index = max(self.next_index, child.index + 1)
+        self.samples_per_step = plan.samples_per_step or self.samples_per_step
+        self.steps_per_generation = plan.steps_per_generation or self.steps_per_generation
+
+
+def plain(value: Any) -> Any:
+    """Return a value as a checkpoint gives it back; raises ValueError where strict JSON cannot hold it."""
+    return json.loads(json.dumps(value, allow_nan=False))
+
+
+class StrategyTestCase(ABC):
+    """The contract of Strategy."""
+
+    keeps_elite = True
+    """Whether the best member of every generation stays as it is."""
+
+    @abstractmethod
+    def make_strategy(self) -> Strategy:
+        """Build the strategy as a run begins with it: each time alike, and independent of those built before."""
+
+    # ---- building blocks
+
+    def follow(self, strategy: Strategy, life: Life, generations: int = GENERATIONS) -> Iterator[tuple[History, Plan]]:
+        """Lead a population through its next generations."""
+        for _ in range(generations):
+            history = life.evaluate()
+            plan = strategy.plan(history, np.random.default_rng([life.seed, 1000 + history.last.number]))
+            yield history, plan
+            life.carry_out(plan)
+
+    def lives(self) -> Iterator[tuple[History, Plan]]:
+        """Lead populations of many kinds, each with a strategy of its own."""
+        for situation in SITUATIONS:
+            yield from self.follow(self.make_strategy(), Life(*situation))
+
+    def rebuilt(self, strategy: Strategy) -> Strategy:
+        """Build another one from the settings that were stored of this one."""
+        return strategy_from_json({"name": "its own", **plain(strategy.to_json())}, type(strategy))
+
+    # ---- plans
+
+    def test_plans_can_be_carried_out(self) -> None:
+        for history, plan in self.lives():
+            plan.check(history)
+            assert len(plan.parents) == len(plan.reasons) == history.capacity
+            assert all(plan.reasons)
+            assert len(plan.vacant) < history.capacity
+            plain(plan.to_json())
+
+    def test_children_get_fresh_indices_in_order_and_descend_from_whom_they_copy(self) -> None:
+        for history, plan in self.lives():
+            first = history.next_index
+            assert [child.index for child in plan.children] == list(range(first, first + len(plan.children)))
+            for child in plan.children:
+                source = plan.parents[child.slot]
+                assert child.parent == (None if source is None else history.last.member(source).index)
+
+    def test_changes_are_the_difference_to_the_parents_hyperparameters(self) -> None:
+        for history, plan in self.lives():
+            for child in plan.children:
+                source, after = plan.parents[child.slot], child.hyperparameters.to_json()
+                before = after if source is None else history.last.member(source).hyperparameters.to_json()
+                assert child.changes == {n: (before[n], after[n]) for n in before if before[n] != after[n]}
+
+    def test_whoever_failed_is_replaced_by_a_healthy_members_child_or_retired(self) -> None:
+        failures = 0
+        for history, plan in self.lives():
+            for slot in history.last.failed:
+                failures += 1
+                assert plan.parents[slot] not in history.last.failed
+            assert all(source is None or history.last.fitness[source] for source in plan.parents)
+        assert failures
+
+    def test_the_elite_is_the_best_and_stays_as_it_is(self) -> None:
+        for history, plan in self.lives():
+            healthy = [fitness.mean for fitness in history.last.fitness if fitness is not None]
+            best = history.last.fitness[plan.elite]
+            assert best is not None
+            assert best.mean == max(healthy)
+            untouched = plan.parents[plan.elite] == plan.elite and plan.elite not in [c.slot for c in plan.children]
+            assert untouched == self.keeps_elite
+
+    def test_group_sizes_divide_the_samples_and_values_stay_in_the_space(self) -> None:
+        for history, plan in self.lives():
+            samples = plan.samples_per_step or history.last.samples_per_step
+            for slot, source in enumerate(plan.parents):
+                child = next((child for child in plan.children if child.slot == slot), None)
+                resident = child or (None if source is None else history.last.member(source))
+                assert resident is None or samples % resident.hyperparameters.group_size == 0
+            for child in plan.children:
+                for name in child.changes:
+                    low, high = SPACE[name].bounds
+                    assert low <= getattr(child.hyperparameters, name) <= high
+
+    def test_the_lineage_takes_every_plan(self) -> None:
+        for situation in SITUATIONS:
+            life = Life(*situation)
+            plans = [plan for _, plan in self.follow(self.make_strategy(), life)]
+            births = {birth.index: birth for birth in life.lineage.births}
+            assert all(births[child.index].parent == child.parent for plan in plans for child in plan.children)
+
+    def test_a_population_without_a_healthy_member_is_refused(self) -> None:
+        history = Life(3).evaluate()
+        seats = tuple(dataclasses.replace(seat, fitness=None) for seat in history.last.seats)
+        failed = dataclasses.replace(history, generations=(dataclasses.replace(history.last, seats=seats),))
+        with pytest.raises(ValueError, match="every member failed"):
+            self.make_strategy().plan(failed, np.random.default_rng(0))
+
+    # ---- what they depend on
+
+    def test_plans_depend_on_the_history_the_generator_and_the_state_alone(self) -> None:
+        for situation in SITUATIONS:
+            one, other = self.make_strategy(), self.make_strategy()
+            for history, plan in self.follow(one, Life(*situation)):
+                read_back = History.from_json(plain(history.to_json()))
+                assert read_back == history
+                rng = np.random.default_rng([situation[-1], 1000 + history.last.number])
+                assert other.plan(read_back, rng) == plan
+
+    def test_settings_bring_back_an_equal_strategy(self) -> None:
+        strategy = self.make_strategy()
+        again = self.rebuilt(strategy)
+        assert plain(again.to_json()) == plain(strategy.to_json())
+        assert again.mutates == strategy.mutates
+        for situation in SITUATIONS:
+            lives = (self.follow(self.rebuilt(each), Life(*situation)) for each in (strategy, again))
+            for (_, plan), (_, twin) in zip(*lives, strict=True):
+                assert plan == twin
+
+    @pytest.mark.parametrize("split", range(GENERATIONS))
+    def test_stopping_and_going_on_is_as_if_it_had_never_stopped(self, split: int) -> None:
+        for situation in SITUATIONS:
+            whole = [plan for _, plan in self.follow(self.make_strategy(), Life(*situation))]
+            strategy, life = self.make_strategy(), Life(*situation)
+            plans = [plan for _, plan in self.follow(strategy, life, split)]
+            stored = plain(strategy.state())
+            again = self.rebuilt(strategy)
+            again.load_state(stored)
+            assert plain(again.state()) == stored
+            assert [*plans, *(plan for _, plan in self.follow(again, life, GENERATIONS - split))] == whole

@@ -1,0 +1,109 @@
+"""What the tables say of loss types and advantages is what the formulas do."""
+
+import inspect
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from evogrpo.functional.advantages import advantages
+from evogrpo.functional.losses import bias_corrected, clipped_actions, policy_loss
+from evogrpo.kinds import ADVANTAGES, LOSS_TYPES, STEP_ADVANTAGES, AdvantageType, LossType
+
+MASK = torch.tensor([[True, True, False], [True, True, True]])
+OLD = torch.full(MASK.shape, -2.0)
+NEAR = OLD + torch.tensor([[0.02, -0.01, 0.0], [0.03, 0.01, -0.02]])
+CLIPS = {"clip_low": 0.1, "clip_high": 0.1}
+
+
+def losses(loss_type, log_probs, sign=1.0, **switches):
+    return policy_loss(loss_type, log_probs, OLD, torch.full((2, 1), sign), MASK, **{**CLIPS, **switches})
+
+
+def test_every_name_has_its_facts_and_no_other_has():
+    assert tuple(LOSS_TYPES) == get_args(LossType)
+    assert tuple(ADVANTAGES) == get_args(AdvantageType)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_actions_of_a_completion_depend_on_each_other_unless_each_has_a_ratio(loss_type):
+    log_probs = NEAR.clone().requires_grad_()
+    own = losses(loss_type, log_probs)
+    (gradient,) = torch.autograd.grad(own[1, 0], log_probs)
+    assert gradient[1, 0] != 0
+    assert (gradient[0] == 0).all()
+    assert bool((gradient[1, 1:] == 0).all()) == LOSS_TYPES[loss_type].of_actions
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("name", ["dual_clip", "delta"])
+def test_what_is_bounded_takes_a_second_bound_and_nothing_else_does(loss_type, name):
+    if LOSS_TYPES[loss_type].bounded:
+        far = losses(loss_type, OLD + 3.0, sign=-1.0)
+        bound = losses(loss_type, OLD + 3.0, sign=-1.0, **{name: 2.0})
+        assert torch.allclose(bound[MASK], torch.tensor(2.0))
+        assert torch.allclose(far[MASK], torch.tensor(math.exp(3.0)))
+    else:
+        with pytest.raises(ValueError, match=f"{name}.*{loss_type}"):
+            losses(loss_type, NEAR, **{name: 2.0})
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(("name", "moved", "sign"), [("clip_low", -1.0, -1.0), ("clip_high", 1.0, 1.0)])
+def test_the_edges_that_are_named_are_those_that_bind(loss_type, name, moved, sign):
+    flags = clipped_actions(loss_type, OLD + moved, OLD, torch.full((2, 1), sign), MASK, **CLIPS)
+    bound = dict(zip(("clip_low", "clip_high"), flags, strict=True))
+    assert torch.equal(bound[name], MASK & (name in LOSS_TYPES[loss_type].clips))
+    apart = losses(loss_type, OLD + moved, sign), losses(loss_type, OLD + moved, sign, **{name: 0.2})
+    assert torch.equal(*apart) == (name not in LOSS_TYPES[loss_type].clips)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_only_its_own_switches_change_a_loss(loss_type):
+    given = {"cispo_clip_low": True, "sapo_tau_positive": 3.0, "sapo_tau_negative": 3.0}
+    assert {name for facts in LOSS_TYPES.values() for name in facts.switches} == set(given)
+    assert given.keys() <= inspect.signature(policy_loss).parameters.keys()
+    for name, value in given.items():
+        plain = [losses(loss_type, OLD - 1.0, sign) for sign in (1.0, -1.0)]
+        switched = [losses(loss_type, OLD - 1.0, sign, **{name: value}) for sign in (1.0, -1.0)]
+        same = all(torch.equal(*pair) for pair in zip(plain, switched, strict=True))
+        assert same == (name not in LOSS_TYPES[loss_type].switches)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_kl_is_corrected_by_the_completions_ratio_only_where_that_is_what_is_clipped(loss_type):
+    corrected = bias_corrected(torch.ones(MASK.shape), loss_type, NEAR, OLD, MASK)
+    of_actions = (NEAR - OLD).exp()
+    of_completions = torch.where(MASK, NEAR - OLD, torch.nan).nanmean(1, keepdim=True).exp().expand_as(MASK)
+    expected = of_completions if LOSS_TYPES[loss_type].ratio == "completion" else of_actions
+    assert torch.allclose(corrected[MASK], expected[MASK])
+
+
+def test_an_unknown_loss_type_is_refused_with_the_known_ones():
+    for call in (losses, lambda name, x: bias_corrected(x, name, x, OLD, MASK)):
+        with pytest.raises(ValueError, match=r"loss_type must be one of grpo, .*got 'ppo'"):
+            call("ppo", NEAR)
+    with pytest.raises(ValueError, match=r"loss_type must be one of grpo, .*got 'ppo'"):
+        clipped_actions("ppo", NEAR, OLD, torch.ones(2, 1), MASK, **CLIPS)
+
+
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_an_advantage_reads_what_its_table_names_and_nothing_else(kind):
+    group, mask = torch.zeros(4, dtype=torch.long), torch.ones(4, 3, dtype=torch.bool)
+
+    def given(changed=None):
+        draw = torch.Generator().manual_seed(0)
+        inputs = {
+            "rewards": torch.rand(4, generator=draw),
+            "step_rewards": torch.rand(4, 3, generator=draw),
+            "components": torch.rand(4, 2, generator=draw),
+        }
+        if changed is not None:
+            inputs[changed] = inputs[changed] ** 3
+        return advantages(kind, **inputs, group_ids=group, member_ids=group, mask=mask)
+
+    read = {name for name in ("rewards", "step_rewards", "components") if not torch.equal(given(name), given())}
+    names = {"reward": "rewards", "step rewards": "step_rewards", "reward functions": "components"}
+    assert read == {names[ADVANTAGES[kind]]}
+    assert ("step_rewards" in read) == (kind in STEP_ADVANTAGES)

@@ -1,0 +1,136 @@
+"""Reward steps: by hand, against whole-history statistics, and their limits."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.functional.reward_shaping import (
+    clip_rewards,
+    normalise_rewards,
+    overlong_penalty,
+    penalise_kl,
+    place_on_actions,
+    update_running,
+)
+from evogrpo.kinds import REWARD_NORMS
+
+NAN = float("nan")
+REWARDS = torch.tensor([1.0, 3.0, NAN, 5.0, 9.0, -2.0])
+GROUPS = torch.tensor([0, 0, 0, 1, 1, 2])
+MEMBERS = torch.tensor([0, 0, 0, 0, 0, 1])
+NOTHING = torch.zeros(2, 3, dtype=torch.float64)
+
+
+def normalised(rewards, norm, **options):
+    running = update_running(NOTHING, rewards, MEMBERS) if norm == "running" else None
+    return normalise_rewards(rewards, norm, group_ids=GROUPS, member_ids=MEMBERS, running=running, **options)
+
+
+def test_clipped_rewards_keep_what_does_not_apply():
+    expected = torch.tensor([1.0, 3.0, NAN, 4.0, 4.0, -2.0])
+    torch.testing.assert_close(clip_rewards(REWARDS, 4.0), expected, equal_nan=True)
+
+
+def test_normalising_by_group_by_hand():
+    root = 2**0.5
+    expected = torch.tensor([-1 / root, 1 / root, NAN, -1 / root, 1 / root, 0.0])
+    torch.testing.assert_close(normalised(REWARDS, "group", eps=0.0), expected, equal_nan=True)
+    shifted = torch.tensor([-1.0, 1.0, NAN, -2.0, 2.0, 0.0])
+    torch.testing.assert_close(normalised(REWARDS, "group", shift=True), shifted, equal_nan=True)
+    scaled = torch.tensor([1 / root, 3 / root, NAN, 5 / (2 * root), 9 / (2 * root), -2.0])
+    torch.testing.assert_close(normalised(REWARDS, "group", scale=True, eps=0.0), scaled, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm", ["batch", "running"])
+def test_normalising_by_all_rewards_of_the_member(norm):
+    """With a fresh history the running statistics are those of the batch."""
+    own = torch.tensor([1.0, 3.0, 5.0, 9.0])
+    expected = torch.full((6,), NAN)
+    expected[[0, 1, 3, 4]] = (own - own.mean()) / (own.std() + 0.5)
+    expected[5] = 0.0
+    torch.testing.assert_close(normalised(REWARDS, norm, eps=0.5), expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("norm", REWARD_NORMS)
+@pytest.mark.parametrize("value", [0.1, -3.7])
+def test_equal_rewards_become_exactly_zero_and_are_never_blown_up(norm, value):
+    rewards = torch.full((6,), value)
+    assert not bool(normalised(rewards, norm, eps=1e-8).any())
+    assert not bool(normalised(rewards, norm, shift=True).any())
+    assert torch.equal(normalised(rewards, norm, scale=True, eps=1e-8), rewards)
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.floats(-100, 100)), min_size=1, max_size=40), st.integers(1, 7))
+def test_running_statistics_are_those_of_all_rewards_ever_however_they_came(history, chunk):
+    members = torch.tensor([member for member, _ in history])
+    rewards = torch.tensor([reward for _, reward in history], dtype=torch.float64)
+    rewards[::6] = NAN
+    running = torch.zeros(3, 3, dtype=torch.float64)
+    for part in torch.arange(len(history)).split(chunk):
+        running = update_running(running, rewards[part], members[part])
+    for member in range(3):
+        own = rewards[(members == member) & ~rewards.isnan()]
+        assert float(running[member, 0]) == len(own)
+        if len(own):
+            torch.testing.assert_close(running[member, 1], own.mean())
+            torch.testing.assert_close(running[member, 2], ((own - own.mean()) ** 2).sum(), rtol=1e-7, atol=1e-8)
+
+
+def test_members_without_rewards_keep_their_history():
+    running = torch.tensor([[3.0, 1.0, 2.0], [5.0, -1.0, 7.0]], dtype=torch.float64)
+    after = update_running(running, torch.tensor([NAN, 2.0]), torch.tensor([0, 1]))
+    assert torch.equal(after[0], running[0])
+    assert not torch.equal(after[1], running[1])
+
+
+def test_an_old_history_normalises_new_rewards_by_hand():
+    running = torch.tensor([[4.0, 10.0, 12.0], [0.0, 0.0, 0.0]], dtype=torch.float64)  # deviation 2
+    actual = normalise_rewards(
+        torch.tensor([14.0, 8.0]),
+        "running",
+        group_ids=torch.tensor([0, 0]),
+        member_ids=torch.tensor([0, 0]),
+        running=running,
+        eps=0.0,
+    )
+    torch.testing.assert_close(actual, torch.tensor([2.0, -1.0]))
+
+
+def test_what_cannot_be_normalised_is_refused():
+    with pytest.raises(ValueError, match="exclude each other"):
+        normalised(REWARDS, "group", shift=True, scale=True)
+    with pytest.raises(ValueError, match="one of group, batch, running, got 'global'"):
+        normalised(REWARDS, "global")
+    with pytest.raises(ValueError, match="needs the running statistics"):
+        normalise_rewards(REWARDS, "running", group_ids=GROUPS, member_ids=MEMBERS)
+
+
+def test_the_overlong_penalty_by_hand():
+    lengths = torch.tensor([0, 5, 6, 7, 9, 10, 50])
+    expected = torch.tensor([0.0, 0.0, 0.0, -0.25, -0.75, -1.0, -1.0])
+    torch.testing.assert_close(overlong_penalty(lengths, 10, 4), expected)
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 11])
+def test_an_overlong_buffer_longer_than_the_limit_is_refused(buffer):
+    with pytest.raises(ValueError, match=rf"lie in \[1, 10\].*got {buffer}"):
+        overlong_penalty(torch.tensor([1]), 10, buffer)
+
+
+MASK = torch.tensor([[True, True, False, True, False], [True, False, False, False, False], [False] * 5])
+
+
+def test_a_reward_is_placed_on_the_last_counted_action():
+    expected = torch.full((3, 5), NAN)
+    expected[0, 3], expected[1, 0] = 7.0, 8.0
+    actual = place_on_actions(torch.tensor([7.0, 8.0, 9.0]), MASK)
+    torch.testing.assert_close(actual, expected, equal_nan=True)
+
+
+def test_the_penalty_reaches_counted_actions_of_rewarded_rows_only():
+    placed = place_on_actions(torch.tensor([7.0, NAN, 9.0]), MASK)
+    expected = torch.full((3, 5), NAN)
+    expected[0, [0, 1, 3]] = torch.tensor([-0.5, -0.5, 6.5])
+    actual = penalise_kl(placed, torch.full((3, 5), 0.5), MASK)
+    torch.testing.assert_close(actual, expected, equal_nan=True)

@@ -1,0 +1,296 @@
+"""ROLL's keys mean here what they mean there: every key moves what it should, and none is dropped in silence."""
+
+import pytest
+import yaml
+
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.interop.roll_keys import CRITIC, DEFAULTS, INFRASTRUCTURE, OTHER_TERMS, ROLES
+from evogrpo.objective import Objective
+
+# The GRPO page of ROLL's documentation.
+EXAMPLE = """
+# grpo
+rollout_batch_size: 64 # prompt
+num_return_sequences_in_group: 8
+prompt_length: 2048
+response_length: 4096
+
+adv_estimator: "grpo"
+ppo_epochs: 1
+use_kl_loss: true
+kl_loss_coef: 0.001
+loss_agg_mode: "seq-mean-token-mean"
+
+# ppo related
+# advantage
+whiten_advantages: true
+advantage_clip: 2.0
+dual_clip_loss: true
+
+# clip
+reward_clip: 10
+# normalize
+reward_norm: null
+reward_shift: false
+reward_scale: false
+
+# reward
+add_token_level_kl: false
+"""
+PLAIN = {"adv_estimator": "grpo"}
+IN_REWARD = {"add_token_level_kl": True}
+BASE = {
+    "aggregation": "seq-mean-token-mean",
+    "advantage_eps": 1e-6,
+}
+
+
+def imported(**keys):
+    return Objective.from_roll({**PLAIN, **keys})
+
+
+def objective(**switches):
+    return Objective(**{**BASE, **switches})
+
+
+def test_the_documented_example_is_translated_whole():
+    result = Objective.from_roll(EXAMPLE)
+    assert result.objective == objective(whiten_advantages=True, reward_clip=10.0, dual_clip=1.4)
+    expected = {
+        "group_size": 8,
+        "beta": 0.001,
+        "update_epochs": 1,
+        "advantage_clip": 2.0,
+        "clip_coef": 0.2,
+        "max_grad_norm": 1.0,
+        "entropy_coef": 0.0,
+        "gamma": 1.0,  # what ROLL takes where nothing is said
+    }
+    assert dict(result.hyperparameters) == expected
+    assert dict(result.settings) == {"samples_per_step": 512, "max_output_tokens": 4096, "max_prompt_length": 2048}
+    assert not result.ignored
+
+
+def test_a_mapping_a_path_and_a_text_say_the_same(tmp_path):
+    path = tmp_path / "example_grpo.yaml"
+    path.write_text(EXAMPLE)
+    read = [Objective.from_roll(source) for source in (EXAMPLE, yaml.safe_load(EXAMPLE), path, str(path))]
+    assert all(each == read[0] for each in read)
+    assert Objective.from_roll("adv_estimator: grpo").objective == objective()
+
+
+@pytest.mark.parametrize(
+    ("keys", "switches"),
+    [
+        ({}, {}),
+        *(
+            ({"loss_agg_mode": mode}, {"aggregation": mode})
+            for mode in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+        ),
+        ({"importance_sampling": "seq"}, {"loss_type": "gspo"}),
+        ({"whiten_advantages": True}, {"whiten_advantages": True}),
+        ({"dual_clip_loss": True}, {"dual_clip": 1.4}),
+        ({"dual_clip_loss": True, "pg_clip": 0.3}, {"dual_clip": 1.6}),
+        # Not of pg_clip_low: ROLL's bound follows pg_clip whatever the range is.
+        ({"dual_clip_loss": True, "use_pg_clip_range": True, "pg_clip_low": 0.1}, {"dual_clip": 1.4}),
+        ({"reward_clip": 5}, {"reward_clip": 5.0}),
+        ({"reward_clip": 0}, {}),
+        ({"max_len_mask": True}, {"mask_truncated": True}),
+        (IN_REWARD, {"kl_placement": "reward", "kl_estimator": "k1"}),
+        ({**IN_REWARD, "kl_penalty": "abs"}, {"kl_placement": "reward", "kl_estimator": "abs"}),
+        ({**IN_REWARD, "kl_penalty": "mse"}, {"kl_placement": "reward", "kl_estimator": "k2"}),
+        (
+            {**IN_REWARD, "target_kl": 0.05, "kl_horizon": 500},
+            {"kl_placement": "reward", "kl_estimator": "k1", "kl_target": 0.05, "kl_horizon": 500},
+        ),
+        ({"reward_shift": True}, {"advantage": "mean_only"}),
+        ({"adv_estimator": "reinforce", "reward_norm": "group"}, {}),
+        ({"adv_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": "group"}, {}),
+        ({"adv_estimator": "reinforce", "norm_mean_type": "group"}, {"advantage": "mean_only"}),
+        (
+            {"adv_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": "batch"},
+            {"advantage": "batch_std"},
+        ),
+        (
+            {"adv_estimator": "reinforce", "norm_mean_type": "group", "norm_std_type": "running"},
+            {"advantage": "mean_only", "reward_norm": "running", "reward_scale": True},
+        ),
+        (
+            {"use_rollout_importance_sampling_ratio": True},
+            {"importance_correction": "token_truncate", "importance_cap": 1.2},
+        ),
+        (
+            {"use_rollout_importance_sampling_ratio": True, "rollout_importance_sampling_ratio_upper_bound": 3},
+            {"importance_correction": "token_truncate", "importance_cap": 3.0},
+        ),
+        (
+            {"train_infer_correction": {"is_weight": {"enabled": True}}},
+            {"importance_correction": "token_truncate", "importance_cap": 1.2},
+        ),
+        (
+            {"train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "sequence", "upper_bound": 2}}},
+            {"importance_correction": "sequence_truncate"},
+        ),
+        ({"train_infer_correction": {"is_weight": {"enabled": False}, "filters": [{"enabled": False}]}}, {}),
+    ],
+)
+def test_keys_of_the_loss_move_their_switch_and_no_other(keys, switches):
+    assert imported(**keys).objective == objective(**switches)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        ({"ppo_epochs": 4}, {"update_epochs": 4}),
+        ({"max_grad_norm": 0.3}, {"max_grad_norm": 0.3}),
+        ({"gamma": 0.9}, {"gamma": 0.9}),
+        ({"pg_clip": 0.3}, {"clip_coef": 0.3}),
+        ({"use_pg_clip_range": True, "pg_clip_high": 0.28}, {"clip_low": 0.2, "clip_high": 0.28}),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.01}, {"beta": 0.01}),
+        (IN_REWARD, {"beta": 0.2}),
+        ({**IN_REWARD, "init_kl_coef": "1e-3"}, {"beta": 1e-3}),
+        ({"entropy_loss_coef": 0.01}, {"entropy_coef": 0.01}),
+        ({"advantage_clip": 2.0}, {"advantage_clip": 2.0}),
+        ({"rollout_batch_size": 4, "num_return_sequences_in_group": 16}, {"group_size": 16}),
+        ({"actor_train": {"training_args": {"learning_rate": "1e-6"}}}, {"lr": 1e-6}),
+        ({"actor_infer": {"generating_args": {"temperature": 0.9, "top_p": 1.0, "top_k": 0}}}, {"temperature": 0.9}),
+    ],
+)
+def test_coefficients_become_hyperparameters(keys, values):
+    plain = dict(imported().hyperparameters)
+    assert dict(imported(**keys).hyperparameters) == plain | values
+    Hyperparameters(**imported(**keys).hyperparameters)
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        ({}, {}),
+        ({"rollout_batch_size": 4, "num_return_sequences_in_group": 16}, {"samples_per_step": 64}),
+        ({"prompt_length": 100}, {"max_prompt_length": 100}),
+        ({"response_length": 200}, {"max_output_tokens": 200}),
+        ({"prompt_length": 100, "sequence_length": 300}, {"max_prompt_length": 100, "max_output_tokens": 200}),
+        ({"seed": 7}, {"seed": 7}),
+    ],
+)
+def test_sizes_and_lengths_become_settings(keys, settings):
+    assert dict(imported(**keys).settings) == settings
+
+
+def test_training_arguments_reach_the_optimizer():
+    arguments = {
+        "weight_decay": 0.1,
+        "warmup_steps": 5,
+        "adam_beta2": 0.95,
+        "lr_scheduler_type": "cosine",
+        "bf16": True,
+    }
+    arguments |= {"gradient_accumulation_steps": 8, "warmup_ratio": 0.1}
+    result = imported(actor_train={"training_args": arguments, "strategy_args": {"strategy_name": "fsdp2_train"}})
+    optimizer = result.optimizer
+    assert (optimizer.weight_decay, optimizer.warmup_steps, optimizer.betas) == (0.1, 5, (0.9, 0.95))
+    assert optimizer.schedule == "constant"
+    assert set(result.ignored) == {
+        *("actor_train.strategy_args", "lr_scheduler_type", "warmup_ratio", "actor_train.training_args.bf16"),
+        "actor_train.training_args.gradient_accumulation_steps",
+    }
+
+
+@pytest.mark.parametrize(
+    ("keys", "named"),
+    [
+        ({"adv_estimater": "grpo"}, "ROLL key 'adv_estimater'.*'adv_estimator'"),
+        ({"loss_agg_mod": 1}, "did you mean 'loss_agg_mode'"),
+        ({"actor_train": {"training_args": {"learning_rat": 1}}}, "did you mean 'learning_rate'"),
+        ({"actor_infer": {"generating_args": {"temprature": 1}}}, "did you mean 'temperature'"),
+        ({"train_infer_correction": {"is_weigth": 1}}, "did you mean 'is_weight'"),
+        ({"loss_agg_mode": "token-sum"}, "did you mean 'seq-mean-token-sum'|did you mean 'token-mean'"),
+        ({"adv_estimator": "gae"}, "adv_estimator has no counterpart here, got 'gae'"),
+        ({"adv_estimator": None}, "got 'gae', its default"),
+        ({"adv_estimator": "reinforce"}, "reinforce with the mean of nothing"),
+        ({"adv_estimator": "reinforce", "reward_norm": "running"}, "reinforce with the mean of running"),
+        ({"reward_norm": "group", "norm_mean_type": "group", "adv_estimator": "reinforce"}, "say the same"),
+        ({"reward_shift": True, "reward_scale": True}, "exclude each other"),
+        ({"kl_penalty": "full", **IN_REWARD}, "got 'full'"),
+        ({"use_kl_loss": True, "kl_loss_coef": 0.1, **IN_REWARD}, "beta weighs one KL term"),
+        ({"rollout_batch_size": 8}, "belong together"),
+        ({"sequence_length": 8}, "needs a smaller prompt_length"),
+        ({"max_len_mask": True, "mask_type": "all"}, "mask_type has no counterpart"),
+        ({"ppo_epochs": 1.5}, "ROLL key ppo_epochs must be an integer"),
+        ({"whiten_advantages": "yes"}, "ROLL key whiten_advantages must be true or false"),
+        ({"pg_clip": "wide"}, "ROLL key pg_clip must be a number, got 'wide'"),
+        ({"pg_clip": 2.0}, "clip_coef must lie in"),
+        ({"importance_sampling": "seq", **IN_REWARD}, "one ratio per completion"),
+        ({"importance_sampling": "seq", "gamma": 0.9}, "gamma below 1"),
+        ({"actor_infer": {"generating_args": {"top_p": 0.99}}}, "top_p has no counterpart here, got 0.99: completions"),
+        ({"actor_infer": {"generating_args": {"top_k": 100}}}, "top_k has no counterpart here, got 100"),
+        ({"actor_infer": 3}, "actor_infer must be a mapping"),
+        ({"train_infer_correction": {"filters": [{"enabled": True}]}}, "filters have no counterpart"),
+        (
+            {"train_infer_correction": {"is_weight": {"enabled": True, "weight_type": "segment"}}},
+            "no counterpart here for weight_type 'segment'",
+        ),
+        (
+            {"train_infer_correction": {"is_weight": {"enabled": True}}, "use_rollout_importance_sampling_ratio": True},
+            "give one of them",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(keys, named):
+    with pytest.raises(ValueError, match=named):
+        imported(**keys)
+
+
+@pytest.mark.parametrize("name", OTHER_TERMS)
+def test_other_terms_of_the_loss_are_refused_unless_they_are_off(name):
+    off = OTHER_TERMS[name]
+    assert imported(**{name: off}).objective == objective()
+    with pytest.raises(ValueError, match=f"ROLL key {name} has no counterpart here"):
+        imported(**{name: True if off is False else "PG" if off == "PPO" else 0.5})
+
+
+@pytest.mark.parametrize("name", [*CRITIC, *ROLES, *INFRASTRUCTURE])
+def test_what_only_steers_the_machinery_is_named_as_ignored(name):
+    result = imported(**{name: "something"})
+    assert set(result.ignored) == {name}
+    assert result.ignored[name]
+    assert (result.objective, result.settings) == (imported().objective, imported().settings)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({name: "running"} for name in ("reward_norm", "norm_mean_type", "norm_std_type")),
+        {"reward_scale": True},
+        {"kl_loss_coef": 0.1},
+        {"init_kl_coef": 0.1},
+        {"kl_penalty": "abs"},
+        {"target_kl": 0.1},
+        {"kl_horizon": 5},
+        {"pg_clip_low": 0.1},
+        {"pg_clip_high": 0.3},
+        {"mask_type": "all"},
+        {"rollout_importance_sampling_ratio_upper_bound": 2.0},
+    ],
+)
+def test_keys_that_nothing_reads_are_named_as_ignored(keys):
+    result = imported(**keys)
+    assert set(result.ignored) == set(keys)
+    assert result.objective == objective()
+    assert dict(result.hyperparameters) == dict(imported().hyperparameters)
+
+
+def test_a_default_written_out_is_not_ignored():
+    written = {name: value for name, value in DEFAULTS.items() if name != "adv_estimator"}
+    assert imported(**written) == imported()
+
+
+@pytest.mark.parametrize("source", ["[1, 2]\n", 3, None])
+def test_what_holds_no_keys_is_refused(source):
+    with pytest.raises(ValueError, match="expected a mapping of ROLL's keys"):
+        Objective.from_roll(source)
+
+
+def test_yaml_never_builds_objects():
+    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
+        Objective.from_roll("adv_estimator: !!python/object/apply:os.system ['true']")

@@ -1,0 +1,306 @@
+"""TRL's fields mean here what they mean there: every field moves what it should, and none is dropped in silence."""
+
+import dataclasses
+
+import pytest
+
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.interop.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
+from evogrpo.objective import Objective
+
+SYNCED = {"sync_ref_model": True, "beta": 0.1, "use_bias_correction_kl": False}
+VLLM = {"use_vllm": True}
+
+
+def imported(**fields):
+    return Objective.from_trl(fields)
+
+
+def objective(**switches):
+    return Objective(**{"loss_type": "dapo", **switches})
+
+
+@pytest.mark.parametrize(
+    ("fields", "switches"),
+    [
+        ({}, {}),
+        *(({"loss_type": loss}, {"loss_type": loss}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "sapo")),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "cispo"}),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "gspo"}),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, {"loss_type": "luspo"}),
+        ({"importance_sampling_level": "sequence"}, {"loss_type": "gspo", "aggregation": "token-mean"}),
+        (
+            {"loss_type": "bnpo", "importance_sampling_level": "sequence"},
+            {"loss_type": "gspo", "aggregation": "token-mean"},
+        ),
+        (
+            {"loss_type": "dr_grpo", "importance_sampling_level": "sequence"},
+            {"loss_type": "gspo", "aggregation": "seq-mean-token-sum-norm"},
+        ),
+        (
+            {"loss_type": "sapo", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 3.0},
+            {"loss_type": "sapo", "sapo_tau_positive": 2.0, "sapo_tau_negative": 3.0},
+        ),
+        ({"delta": 1.5}, {"delta": 1.5}),
+        ({"scale_rewards": "group"}, {}),
+        ({"scale_rewards": True}, {}),
+        ({"scale_rewards": "batch"}, {"advantage": "batch_std"}),
+        ({"scale_rewards": "none"}, {"advantage": "mean_only"}),
+        ({"scale_rewards": False}, {"advantage": "mean_only"}),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, {"advantage": "gdpo"}),
+        ({"mask_truncated_completions": True}, {"mask_truncated": True}),
+        ({"top_entropy_quantile": 0.2}, {"top_entropy_quantile": 0.2}),
+        (SYNCED, {"reference": "snapshot", "reference_sync_steps": 512}),
+        (
+            {**SYNCED, "ref_model_sync_steps": 10, "ref_model_mixup_alpha": 0.9},
+            {"reference": "snapshot", "reference_sync_steps": 10, "reference_mixing": 0.9},
+        ),
+        # Six optimizer steps a learning step, three batches, twice: both count optimizer steps.
+        (
+            {**SYNCED, "ref_model_sync_steps": 13, "steps_per_generation": 3, "num_iterations": 2},
+            {"reference": "snapshot", "reference_sync_steps": 13},
+        ),
+        (VLLM, {"importance_correction": "sequence_mask", "importance_cap": 3.0}),
+        (
+            {**VLLM, "vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.5},
+            {"importance_correction": "token_truncate", "importance_cap": 2.5},
+        ),
+        (
+            {**VLLM, "vllm_importance_sampling_cap": 4.0},
+            {"importance_correction": "sequence_mask", "importance_cap": 4.0},
+        ),
+        ({**VLLM, "vllm_importance_sampling_correction": False}, {}),
+    ],
+)
+def test_fields_of_the_loss_move_their_switch_and_no_other(fields, switches):
+    assert imported(**fields).objective == objective(**switches)
+
+
+@pytest.mark.parametrize(
+    ("fields", "values"),
+    [
+        ({"learning_rate": 1e-5}, {"lr": 1e-5}),
+        ({"max_grad_norm": 0.2}, {"max_grad_norm": 0.2}),
+        ({"temperature": 0.7}, {"temperature": 0.7}),
+        ({"beta": 0.04}, {"beta": 0.04}),
+        ({"num_iterations": 3}, {"update_epochs": 3}),
+        ({"num_generations": 4}, {"group_size": 4}),
+        ({"epsilon": 0.1}, {"clip_coef": 0.1}),
+        ({"epsilon_high": 0.28}, {"clip_high": 0.28}),
+        ({"loss_type": "cispo", "epsilon_high": 5.0}, {"clip_high": 4.0}),  # TRL caps the ratio at 5, not at 1 + 5
+        ({"entropy_coef": 0.01}, {"entropy_coef": 0.01}),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}, {"batch_size": 12}),
+        ({"per_device_train_batch_size": 4, "steps_per_generation": 6}, {"batch_size": 4}),
+        ({"generation_batch_size": 64}, {"batch_size": 8}),
+        # Two processes: 2 x 8 samples a micro-batch, two of which are accumulated.
+        (
+            {"generation_batch_size": 64, "steps_per_generation": 4, "gradient_accumulation_steps": 2},
+            {"batch_size": 32},
+        ),
+    ],
+)
+def test_coefficients_become_hyperparameters(fields, values):
+    plain = dict(imported().hyperparameters)
+    assert dict(imported(**fields).hyperparameters) == plain | values
+    Hyperparameters(**imported(**fields).hyperparameters)
+
+
+def test_fields_left_out_have_the_defaults_of_trl():
+    assert dict(imported().hyperparameters) == {
+        "lr": 1e-6,
+        "clip_coef": 0.2,
+        "group_size": 8,
+        "beta": 0.0,
+        "temperature": 1.0,
+        "update_epochs": 1,
+        "max_grad_norm": 1.0,
+        "batch_size": 8,
+        "entropy_coef": 0.0,
+    }
+    assert dict(imported().settings) == {"samples_per_step": 8, "max_output_tokens": 512, "seed": 42}
+
+
+@pytest.mark.parametrize(
+    ("fields", "settings"),
+    [
+        ({"max_completion_length": 64}, {"max_output_tokens": 64}),
+        ({"max_prompt_length": 100}, {"max_prompt_length": 100}),
+        ({"seed": 1}, {"seed": 1}),
+        ({"reward_weights": (1.0, 0.5)}, {"reward_weights": [1.0, 0.5]}),
+        ({"gradient_accumulation_steps": 4}, {"samples_per_step": 32}),
+        ({"steps_per_generation": 4}, {"samples_per_step": 32}),
+        ({"generation_batch_size": 64}, {"samples_per_step": 64}),
+    ],
+)
+def test_sizes_and_lengths_become_settings(fields, settings):
+    assert dict(imported(**fields).settings) == dict(imported().settings) | settings
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_a_schedule_needs_the_length_of_the_run(kind):
+    known = imported(lr_scheduler_type=kind, max_steps=100, warmup_steps=10, weight_decay=0.1, adam_beta1=0.8)
+    assert (known.optimizer.schedule, known.optimizer.total_steps, known.optimizer.warmup_steps) == (kind, 100, 10)
+    assert (known.optimizer.weight_decay, known.optimizer.betas) == (0.1, (0.8, 0.999))
+    assert not known.ignored
+    unknown = imported(lr_scheduler_type=kind)
+    assert unknown.optimizer.schedule == "constant"
+    assert "set schedule and total_steps" in unknown.ignored["lr_scheduler_type"]
+
+
+def test_a_constant_schedule_needs_nothing():
+    assert not imported(lr_scheduler_type="constant").ignored
+    assert "lr_scheduler_type" in imported(lr_scheduler_type="polynomial", max_steps=100).ignored
+    assert "warmup_ratio" in imported(lr_scheduler_type="constant", warmup_ratio=0.1).ignored
+    assert "warmup_steps" in imported(lr_scheduler_type="constant", warmup_steps=0.1).ignored
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"epsilon_hi": 0.3}, "unknown TRL field 'epsilon_hi': did you mean 'epsilon_high'"),
+        ({"num_generation": 4}, "did you mean 'num_generations'"),
+        ({"learning_rat": 4}, "did you mean 'learning_rate'"),
+        ({"loss_type": "dapoo"}, "did you mean 'dapo'"),
+        ({"loss_type": "vespo"}, "loss_type has no counterpart here, got 'vespo'"),
+        ({"loss_type": "luspo"}, "set it to 'sequence'"),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 5.0}, "TRL's cispo with"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "TRL's sapo with"),
+        ({"loss_type": "cispo"}, "caps the ratio itself at epsilon_high, got 0.2"),
+        ({"loss_type": "cispo", "epsilon_high": 0.5}, "caps the ratio itself at epsilon_high, got 0.5"),
+        ({"scale_rewards": "std"}, "unknown value of TRL field scale_rewards"),
+        ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation"),
+        ({"mask_truncated_completions": 1}, "must be true or false"),
+        ({"num_iterations": 1.0}, "TRL field num_iterations must be an integer"),
+        ({"beta": "small"}, "TRL field beta must be a number"),
+        ({"num_generations": 1}, "group_size must be at least 2"),
+        ({"delta": 1.1}, "delta must exceed 1 . clip_high"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must lie in"),
+        ({"sync_ref_model": True}, "reference has no effect while beta is 0"),
+        ({**VLLM, "vllm_importance_sampling_clip_min": 0.5}, "bounded above only"),
+        ({**VLLM, "vllm_importance_sampling_clip_max": None}, "unbounded weights are not offered"),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, "part of one generation batch"),
+        ({"generation_batch_size": 10, "steps_per_generation": 4}, "part of one generation batch"),
+        ({"optim": "sgd"}, "optim .*got 'sgd': .*AdamW.*leave it out"),
+        *(
+            ({name: value}, f"TRL field {name} has no counterpart here")
+            for name, value in {
+                "top_p": 0.9,
+                "top_k": 50,
+                "min_p": 0.1,
+                "repetition_penalty": 1.1,
+                "router_aux_loss_coef": 0.01,
+                "generation_kwargs": {"num_beams": 2},
+                "chat_template_kwargs": {"enable_thinking": False},
+                "max_tool_calling_iterations": 3,
+                "vllm_structured_outputs_regex": "a*",
+                "neftune_noise_alpha": 5,
+                "vllm_guided_decoding_regex": "a*",
+                "off_policy_mask_threshold": 0.5,
+                "use_adaptive_entropy": True,
+            }.items()
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(fields, named):
+    with pytest.raises(ValueError, match=named):
+        imported(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0},
+        {"top_k": -1, "min_p": 0.0, "generation_kwargs": {}, "router_aux_loss_coef": 0.0},
+        {"optim": "adamw_torch_fused"},
+    ],
+)
+def test_what_means_nothing_is_accepted(fields):
+    result = imported(**fields)
+    assert result.objective == objective()
+    assert dict(result.hyperparameters) == dict(imported().hyperparameters)
+
+
+@pytest.mark.parametrize("name", [*INFRASTRUCTURE, *VESPO, *ADAPTIVE, "output_dir", "logging_steps", "bf16"])
+def test_what_only_steers_the_machinery_is_named_as_ignored(name):
+    result = imported(lr_scheduler_type="constant", **{name: "something"})
+    assert set(result.ignored) == {name}
+    assert result.objective == objective()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ref_model_sync_steps": 3},
+        {"ref_model_mixup_alpha": 0.1},
+        {"sapo_temperature_pos": 2.0},
+        {"vllm_importance_sampling_mode": "token_mask"},
+        {"vllm_importance_sampling_clip_max": 5.0},
+        {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
+    ],
+)
+def test_fields_that_nothing_reads_are_named_as_ignored(fields):
+    assert set(imported(lr_scheduler_type="constant", **fields).ignored) == {next(iter(fields))}
+
+
+def test_defaults_written_out_are_not_ignored():
+    assert imported(**DEFAULTS) == imported()
+
+
+# ---- objects
+
+
+@dataclasses.dataclass
+class Settings:
+    """A GRPOConfig in small: TRL's fields, and one that this package has never heard of."""
+
+    loss_type: str = "dapo"
+    beta: float = 0.0
+    epsilon_high: float | None = None
+    output_dir: str | None = None
+    lr_scheduler_type: str = "constant"
+    use_bias_correction_kl: bool = True
+    brand_new: int = 1
+    report_to: list = dataclasses.field(default_factory=list)
+
+
+def test_an_object_says_what_a_mapping_says():
+    result = Objective.from_trl(Settings(loss_type="grpo", epsilon_high=0.3, output_dir="out"))
+    plain = {"loss_type": "grpo", "epsilon_high": 0.3, "output_dir": "out", "lr_scheduler_type": "constant"}
+    assert result == Objective.from_trl(plain)
+    assert set(result.ignored) == {"output_dir"}
+
+
+def test_fields_of_an_object_that_mean_something_count_at_their_defaults_too():
+    assert Objective.from_trl(Settings(beta=0.1)).objective.kl_bias_correction
+    assert not Objective.from_trl(Settings(beta=0.1, use_bias_correction_kl=False)).objective.kl_bias_correction
+    assert Objective.from_trl({"beta": 0.1}).objective.kl_bias_correction, "TRL's default"
+    assert not Objective.from_trl({}).objective.kl_bias_correction, "there is no KL term to correct"
+
+
+def test_a_field_of_a_newer_release_is_refused_once_it_is_used():
+    assert not Objective.from_trl(Settings()).ignored
+    with pytest.raises(ValueError, match="unknown TRL field 'brand_new'"):
+        Objective.from_trl(Settings(brand_new=2))
+
+
+@pytest.mark.parametrize("source", [3, "dapo", None, Settings])
+def test_what_holds_no_fields_is_refused(source):
+    with pytest.raises(ValueError, match="expected a TRL GRPOConfig or a mapping"):
+        Objective.from_trl(source)
+
+
+def test_a_real_grpo_config_is_understood(tmp_path):
+    trl = pytest.importorskip("trl")
+    own = {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    assert own >= {"loss_type", "epsilon_high", "scale_rewards", "sync_ref_model", "delta"}
+    config = trl.GRPOConfig(
+        output_dir=str(tmp_path), report_to=[], use_cpu=True, num_generations=4, per_device_train_batch_size=4,
+        gradient_accumulation_steps=2, steps_per_generation=4, scale_rewards=False, max_steps=30, epsilon_high=0.3,
+    )  # fmt: skip
+    result = Objective.from_trl(config)
+    assert result.objective == objective(advantage="mean_only")
+    values = result.hyperparameters
+    assert (values["group_size"], values["batch_size"], values["clip_high"]) == (4, 8, 0.3)
+    assert result.settings["samples_per_step"] == 16
+    assert (result.optimizer.schedule, result.optimizer.total_steps) == ("linear", 30)
+    assert {"output_dir", "use_cpu"} <= set(result.ignored)

@@ -1,0 +1,178 @@
+"""How far rounding may move a result, derived once for all tests; and a CPU that rounds otherwise, to try them on.
+
+Equal bits are promised at equal batch shapes only: kernels add up in an order that depends on the shapes, the CPU and
+the number of threads, but never on the numbers. Everything else agrees up to the bounds below. They follow from the
+arithmetic and not from what one CPU gave:
+
+- **A product.** A float32 sum of K terms is off by at most K u, and where roundings are independent by about sqrt(K) u,
+  of the sum of its terms' sizes, with u = 2^-24 (Higham and Mary, "A new approach to probabilistic rounding error
+  analysis", 2019). The models here have K of about 64: 5e-7.
+- **A log-probability**, an entropy, an output: some 20 products one after another, each off by that of its size: 1e-5
+  of a number of a few units. Tests write rtol = atol = 1e-4, or 1e-5 where fewer products lie between.
+- **A gradient**: the same number of products once more, and a sum over rows of terms that partly cancel, to a tenth
+  say, since advantages add up to 0: `GRADIENT` = 1e-4 of the gradient's norm. Of its *norm*: an element that is near 0
+  because its terms cancel is off by a part of their sizes, and so by any part of itself. A leak of a thousandth still
+  shows.
+- **AdamW's moments** are averages of gradients: off by the same part. In later steps the gradients themselves are those
+  of weights that differ a little, and each step adds to it; the first moment forgets after 1 / (1 - 0.9) = 10 steps.
+- **AdamW's weights** are the worst to compare. m / (sqrt(v) + eps) of an element that is near 0 has any value between
+  -1 and 1 once its rounding error is as large as itself, however little else is off. If a gradient's elements are off
+  by d of their root mean square s, one of size x = |g| / s is off by min(2, 2 d / x) of a step; with at most s ds of
+  the elements within ds of 0, as for normal ones, the mean square is the integral of min(2, 2 d / x)^2 dx = 8 d.
+  So weights are off by sqrt(8 d) of what they could have moved, sqrt(k) lr a step, and not by a part of their own
+  size. Gradients and moments are what tells members apart; weights only have to have followed them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+UNIT = 2.0**-24  # half the distance from 1 to the next float32
+LOG_PROB = 1e-4  # of log-probabilities and what is made of them one by one, in nats
+GRADIENT = 1e-4  # of a gradient's norm
+REMEMBERED = 10  # optimizer steps
+
+
+# ---- how far apart
+
+
+def assert_gradients_agree(one: Tensor, other: Tensor, *, steps: int = 1, what: str = "gradients") -> None:
+    """Check that gradients, or averages of those of so many steps, differ by rounding alone: see the module's text."""
+    assert one.shape == other.shape, what
+    assert torch.equal(one.isfinite(), other.isfinite()), what
+    apart, size = float((one.double() - other.double()).norm()), float(other.double().norm())
+    bound = GRADIENT * min(max(steps, 1), REMEMBERED)
+    assert apart <= bound * size, f"{what} differ by {apart / (size or 1.0):.1e} of their norm, more than {bound:.1e}"
+
+
+def assert_weights_agree(one: Tensor, other: Tensor, *, steps: int, lr: float, what: str = "weights") -> None:
+    """Check that weights differ by rounding alone after so many steps of AdamW: see the module's text."""
+    apart = float((one.double() - other.double()).norm())
+    bound = (8.0 * GRADIENT) ** 0.5 * steps * lr * one.numel() ** 0.5
+    assert apart <= bound, f"{what} differ by {apart:.1e}, more than {bound:.1e}"
+
+
+def assert_states_agree(one: Mapping[str, Tensor], other: Mapping[str, Tensor], *, lr: float) -> None:
+    """Check that two learner states differ by rounding alone after equal steps from an equal start.
+
+    Args:
+        one: Of a bank, or of several policies under "policy/name".
+        other: Of the same kind.
+        lr: The largest that was used, per step.
+    """
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        policy, _, last = name.rpartition("/")
+        steps = int(other[f"{policy}/step" if policy else "step"])
+        if last in ("exp_avg", "exp_avg_sq"):
+            # A square is off by twice as much as what is squared.
+            assert_gradients_agree(values, other[name], steps=steps * (2 if last == "exp_avg_sq" else 1), what=name)
+        elif last in ("adapter", "weights", "reference"):
+            # A reference is the policy as it was, or a mean of such.
+            assert_weights_agree(values, other[name], steps=steps, lr=lr, what=name)
+        elif values.is_floating_point():
+            torch.testing.assert_close(values, other[name], rtol=1e-3, atol=1e-5, msg=name)
+        else:
+            assert torch.equal(values, other[name]), name
+
+
+def assert_metrics_agree(one: Mapping[str, float], other: Mapping[str, float]) -> None:
+    """Check that two reports of the same steps differ by rounding alone.
+
+    A measure is a mean of smooth functions of log-probabilities, which are off by 1e-5 nats, in size and in sum; ten
+    times that are allowed, since differences to earlier ones cancel. What a trainer's log-probabilities differ from the
+    sampler's by is rounding itself where these are exact: that of four log-probabilities, two in either report.
+    """
+    assert one.keys() == other.keys()
+    for name in one:
+        exact = 4 * LOG_PROB if name.startswith("sampling/sampling_logp_difference") else 1e-5
+        assert one[name] == pytest.approx(other[name], rel=1e-3, abs=exact, nan_ok=True), name
+
+
+# ---- a CPU that rounds otherwise
+
+
+def _noise(shape: tuple[int, ...], seed: int, units: float) -> Tensor:
+    """Return numbers in +-units * UNIT that are the same whenever results of that shape are computed."""
+    rng = np.random.default_rng([seed, *shape])
+    return torch.from_numpy(rng.uniform(-units * UNIT, units * UNIT, shape))
+
+
+def _product(product: Callable[..., Tensor], one: Tensor, other: Tensor, seed: int, units: float) -> Tensor:
+    """Return a product in float64, off by up to `units` roundings of what its terms add up to without their signs.
+
+    What float32 can hold exactly stays exact, as it does on every CPU: 0, and products with 0 and 1.
+    """
+    one, other = one.double(), other.double()
+    exact = product(one, other)
+    moved = exact + _noise((*exact.shape, one.shape[-1]), seed, units)[..., 0] * product(one.abs(), other.abs())
+    return torch.where(exact.float().double() == exact, exact, moved)
+
+
+class RoundOtherwise(TorchDispatchMode):
+    """Matrix products of float32 as another CPU might compute them: in another order, so rounded otherwise.
+
+    How kernels add up depends on the CPU, on the number of threads and on the shapes, but never on the numbers. So do
+    these errors: equal shapes, and nothing else, give equal bits.
+
+    Args:
+        seed: Which CPU.
+        units: The largest error, in roundings of the sum of the terms' sizes. One is about twice what another order
+            makes.
+    """
+
+    def __init__(self, seed: int, units: float = 1.0) -> None:
+        super().__init__()
+        self.seed, self.units = seed, units
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        aten = torch.ops.aten
+        factors = {
+            aten.mm.default: (0, 1),
+            aten.bmm.default: (0, 1),
+            aten.mm.out: (0, 1),
+            aten.bmm.out: (0, 1),
+            aten.addmm.default: (1, 2),
+            aten.baddbmm.default: (1, 2),
+            aten.addmm_.default: (1, 2),
+            aten.baddbmm_.default: (1, 2),
+            aten.addmm.out: (1, 2),
+            aten.baddbmm.out: (1, 2),
+        }
+        if func not in factors:
+            return func(*args, **kwargs)
+        given = [args[place] for place in factors[func]]
+        if given[0].dtype != torch.float32 or given[0].device.type != "cpu":
+            return func(*args, **kwargs)
+        value = _product(torch.matmul, *given, self.seed, self.units)
+        if "addmm" in str(func) or "baddbmm" in str(func):
+            value = value * kwargs.get("alpha", 1) + args[0].double() * kwargs.get("beta", 1)
+        into = kwargs.get("out", args[0] if str(func).split(".")[1].endswith("_") else None)
+        return value.float() if into is None else into.copy_(value)
+
+
+@contextmanager
+def rounding_otherwise(seed: int, units: float = 1.0) -> Iterator[None]:
+    """Compute matrix products, torch's and numpy's, as another CPU might."""
+    plain = np.matmul
+
+    def matmul(one: Any, other: Any, out: Any = None, **others: Any) -> Any:
+        if np.asarray(one).dtype != np.float32:
+            return plain(one, other, out=out, **others)
+        wide = (torch.from_numpy(np.asarray(each, dtype=np.float64)) for each in (one, other))
+        value = _product(lambda a, b: torch.from_numpy(plain(a.numpy(), b.numpy())), *wide, seed, units).numpy()
+        if out is None:
+            return value.astype(np.float32)
+        out[...] = value
+        return out
+
+    with patch.object(np, "matmul", matmul), RoundOtherwise(seed, units):
+        yield

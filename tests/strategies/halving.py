@@ -1,0 +1,51 @@
+"""Successive halving, again and again: the worse half retires and the others spend twice as much, then all slots fill.
+
+Source: Jamieson and Talwalkar, AISTATS 2016, for successive halving.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from evogrpo.evolution import Choice, History, Mutation, Plan, Stateless, best_slot, healthy_slots
+from evogrpo.hyperparameters import Hyperparameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(Stateless):
+    """Keep the better half, at least `survivors`, and double the samples; then fill the bank and start over.
+
+    Attributes:
+        survivors: How few members begin a new round.
+    """
+
+    survivors: int = 1
+    mutates = True
+
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        last, first = history.last, history.generations[0]
+        ranked = sorted(healthy_slots(last.fitness), key=lambda slot: (-last.fitness[slot].mean, slot))
+        elite = best_slot(last.fitness)
+        if len(ranked) > self.survivors:
+            kept = ranked[: max(self.survivors, len(ranked) // 2)]
+            choices = [
+                Choice(parent=slot, reason="kept: in the better half")
+                if slot in kept
+                else Choice(parent=None, reason="out")
+                for slot in range(history.capacity)
+            ]
+            return Plan.from_choices(history, choices, samples_per_step=2 * last.samples_per_step)
+        space = history.space.for_samples_per_step(first.samples_per_step)
+        born: dict[int, Hyperparameters] = {}
+        choices = []
+        for slot in range(history.capacity):
+            if slot in ranked:
+                choices.append(Choice(parent=slot, reason="kept: survived the round"))
+                continue
+            choices.append(Choice(parent=elite if born else None, reason="a new round"))
+            born[slot], _ = Mutation()(last.member(elite).hyperparameters, space, rng)
+        return Plan.from_choices(history, choices, born, samples_per_step=first.samples_per_step)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"survivors": self.survivors}

@@ -1,0 +1,43 @@
+"""Strategies from outside the package keep the contract as those inside do."""
+
+import math
+
+from tests.conformance.strategy import SAMPLES_PER_STEP, Life, StrategyTestCase
+from tests.strategies.gaussian_process import GaussianProcess
+from tests.strategies.halving import Halving
+
+
+class TestGaussianProcess(StrategyTestCase):
+    def make_strategy(self):
+        return GaussianProcess(scale=0.15, seed=3)
+
+    def test_what_it_remembers_is_what_members_earned(self):
+        strategy, life = self.make_strategy(), Life(4, failures=0.3, spread=3.0)
+        histories = [history for history, _ in self.follow(strategy, life)]
+        earned = [seat.fitness for each in histories[-1].generations for seat in each.seats]
+        assert [mean for _, mean in strategy.observed] == [fitness.mean for fitness in earned if fitness is not None]
+        assert strategy.failures == earned.count(None) > 0
+
+    def test_it_finds_the_learning_rates_that_earn_most(self):
+        # Fitness falls by 3 a decade on both sides of the middle of the range; uniform draws lie 0.75 decades from it.
+        proposed = [
+            child.hyperparameters.lr
+            for _, plan in self.follow(self.make_strategy(), Life(5, spread=3.0), 25)
+            for child in plan.children
+        ]
+        assert len(proposed) == 25
+        assert sum(abs(math.log10(lr) + 4.5) for lr in proposed[10:]) / 15 < 0.75 / 2
+
+
+class TestHalving(StrategyTestCase):
+    def make_strategy(self):
+        return Halving()
+
+    def test_halves_retire_at_doubled_cost_until_all_slots_fill_again(self):
+        history = [h for h, _ in self.follow(self.make_strategy(), Life(8, spread=3.0), 5)][-1]
+        living = [len(each.seats) - len(each.empty) for each in history.generations]
+        assert living == [8, 4, 2, 1, 8]
+        samples = [each.samples_per_step for each in history.generations]
+        assert samples == [SAMPLES_PER_STEP * factor for factor in (1, 2, 4, 8, 1)]
+        founders = [seat.member.index for seat in history.last.seats if seat.member.parent is None]
+        assert len(founders) == 2  # who survived the round, and one that starts afresh

@@ -1,0 +1,98 @@
+"""The bounds on rounding let rounding pass, however a CPU rounds, and nothing that could be a fault."""
+
+import numpy as np
+import pytest
+import torch
+
+from evogrpo.hyperparameters import Hyperparameters
+from tests.rounding import UNIT, assert_gradients_agree, assert_states_agree, assert_weights_agree, rounding_otherwise
+from tests.tiny_batches import different_members, grpo_loss, sampled_batch
+from tests.tiny_models import tiny_model
+from tests.tiny_networks import CASES, acted_batch
+
+LR = 1e-2
+STEPS = 3
+
+
+def networks():
+    bank = CASES["discrete"].bank(2)
+    batch = acted_batch(CASES["discrete"], bank, range(2))
+    return bank, batch, lambda rows, log_probs, entropies: (batch.rewards[rows][:, None] * log_probs).sum(1)
+
+
+def language_models():
+    bank = different_members(tiny_model("llama"), 2)
+    batch = sampled_batch(bank)
+    return bank, batch, grpo_loss(batch)
+
+
+def learnt(work, spoil=lambda losses, own: losses, lr=LR):
+    """Return the first member's state after some steps, its losses and those of its neighbour as `spoil` makes them."""
+    bank, batch, loss = work()
+
+    def spoilt(rows, log_probs, entropies):
+        return spoil(loss(rows, log_probs, entropies), batch.member_ids[rows] == 0)
+
+    for _ in range(STEPS):
+        bank.update(batch, spoilt, {slot: Hyperparameters(lr=lr, max_grad_norm=1e6) for slot in (0, 1)})
+    return bank.state(0)
+
+
+@pytest.mark.parametrize("work", [networks, language_models])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cpu_that_rounds_otherwise_learns_the_same(work, seed):
+    expected = learnt(work)
+    with rounding_otherwise(seed):
+        got = learnt(work)
+    assert not torch.equal(got["exp_avg"], expected["exp_avg"])
+    assert_states_agree(got, expected, lr=LR)
+
+
+FAULTS = {
+    "a thousandth too much": lambda losses, own: 1.001 * losses,
+    "shared by the number of members": lambda losses, own: losses / 2,
+    "a thousandth of a term": lambda losses, own: losses - 1e-3 * losses * (torch.arange(len(losses)) % 2),
+}
+
+
+@pytest.mark.parametrize("work", [networks, language_models])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_no_rounding(work, fault):
+    with pytest.raises(AssertionError, match=r"exp_avg.* differ by"):
+        assert_states_agree(learnt(work, FAULTS[fault]), learnt(work), lr=LR)
+
+
+@pytest.mark.parametrize("work", [networks, language_models])
+def test_another_learning_rate_is_no_rounding(work):
+    got, expected = learnt(work, lr=1.1 * LR), learnt(work)
+    (name,) = {"adapter", "weights"} & set(got)
+    with pytest.raises(AssertionError, match="weights differ"):
+        assert_weights_agree(got[name], expected[name], steps=STEPS, lr=LR)
+
+
+def test_a_neighbours_gradient_that_leaks_is_no_rounding():
+    bank, batch, loss = language_models()
+    bank.update(batch, loss, {slot: Hyperparameters(lr=LR, max_grad_norm=1e6) for slot in (0, 1)})
+    own, neighbours = (bank.state(slot)["exp_avg"] for slot in (0, 1))
+    with pytest.raises(AssertionError, match="differ by"):
+        assert_gradients_agree(own + 1e-3 * neighbours, own)
+
+
+def test_equal_shapes_and_nothing_else_give_equal_bits():
+    random = torch.Generator().manual_seed(0)
+    rows, weights = torch.randn(6, 9, generator=random), torch.randn(9, 4, generator=random)
+    exact = rows.double() @ weights.double()
+    with rounding_otherwise(0):
+        one, again, fewer = rows @ weights, rows @ weights, rows[:5] @ weights
+        other = rows.clone()
+        other[0] = 7.0
+        beside, identity = other @ weights, rows @ torch.eye(9)
+        drawn = np.matmul(rows.numpy(), weights.numpy())
+    assert torch.equal(one, again)
+    assert torch.equal(one[1:], beside[1:])
+    assert not torch.equal(one[:5], fewer)
+    assert torch.equal(identity, rows)
+    bound = 2 * UNIT * (rows.abs().double() @ weights.abs().double())  # the error itself, and rounding to float32
+    for values in (one, torch.from_numpy(drawn)):
+        assert bool(((values.double() - exact).abs() <= bound).all())
+        assert not torch.equal(values, exact.float())

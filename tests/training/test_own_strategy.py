@@ -1,0 +1,395 @@
+"""A strategy from outside the package: it is stored with its state, resumes, retires members and changes budgets."""
+
+import multiprocessing
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from evogrpo import Tournament, evolve, resume
+from evogrpo.cli.tables import plan_lines
+from evogrpo.evolution import NoEvolution
+from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
+from evogrpo.persistence.journal import read_journal
+from evogrpo.report.html import write_html
+from evogrpo.report.summary import summarise
+from evogrpo.training.configuration.record import load_config, parse_config
+from evogrpo.training.launch import read_resumable, start
+from evogrpo.training.launch import resume as resume_configured
+from evogrpo.training.prepared import prepare
+from evogrpo.training.run_reports import GenerationReport, StepReport
+from evogrpo.training.rundir import open_run
+from tests.cli.project import write_project
+from tests.strategies.gaussian_process import GaussianProcess
+from tests.strategies.halving import Halving
+from tests.tiny_models import tiny_model
+from tests.tiny_training import (
+    equal_states,
+    final_states,
+    finish,
+    resumed_run,
+    start_or_resume,
+    state_of,
+    story,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+)
+
+STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
+LONG = {"generations": 4}
+
+
+def same_run(folder, other):
+    assert story(folder) == story(other)
+    assert open_run(folder).record["strategy_state"] == open_run(other).record["strategy_state"]
+    return equal_states(final_states(folder), final_states(other))
+
+
+def stop_after(run, steps):
+    for report in run.reports():
+        if isinstance(report, StepReport) and report.step + 1 == steps:
+            run.stop()
+
+
+# ---- a strategy that remembers
+
+
+@pytest.fixture(scope="module")
+def bandit(tmp_path_factory):
+    """Return the folder of a run that a Gaussian process led from its beginning to its end."""
+    folder = tmp_path_factory.mktemp("bandit") / "run"
+    finish(tiny_run(folder, strategy=GaussianProcess(), **LONG))
+    return folder
+
+
+def test_killed_again_and_again_it_ends_as_if_never_killed(bandit, tmp_path):
+    """Real kills, -9, each at another moment after another generation; a new process goes on every time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.tiny_training"])
+    folder, journal = tmp_path / "run", tmp_path / "run" / "journal.jsonl"
+
+    def generations():
+        events = read_journal(journal) if journal.exists() else []
+        return sum(event["event"] == "generation" for event in events)
+
+    for kill, delay in enumerate((0.0, 0.05)):
+        process = context.Process(target=start_or_resume, args=(str(folder), GaussianProcess), kwargs=LONG)
+        process.start()
+        seen = generations()
+        while process.is_alive() and generations() == seen:
+            time.sleep(0.002)
+        time.sleep(delay)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, f"it ended before kill {kill}"
+    finish(resumed_run(folder, strategy=GaussianProcess))
+    assert same_run(folder, bandit)
+    state = open_run(folder).record["strategy_state"]
+    assert len(state["observed"]) + state["failures"] == 3 * 3  # the last generation is not planned from
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_stopped_after_a_step_it_goes_on_as_if_it_had_not_been(bandit, tmp_path, steps):
+    stop_after(tiny_run(tmp_path / "run", strategy=GaussianProcess(), **LONG), steps)
+    finish(resumed_run(tmp_path / "run", strategy=GaussianProcess()))
+    assert same_run(tmp_path / "run", bandit)
+
+
+def test_the_history_is_what_the_reports_said(tmp_path):
+    run = tiny_run(tmp_path / "run", generations=4)
+    reports = [report for report in run.reports() if isinstance(report, GenerationReport)]
+    stop_after(tiny_run(tmp_path / "parts", generations=4), 5)
+    parts = resumed_run(tmp_path / "parts")
+    reports_of_parts = [report for report in parts.reports() if isinstance(report, GenerationReport)]
+    assert len(reports_of_parts) == 2
+    for each in (run, parts):
+        assert [generation.number for generation in each.progress.history] == [1, 2, 3, 4]
+    for generation, twin, report in zip(run.progress.history, parts.progress.history, reports, strict=True):
+        assert (generation.samples_per_step, generation.steps_per_generation) == (8, 2)
+        assert [seat.fitness for seat in generation.seats] == [seat.fitness for seat in twin.seats]
+        for seat, member in zip(generation.seats, report.members, strict=True):
+            record = (seat.member.index, seat.member.parent, seat.member.born, seat.member.hyperparameters)
+            assert record == (member.index, member.parent, member.born, member.hyperparameters)
+            assert (seat.fitness.mean, seat.tokens, seat.seconds) == (member.fitness, member.tokens, member.seconds)
+            assert len(seat.fitness.scores) == 8
+
+
+# ---- retired and added members, and other budgets
+
+
+@pytest.fixture(scope="module")
+def halving(tmp_path_factory):
+    """Return a finished run of five generations with four slots, its reports, and its states after each generation."""
+    folder = tmp_path_factory.mktemp("halving") / "run"
+    run = tiny_run(folder, size=4, strategy=Halving(), generations=5)
+    states = []
+    reports = []
+    for report in run.reports():
+        reports.append(report)
+        if isinstance(report, GenerationReport):
+            states.append([state_of(agent) for agent in run.population])
+    return folder, run, reports, states
+
+
+def test_halves_retire_the_others_spend_twice_as_much_and_then_all_slots_fill(halving):
+    _, run, reports, _ = halving
+    generations = [report for report in reports if isinstance(report, GenerationReport)]
+    assert [len(report.members) for report in generations] == [4, 2, 1, 4, 2]
+    assert [each.samples_per_step for each in run.progress.history] == [8, 16, 32, 8, 16]
+    assert [len(each.empty) for each in run.progress.history] == [0, 2, 3, 0, 2]
+    assert len({agent.index for agent in run.population}) == 4
+    steps = [report for report in reports if isinstance(report, StepReport)]
+    for report in steps:
+        members = generations[report.generation - 1].members
+        assert sorted(report.learned) == [member.slot for member in members]
+        samples = run.progress.history[report.generation - 1].samples_per_step
+        assert {len(learned.advantages) for learned in report.learned.values()} == {samples}
+    births = {birth.index: birth for birth in run.population.lineage.births}
+    newcomers = [birth for birth in births.values() if birth.born == 3]
+    assert [birth.index for birth in newcomers] == [4, 5, 6]
+    assert [birth.parent is None for birth in newcomers] == [True, False, False]
+    assert sum(agent.retired for agent in run.population) == 2
+
+
+def test_nobody_learns_in_a_retired_slot(halving):
+    _, _, reports, states = halving
+    second = [report for report in reports if isinstance(report, GenerationReport)][1]
+    living = {member.slot for member in second.members}
+    assert len(living) == 2
+    fresh = state_of(tiny_population(1)[0])
+    for slot in set(range(4)) - living:
+        assert equal_states(states[0][slot], fresh)
+        assert equal_states(states[1][slot], fresh)
+    assert all(not equal_states(states[0][slot], states[1][slot]) for slot in living)
+
+
+@pytest.mark.parametrize("steps", [2, 4, 7])
+def test_members_that_are_retired_and_budgets_outlive_a_stop(halving, tmp_path, steps):
+    stop_after(tiny_run(tmp_path / "run", size=4, strategy=Halving(), generations=5), steps)
+    finish(resumed_run(tmp_path / "run", strategy=Halving))
+    assert same_run(tmp_path / "run", halving[0])
+
+
+def test_the_journal_tells_who_retired_and_what_is_spent(halving, tmp_path):
+    folder, _, reports, _ = halving
+    events = read_journal(folder / "journal.jsonl")
+    assert events[0]["strategy"] == {"name": "tests.strategies.halving:Halving", "survivors": 1}
+    generations = [event for event in events if event["event"] == "generation"]
+    plans = [event["plan"] for event in generations[:-1]]
+    assert [plan["samples_per_step"] for plan in plans] == [16, 32, 8, 16]
+    assert [plan["parents"].count(None) for plan in plans] == [2, 3, 1, 2]
+    assert [len(plan["children"]) for plan in plans] == [0, 0, 3, 0]
+    summary = summarise(events)
+    assert [len(each.members) for each in summary.generations] == [4, 2, 1, 4, 2]
+    page = write_html(shutil.copytree(folder, tmp_path / "copy")).read_text(encoding="utf-8")
+    assert page.count("a new round") == 5  # three newcomers in their first generation, two in their second
+    shown = [[str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)]
+    assert [len(lines) for lines in shown] == [2, 1, 3, 2, 0]
+    assert all("is retired" in line for line in shown[0])
+    assert ["a founder" in line for line in shown[2]] == [True, False, False]
+
+
+def test_evaluating_and_the_best_leave_retired_slots_out(halving):
+    _, run, _, _ = halving
+    population = run.population
+    population.evaluate(run.env)
+    assert [agent.fitness is None for agent in population] == [agent.retired for agent in population]
+    assert not population.best.retired
+    assert [agent.slot for agent in population.healthy] == [agent.slot for agent in population if not agent.retired]
+
+
+# ---- what cannot be stored or brought back
+
+
+def test_a_class_that_cannot_be_found_again_is_refused_before_anything_is_recorded(tmp_path):
+    class Local(NoEvolution):
+        pass
+
+    with pytest.raises(ValueError, match=r"must be found by its name.*Local.*define it at the top of a module"):
+        evolve(tiny_population(2), tiny_env(), strategy=Local(), run_dir=tmp_path / "run", generations=1, **STEPS)
+    assert not (tmp_path / "run").exists()
+    (report,) = evolve(tiny_population(2), tiny_env(), strategy=Local(), generations=1, **STEPS)
+    assert report.generation == 1
+
+
+class Forgetful(NoEvolution):
+    """Its settings do not say what it was made with."""
+
+    def __init__(self, width=1.0):
+        object.__setattr__(self, "width", width)
+
+    def to_json(self):
+        return {"width": 2 * self.width}
+
+
+class Opaque(NoEvolution):
+    """Its state is not plain."""
+
+    def state(self):
+        return {"seen": {1, 2}}
+
+
+class Relative(Tournament):
+    """A tournament by another name."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [(Forgetful(), "must return the arguments that build an equal"), (Opaque(), "is a set, which JSON cannot hold")],
+)
+def test_what_could_not_be_brought_back_is_refused(tmp_path, strategy, message):
+    with pytest.raises(ValueError, match=message):
+        evolve(tiny_population(2), tiny_env(), strategy=strategy, run_dir=tmp_path / "run", generations=1, **STEPS)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_script_that_holds_its_strategy_is_told_to_put_it_into_a_module(tmp_path):
+    script = """
+from evogrpo.evolution import NoEvolution
+from evogrpo.training.configuration.own_strategies import check_resumable
+class Mine(NoEvolution):
+    pass
+check_resumable(Mine())
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "got __main__:Mine: define it at the top of a module of its own" in done.stderr
+
+
+def begun(folder, strategy):
+    list(evolve(tiny_population(2), tiny_env(), strategy=strategy, run_dir=folder, generations=1, **STEPS))
+    return folder
+
+
+def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
+    folder = begun(tmp_path / "run", Halving(survivors=2))
+    (tmp_path / "trap.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    checkpoint = open_run(folder).folder
+    tensors, record = read_checkpoint(checkpoint)
+    record["strategy"]["name"] = "trap:Halving"
+    write_checkpoint(checkpoint, tensors, record, replace=True)
+    with pytest.raises(ValueError, match=r"is trap:Halving, a class that is not imported.*strategy=ItsClass"):
+        resume(folder, tiny_env(), actor_network=tiny_model())
+    run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=Halving)
+    assert run.strategy == Halving(survivors=2)
+    assert "trap" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("begin", "given"),
+    [
+        (Halving(survivors=2), Halving()),
+        (Halving(), NoEvolution),
+        (Tournament(), NoEvolution()),
+        (Tournament(), NoEvolution),
+        (Tournament(), Relative),
+        (Tournament(z=0.5), Tournament(z=1.0)),
+    ],
+)
+def test_a_run_goes_on_with_the_strategy_it_began_with(tmp_path, begin, given):
+    folder = begun(tmp_path / "run", begin)
+    with pytest.raises(ValueError, match=r"goes on with the strategy it began with|unknown setting of"):
+        resume(folder, tiny_env(), actor_network=tiny_model(), strategy=given, generations=2)
+    for right in (begin, type(begin)):
+        run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=right, generations=2)
+        assert run.strategy == begin
+
+
+def test_strategies_of_the_package_need_not_be_given_and_their_relatives_go_by_their_own_name(tmp_path):
+    run = resume(begun(tmp_path / "one", Tournament(z=0.5)), tiny_env(), actor_network=tiny_model(), generations=2)
+    assert run.strategy == Tournament(z=0.5)
+    run = resume(begun(tmp_path / "other", Relative(z=0.5)), tiny_env(), actor_network=tiny_model(), strategy=Relative)
+    assert run.strategy == Relative(z=0.5)
+
+
+def test_a_checkpoint_of_a_version_without_history_goes_on_from_there(tmp_path):
+    """Both where the plan has been carried out, and where a run that had ended is trained further."""
+    finish(tiny_run(tmp_path / "whole"))
+    stop_after(tiny_run(tmp_path / "stopped"), 3)
+    finish(tiny_run(tmp_path / "ended", generations=1))
+    for name, known in (("stopped", [2, 3]), ("ended", [1, 2, 3])):
+        checkpoint = open_run(tmp_path / name).folder
+        tensors, record = read_checkpoint(checkpoint)
+        del record["strategy_state"]
+        record["strategy"] = {"name": "tournament", **Tournament(z=0.0).to_json()}
+        for field in ("history", "samples_per_step", "steps_per_generation"):
+            del record["progress"][field]
+        for member in record["population"]["members"]:
+            del member["retired"]
+        write_checkpoint(checkpoint, tensors, record, replace=True)
+        run = resumed_run(tmp_path / name, generations=3)
+        finish(run)
+        assert [generation.number for generation in run.progress.history] == known
+        assert story(tmp_path / name)[-1] == story(tmp_path / "whole")[-1]
+        assert equal_states(final_states(tmp_path / name), final_states(tmp_path / "whole"))
+
+
+# ---- named in a configuration
+
+OWN = """
+import dataclasses
+from evogrpo.evolution import Choice, Plan, Stateless
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clones(Stateless):
+    share: float = 0.5
+    mutates = False
+
+    def plan(self, history, rng):
+        parents = [0 if rng.random() < self.share else slot for slot in range(history.capacity)]
+        return Plan.from_choices(history, [Choice(parent=parent, reason="drawn") for parent in parents])
+
+    def to_json(self):
+        return {"share": self.share}
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    path = write_project(tmp_path)
+    (tmp_path / "mine.py").write_text(OWN)
+    values = yaml.safe_load(path.read_text())
+    values["strategy"] = {"name": "mine.py:Clones", "share": 0.7}
+    values["population"] = {"size": 3}
+    values["logging"] = {"tensorboard": False}
+    path.write_text(yaml.safe_dump(values))
+    return path
+
+
+def test_a_configuration_names_a_class_in_a_file(project, tmp_path, monkeypatch):
+    config = load_config(project)
+    stored = config.to_json()
+    assert stored["strategy"] == {"name": f"{tmp_path}/mine.py:Clones", "share": 0.7}
+    assert parse_config(stored).strategy == config.strategy
+    for override, message in (
+        ("strategy.shrae=1", "strategy: unknown setting of .*mine.py:Clones 'shrae': did you mean 'share'"),
+        ("strategy.name=tornament", "did you mean 'tournament'"),
+        (f"strategy.name={tmp_path}/mine.py:Clone", "has no class 'Clone': it has"),
+        ("strategy.name=nowhere.py:Clones", "no file .*nowhere.py to take a strategy from"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_config(project, [override])
+    monkeypatch.chdir(tmp_path)
+    module = load_config(project, ["strategy.name=mine:Clones"])
+    assert module.to_json()["strategy"]["name"] == "mine:Clones"
+
+
+def test_a_configured_run_resumes_with_the_class_its_configuration_names(project, tmp_path):
+    prepared = prepare(load_config(project))
+    finish(start(prepared, tmp_path / "whole"))
+    run = start(prepare(load_config(project)), tmp_path / "run")
+    stop_after(run, 3)
+    (tmp_path / "mine.py").write_text(f"{OWN}# touched\n")  # as good as before, another module to Python
+    resumable = read_resumable(tmp_path / "run")
+    finish(resume_configured(prepare(resumable.config), resumable, tmp_path / "run"))
+    assert same_run(tmp_path / "run", tmp_path / "whole")
+    plans = [event["plan"] for event in story(tmp_path / "run") if event.get("plan")]
+    assert any(plan["children"] for plan in plans)
