@@ -11,7 +11,7 @@ from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution import Strategy
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.evolve import Evolution
-from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
 from evogrpo.training.schedule import Schedule
 
 STEP_SPACE = HyperparameterConfig(
@@ -59,7 +59,7 @@ def step_run(
         env,
         schedule=Schedule(**(QUICK | schedule)),
         strategy=strategy or Tournament(z=0.0),
-        run_dir=None if folder is None else RunDir(folder, tensorboard=False),
+        run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
     )
 
 

@@ -21,7 +21,7 @@ from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.randomness import generator
 from evogrpo.records import Batch
 from evogrpo.training.evolve import Evolution
-from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
 from evogrpo.training.schedule import Schedule
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora
@@ -163,7 +163,7 @@ def tiny_run(
         env or tiny_env(),
         schedule=Schedule(**(QUICK | schedule)),
         strategy=strategy or Tournament(z=0.0),
-        run_dir=None if folder is None else RunDir(folder, tensorboard=False),
+        run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
     )
 
 

@@ -43,7 +43,7 @@ def run(task: str, size: int, seed: int, limit: float, interval: int) -> dict[st
         target_fitness=TARGETS[task][0],
     )
     evolution = Evolution(population, env, schedule=schedule, strategy=Tournament())
-    for _ in evolution.generations():
+    for _ in evolution:
         pass
     measured = {"wall": time.perf_counter() - wall, "processor": time.process_time() - processor, "steps": env.steps}
     best = evolution.progress.best

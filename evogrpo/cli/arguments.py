@@ -79,23 +79,32 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     demo.add_argument(
         "--fixed", action="store_true", help="the control: all members keep the poor start, nothing evolves, same cost"
     )
-    demo.add_argument("--dry-run", action="store_true", help="print the plan and its arithmetic, train nothing")
+    demo.add_argument("--dry-run", action="store_true", help="print what would be trained and at what cost")
     demo.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
 
     train = _command(
         commands,
         "train",
         "evogrpo.cli.train:train",
-        "train from a YAML configuration, or on a Gymnasium environment",
+        "train from a YAML configuration, or on an environment",
         "Relative paths in CONFIG are relative to CONFIG, those in overrides and --run-dir to the working directory. "
-        "Reward functions named in CONFIG are your code, and are run.",
+        "Reward functions and environments named in CONFIG are your code, and are run.",
     )
-    train.usage = "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--traceback] (CONFIG | --env ID) [KEY=VALUE ...]"
-    train.add_argument(
+    train.usage = (
+        "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--traceback] (CONFIG | --env ID | --parallel-env MODULE) "
+        "[KEY=VALUE ...]"
+    )
+    instead = train.add_mutually_exclusive_group()
+    instead.add_argument(
         "--env", metavar="ID", help="instead of CONFIG: small networks learn this environment, e.g. CartPole-v1"
     )
+    instead.add_argument(
+        "--parallel-env",
+        metavar="MODULE",
+        help="likewise for several agents: a module with parallel_env, e.g. mpe2.simple_spread_v3, or MODULE:FUNCTION",
+    )
     train.add_argument("--run-dir", type=Path, help="where records go (default: a new folder under runs/)")
-    train.add_argument("--dry-run", action="store_true", help="print the plan and its arithmetic, train nothing")
+    train.add_argument("--dry-run", action="store_true", help="print what would be trained and at what cost")
     train.add_argument("overrides", nargs="*", metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}")
 
     resume = _command(

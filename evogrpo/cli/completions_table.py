@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.report.text import number_text, printable
-from evogrpo.training.run_reports import Example
+from evogrpo.history.records import Example
+from evogrpo.history.text import number_text, printable
 
 SHOWN = 3
 _GAP = 2

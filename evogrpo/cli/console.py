@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from evogrpo.report.text import printable
+from evogrpo.history.text import printable
 
 LOG_WIDTH = 120  # columns of a log file, which has no width of its own
 
@@ -25,23 +25,18 @@ def make_console(stream: TextIO | None = None) -> Console:
     return Console(file=stream, force_terminal=terminal, width=width, highlight=False, legacy_windows=False)
 
 
-def error_console() -> Console:
-    """Return the console for errors and warnings."""
-    return make_console(sys.stderr)
-
-
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
 
 
 def say_error(message: str) -> None:
     """Print one clean message for the user, without traceback."""
-    error_console().print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
+    make_console(sys.stderr).print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
 
 
 def say_warning(message: str, console: Console | None = None) -> None:
     """Print one clean warning."""
     text = Text.assemble(("warning: ", "bold yellow"), printable(message))
-    (console or error_console()).print(text, soft_wrap=True)
+    (console or make_console(sys.stderr)).print(text, soft_wrap=True)
 
 
 def tolerate_old_encodings() -> None:

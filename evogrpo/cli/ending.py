@@ -9,11 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.cli.tables import changes_text
+from evogrpo.history.records import MemberReport
+from evogrpo.history.text import number_text, printable, score_text
+from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import Ancestor, ancestors, winner
 from evogrpo.report.html import write_html
-from evogrpo.report.summary import MemberResult, RunSummary, summarise
-from evogrpo.report.text import number_text, printable, score_text
+from evogrpo.report.summary import RunSummary, summarise
+from evogrpo.training.kinds.registry import KINDS
 from evogrpo.training.schedule import Schedule
 
 _OTHER_LIMITS = ("max_tokens", "max_seconds", "target_fitness")
@@ -43,19 +46,19 @@ def show_lineage(console: Console, summary: RunSummary) -> None:
     console.print()
 
 
-def results(summary: RunSummary, index: int) -> list[MemberResult]:
+def results(summary: RunSummary, index: int) -> list[MemberReport]:
     """Return a member's results, one per generation that it lived through."""
     return [member for generation in summary.generations for member in generation.members if member.index == index]
 
 
-def _stage(ancestor: Ancestor, result: MemberResult, summary: RunSummary) -> Text:
+def _stage(ancestor: Ancestor, result: MemberReport, summary: RunSummary) -> Text:
     if ancestor.parent is None:
         names = list(summary.evolvable) or ["lr", "clip_coef", "group_size"]
-        values = ", ".join(f"{name} {number_text(ancestor.hyperparameters.get(name))}" for name in names)
+        values = ", ".join(f"{name} {number_text(getattr(ancestor.hyperparameters, name))}" for name in names)
         origin = f"founder with {values}"
     else:
-        changes = {name: (old, new) for name, (old, new) in ancestor.changes.items()}
-        origin = f"clone of #{ancestor.parent}{' with ' + changes_text(changes) if changes else ', unchanged'}"
+        changes = changes_text(ancestor.changes)
+        origin = f"clone of #{ancestor.parent}{f' with {changes}' if changes else ', unchanged'}"
     score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
     return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
 
@@ -71,7 +74,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
     rows: list[tuple[str, Path | str]] = [("run directory", run_dir)]
     best = run_dir / "best"
     if best.is_dir():
-        rows.append(("best member" if kind == "networks" else "best adapter", best))
+        rows.append((words_of(kind).best, best))
     try:
         page = write_html(run_dir)
         rows += [("figure", run_dir / "report.png"), ("report page", page)]
@@ -79,11 +82,12 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         rows.append(("report", f"not drawn: {error}"))
     for name, value in rows:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
-    if best.is_dir() and kind == "networks":
-        show_command(console, "use it", f"evogrpo.GRPO.load({str(best)!r}).predict(observation)")
-        show_command(console, "watch it", command("video", run_dir))
-    elif best.is_dir():
-        show_command(console, "export adapter", command("export", run_dir, "FOLDER"))
+    known = KINDS.get(str(kind))
+    if best.is_dir() and known is not None:
+        for what, expression in known.uses(best).items():
+            show_command(console, what, expression)
+        for what, words in known.commands(run_dir).items():
+            show_command(console, what, command(*words))
 
 
 def show_command(console: Console, name: str, line: str) -> None:

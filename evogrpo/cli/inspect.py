@@ -9,7 +9,7 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import OK
 from evogrpo.cli.console import make_console
-from evogrpo.report.text import number_text, printable
+from evogrpo.history.text import number_text, printable
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -47,6 +47,11 @@ def tasks(chosen: argparse.Namespace) -> int:
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
     console.print(Text(f"  {', '.join(native_ids())} vectorised natively; any other environment as it is"))
     console.print()
+    console.print(
+        Text.assemble(("PettingZoo", "bold"), "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE")
+    )
+    console.print(Text("  a module with parallel_env, such as mpe2.simple_spread_v3, or MODULE:FUNCTION"))
+    console.print()
     own = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
     console.print(Text.assemble(("Your own", "bold"), own))
     return OK
@@ -54,11 +59,8 @@ def tasks(chosen: argparse.Namespace) -> int:
 
 def video(chosen: argparse.Namespace) -> int:
     """Record the run's best member from the first starts of the test split."""
-    from evogrpo.agents.grpo import GRPO
-    from evogrpo.training.configuration.environment_tasks import EnvironmentTask
     from evogrpo.training.configuration.record import CONFIG_FILE, load_config
-    from evogrpo.training.prepared import PreparedNetworks, prepare
-    from evogrpo.training.video import record_video
+    from evogrpo.training.kinds.registry import kind_of
 
     folder: Path = chosen.folder or chosen.run_dir / "videos"
     if chosen.episodes < 1:
@@ -69,16 +71,10 @@ def video(chosen: argparse.Namespace) -> int:
             "by evolve() in Python is recorded with evogrpo.record_video()"
         )
     config = load_config(chosen.run_dir / CONFIG_FILE)
-    if not isinstance(config.task, EnvironmentTask):
-        raise ValueError(f"{chosen.run_dir} is a run of language models: there is nothing to see")
     if not (chosen.run_dir / "best").is_dir():
         raise ValueError(f"{chosen.run_dir} has no best member yet: it appears after a run's first generation")
-    prepared = prepare(config)
-    assert isinstance(prepared, PreparedNetworks)
-    seeds = [prepared.env.reset_seed("test", start) for start in range(min(chosen.episodes, prepared.env.size("test")))]
-    agent = GRPO.load(chosen.run_dir / "best")
     try:
-        recorded = record_video(agent, prepared.env, folder / f"member-{agent.index}.mp4", seeds=seeds)
+        recorded = kind_of(config.task).film(config, chosen.run_dir / "best", folder, chosen.episodes)
     except ImportError as error:
         raise ValueError(str(error)) from error
     console = make_console()

@@ -1,4 +1,4 @@
-"""Live progress of a run: a bar with the time left on a terminal, plain lines in a log."""
+"""A run, shown while it goes on: a bar with the time left on a terminal, plain lines in a log."""
 
 import time
 from types import TracebackType
@@ -13,11 +13,11 @@ from rich.text import Text
 
 from evogrpo.cli.completions_table import completions_table
 from evogrpo.cli.tables import generation_table, plan_lines, rewards_text, step_text
-from evogrpo.report.text import count_text, decimals, duration_text, score_text
-from evogrpo.report.words import Words, words_of
-from evogrpo.training.evolve import Evolution, Report
-from evogrpo.training.run_reports import GenerationReport, StepReport
-from evogrpo.training.run_reports import TestReport as TestOutcome
+from evogrpo.history.records import GenerationReport, Report, StepReport
+from evogrpo.history.records import TestReport as TestOutcome
+from evogrpo.history.text import count_text, decimals, duration_text, score_text
+from evogrpo.history.words import Words, words_of
+from evogrpo.training.evolve import Evolution
 
 SECONDS_BETWEEN_LINES = 1.0  # of a log: the steps of small networks take a fraction of that
 SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")
@@ -229,14 +229,14 @@ def _about(seconds: float) -> str:
 
 def outcome_lines(report: TestOutcome, words: Words) -> list[Text]:
     """Write the test: before training, the best member after, and the difference."""
-    (before, before_error), (after, after_error) = report.before, report.after
-    gain = after - before
+    before, after = report.before, report.after
+    gain = after.mean - before.mean
     return [
         Text(f"Test: {report.questions} {words.questions} that neither training nor selection saw", "bold"),
-        Text(f"  {words.untrained:<17}  {score_text(before, before_error)}"),
+        Text(f"  {words.untrained:<17}  {score_text(before.mean, before.standard_error)}"),
         Text.assemble(
             f"  {f'member #{report.index}':<17}  ",
-            (score_text(after, after_error), "bold"),
+            (score_text(after.mean, after.standard_error), "bold"),
             (f"   {gain:+.{decimals(gain)}f}", "bold green" if gain > 0 else "bold red"),
         ),
     ]

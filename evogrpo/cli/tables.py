@@ -6,10 +6,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from evogrpo.history.records import GenerationReport, MemberReport, StepReport
+from evogrpo.history.text import count_text, duration_text, number_text, printable, score_text
+from evogrpo.history.words import Words
 from evogrpo.hyperparameters import Value
-from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text
-from evogrpo.report.words import Words
-from evogrpo.training.run_reports import GenerationReport, MemberReport, StepReport
 
 NARROW = 100  # columns below which a table leaves out what the report page shows as well
 _ARROWS = {True: "↑", False: "↓"}
@@ -25,17 +25,15 @@ def step_text(report: StepReport, position: str) -> Text:
 def rewards_text(report: StepReport) -> Text:
     """Write every member's mean reward in a step, the failed ones marked."""
     text = Text()
-    for slot, learned in report.learned.items():
-        text.append(f" #{report.indices[slot]} ", "dim")
+    rewards = [each.reward for each in report.learned.values() if not each.failed and each.reward is not None]
+    for learned in report.learned.values():
+        text.append(f" #{learned.index} ", "dim")
         if learned.failed:
             text.append("failed", "red")
         else:
-            text.append(f"{learned.reward:.2f}", "bold" if learned.reward == _highest(report) else "")
+            reward = "nan" if learned.reward is None else f"{learned.reward:.2f}"
+            text.append(reward, "bold" if learned.reward == max(rewards, default=None) else "")
     return text
-
-
-def _highest(report: StepReport) -> float:
-    return max((learned.reward for learned in report.learned.values() if not learned.failed), default=0.0)
 
 
 def generation_table(report: GenerationReport, evolving: Sequence[str], width: int, words: Words) -> Table:

@@ -18,20 +18,21 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
 from evogrpo.cli.console import clean_warnings, make_console, say_error, say_warning
-from evogrpo.cli.dry_run import show_arithmetic, show_plan
+from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.cli.live import RunDisplay, outcome_lines
 from evogrpo.envs.prompts.reward_functions import RewardError
 from evogrpo.evolution.strategies import NoEvolution
+from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.training.configuration.environment_tasks import reward_threshold
-from evogrpo.training.configuration.record import Config, load_config
+from evogrpo.training.configuration.record import load_config
+from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.evolve import AllFailedError, Evolution
-from evogrpo.training.forecast import compute
+from evogrpo.training.kinds.registry import kind_of
+from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import free_run_dir, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
-from evogrpo.training.prepared import Prepared, PreparedNetworks, prepare
-from evogrpo.training.run_reports import TestReport as TestOutcome
 from evogrpo.training.rundir import RunDir
 
 TERMINATED = 128 + signal.SIGTERM
@@ -53,27 +54,30 @@ def demo(chosen: argparse.Namespace) -> int:
 def train(chosen: argparse.Namespace) -> int:
     """Train on the user's configuration, or on an environment with the packaged one."""
     words = list(chosen.overrides)
-    if chosen.env is not None:
-        for word in words:
-            if "=" not in word or word.startswith("task.env="):
-                raise ValueError(f"--env {chosen.env} already says what to train on: leave out {word!r}")
-        return _begin(_environment_config(chosen.env, words), chosen, re.sub(r"[^\w.-]+", "-", chosen.env))
+    for option, key, name in (("--env", "env", chosen.env), ("--parallel-env", "parallel_env", chosen.parallel_env)):
+        if name is not None:
+            for word in words:
+                if "=" not in word or word.startswith(f"task.{key}="):
+                    raise ValueError(f"{option} {name} already says what to train on: leave out {word!r}")
+            return _begin(_packaged(key, name, words), chosen, re.sub(r"[^\w.-]+", "-", name))
     if not words or ("=" in words[0] and not Path(words[0]).exists()):
-        raise ValueError("train needs a configuration, a YAML file, before any KEY=VALUE; or --env ID")
+        raise ValueError(
+            "train needs a configuration, a YAML file, before any KEY=VALUE; or --env ID, or --parallel-env MODULE"
+        )
     path = Path(words[0])
     return _begin(load_config(path, words[1:]), chosen, path.stem)
 
 
-def _environment_config(env: str, overrides: list[str]) -> Config:
-    """Return the packaged configuration for an environment; it ends where the environment counts as solved."""
-    threshold = reward_threshold(env)
+def _packaged(key: str, name: str, overrides: list[str]) -> AnyConfig:
+    """Return the packaged configuration for an environment; it ends where that counts as solved, if it says so."""
+    threshold = reward_threshold(name) if key == "env" else None
     solved = [] if threshold is None else [f"schedule.target_fitness={threshold}"]
-    with as_file(files("evogrpo.training.configuration") / "environment.yaml") as path:
-        return load_config(path, [*solved, *overrides, f"task.env={env}"])
+    with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:
+        return load_config(path, [*solved, *overrides, f"task.{key}={name}"])
 
 
-def _begin(config: Config, chosen: argparse.Namespace, name: str) -> int:
-    """Start a run, or only show its plan."""
+def _begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
+    """Start a run, or only say what it would be."""
     console = make_console()
     wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
     run_dir = wanted or free_run_dir(name)
@@ -81,11 +85,11 @@ def _begin(config: Config, chosen: argparse.Namespace, name: str) -> int:
     if not chosen.dry_run:
         RunDir(run_dir).check_unused()
     with _working(console, "checking the task and who is to learn it"):
-        prepared = prepare(config)
-    show_plan(console, prepared, run_dir)
+        prepared = kind_of(config.task).prepare(config)
+    show_intent(console, prepared, run_dir)
     with closing(prepared.env):
         if chosen.dry_run:
-            show_arithmetic(console, prepared, compute(prepared))
+            show_forecast(console, prepared)
             return OK
         with _working(console, "making the population"):
             evolution = start(prepared, run_dir)
@@ -109,7 +113,7 @@ def resume(chosen: argparse.Namespace) -> int:
         show_ending(console, run_dir, resumable.generation, resumable.schedule)
         return OK
     with _working(console, "checking the task and who is to learn it"):
-        prepared = prepare(resumable.config)
+        prepared = kind_of(resumable.config.task).prepare(resumable.config)
     console.print(
         f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
     )
@@ -155,14 +159,14 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
 
 
 @contextmanager
-def _fitting_threads(prepared: Prepared) -> Iterator[None]:
+def _fitting_threads(prepared: PreparedRun) -> Iterator[None]:
     """Let small networks compute in one thread, unless OMP_NUM_THREADS names a number.
 
     Measured with 8 members on CartPole: a second thread gains a twentieth on an idle machine, and takes nine times as
     long on a busy one, where every product waits for the slower of the two. What was learnt was the same, bit for bit.
     """
     before = torch.get_num_threads()
-    if isinstance(prepared, PreparedNetworks) and prepared.one_thread and "OMP_NUM_THREADS" not in os.environ:
+    if prepared.one_thread and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     try:
         yield

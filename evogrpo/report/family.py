@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from evogrpo.report.summary import MemberResult, RunSummary
+from evogrpo.history.records import MemberReport
+from evogrpo.hyperparameters import Hyperparameters, Value
+from evogrpo.report.summary import RunSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +21,8 @@ class LineageLine:
 
     index: int
     founder: int
-    origin: MemberResult | None
-    results: tuple[MemberResult, ...]
+    origin: MemberReport | None
+    results: tuple[MemberReport, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +42,10 @@ class Ancestor:
     index: int
     parent: int | None
     generations: tuple[int, int]
-    hyperparameters: Mapping[str, float | str]
-    changes: Mapping[str, tuple[float | str | None, float | str | None]]
+    hyperparameters: Hyperparameters
+    changes: Mapping[str, tuple[Value, Value]]
     reason: str
-    result: MemberResult
+    result: MemberReport
 
 
 def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
@@ -55,7 +57,7 @@ def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
     Returns:
         One line per index; a parent's line comes before its children's.
     """
-    results: dict[int, list[MemberResult]] = {}
+    results: dict[int, list[MemberReport]] = {}
     for generation in summary.generations:
         for member in generation.members:
             results.setdefault(member.index, []).append(member)
@@ -84,10 +86,10 @@ def winner(summary: RunSummary) -> int | None:
     """
     if summary.test is not None:
         return summary.test.index
-    best: MemberResult | None = None
+    best: MemberReport | None = None
     for generation in summary.generations:
         for member in generation.members:
-            if member.index != generation.best or member.fitness is None:
+            if member.index != generation.best.index or member.fitness is None:
                 continue
             if best is None or best.fitness is None or member.fitness >= best.fitness:
                 best = member

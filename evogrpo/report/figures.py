@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evogrpo.history.text import count_text, duration_text, printable, shorten
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.marks import Drawing, draw_legend, drawing
 from evogrpo.report.panels import draw_fitness, generation_ticks
 from evogrpo.report.summary import RunSummary, summarise
-from evogrpo.report.text import count_text, duration_text, printable, shorten
 from evogrpo.report.trajectories import draw_hyperparameter
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def _figure(run: Drawing) -> "Figure":
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     results = [result for line in run.lines for result in line.results]
-    names = [name for name in run.summary.evolvable if any(name in result.hyperparameters for result in results)]
+    names = [
+        name for name in run.summary.evolvable if any(vars(each.hyperparameters)[name] is not None for each in results)
+    ]
     columns = {1: 1, 2: 2, 4: 2}.get(len(names), 3)
     rows = -(-len(names) // columns)
     height = _HEADER + _FITNESS + _ROW * rows

@@ -8,13 +8,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from evogrpo.history.records import Estimate, Example, GenerationReport
+from evogrpo.history.text import count_text, duration_text, number_text, printable, score_text, shorten
+from evogrpo.hyperparameters import Value
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import ancestors, winner
 from evogrpo.report.figures import draw_report
-from evogrpo.report.summary import Example, GenerationResult, RunSummary, Score, summarise
-from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text, shorten
-from evogrpo.report.words import Words
+from evogrpo.report.summary import RunSummary, summarise
 
 _LONGEST_TEXT = 4000  # characters of a prompt or a completion
 _STYLE = """
@@ -129,28 +130,31 @@ def _outcome(summary: RunSummary) -> str:
     if summary.stopped is not None:
         lead += f" Stopped: {summary.stopped}."
     cards, words = [], summary.words
+    questions = "" if summary.baseline is None else f"{summary.baseline.questions} {words.questions}"
     if summary.baseline is not None:
-        cards.append(_card(f"{words.untrained}, validation", summary.baseline, words))
+        cards.append(_card(f"{words.untrained}, validation", _estimate(summary.baseline.fitness), questions))
     best = winner(summary)
     chain = () if best is None else ancestors(summary, best)
     if chain and chain[-1].result.fitness is not None:
-        questions = None if summary.baseline is None else summary.baseline.questions
         result = chain[-1].result
-        score = Score(fitness=result.fitness or 0.0, standard_error=result.standard_error, questions=questions)
-        cards.append(_card(f"member #{best}, validation", score, words, best=True))
+        earned = score_text(result.fitness, result.standard_error)
+        cards.append(_card(f"member #{best}, validation", earned, questions, best=True))
     if summary.test is not None:
-        cards.append(_card(f"{words.untrained}, test", summary.test.before, words))
-        cards.append(_card(f"member #{summary.test.index}, test", summary.test.after, words, best=True))
+        tested = f"{summary.test.questions} {words.questions}"
+        cards.append(_card(f"{words.untrained}, test", _estimate(summary.test.before), tested))
+        cards.append(_card(f"member #{summary.test.index}, test", _estimate(summary.test.after), tested, best=True))
     return f'<p class="quiet">{_escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'
 
 
-def _card(title: str, score: Score, words: Words, *, best: bool = False) -> str:
-    questions = "" if score.questions is None else f"{score.questions} {words.questions}"
+def _card(title: str, earned: str, questions: str, *, best: bool = False) -> str:
     return (
-        f'<div class="card{" best" if best else ""}">{_escape(title)}'
-        f"<b>{_escape(score_text(score.fitness, score.standard_error))}</b>"
+        f'<div class="card{" best" if best else ""}">{_escape(title)}<b>{_escape(earned)}</b>'
         f'<span class="quiet">{_escape(questions)}</span></div>'
     )
+
+
+def _estimate(estimate: Estimate) -> str:
+    return score_text(estimate.mean, estimate.standard_error)
 
 
 def _lineage(summary: RunSummary) -> str:
@@ -171,7 +175,7 @@ def _lineage(summary: RunSummary) -> str:
                     "founder" if ancestor.parent is None else f"#{ancestor.parent}",
                     str(first) if first == last else f"{first} to {last}",
                     changes_text(ancestor.changes),
-                    *(number_text(ancestor.hyperparameters.get(name)) for name in names),
+                    *(number_text(getattr(ancestor.hyperparameters, name)) for name in names),
                     score_text(result.fitness, result.standard_error),
                     ancestor.reason,
                 ],
@@ -181,16 +185,16 @@ def _lineage(summary: RunSummary) -> str:
     return f"<h2>How member #{_escape(best)} came to be</h2>\n{_table(heads, rows)}"
 
 
-def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:
+def changes_text(changes: Mapping[str, tuple[Value, Value]]) -> str:
     """Write what changed at a birth, such as `lr 0.0001 → 0.00012, group_size 4 → 8`; a dash for nothing."""
     return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items()) or "–"
 
 
-def _generation(summary: RunSummary, generation: GenerationResult) -> str:
+def _generation(summary: RunSummary, generation: GenerationReport) -> str:
     names = list(summary.evolvable)
     rows = []
     for member in generation.members:
-        kind = "failed" if member.fitness is None else "best" if member.index == generation.best else ""
+        kind = "failed" if member.fitness is None else "best" if member.index == generation.best.index else ""
         rows.append(
             (
                 kind,
@@ -198,7 +202,7 @@ def _generation(summary: RunSummary, generation: GenerationResult) -> str:
                     member.slot,
                     f"#{member.index}",
                     "founder" if member.parent is None else f"#{member.parent}",
-                    *(number_text(member.hyperparameters.get(name)) for name in names),
+                    *(number_text(getattr(member.hyperparameters, name)) for name in names),
                     f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),
                     count_text(member.tokens),
                     duration_text(member.seconds),
@@ -207,10 +211,8 @@ def _generation(summary: RunSummary, generation: GenerationResult) -> str:
             )
         )
     heads = ["slot", "member", "parent", *names, "fitness ± SE", summary.words.tokens, "time", "reason"]
-    best = next((member for member in generation.members if member.index == generation.best), None)
-    words = f"Generation {generation.generation}"
-    if best is not None:
-        words += f": best #{best.index}, {score_text(best.fitness, best.standard_error)}"
+    best = generation.best
+    words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
     opened = " open" if generation is summary.generations[-1] else ""
     return f"<details{opened}><summary>{_escape(words)}</summary>\n{_table(heads, rows)}</details>"
 

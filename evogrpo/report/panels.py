@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from evogrpo.history.records import Estimate
+from evogrpo.history.text import score_text
 from evogrpo.report.family import LineageLine
 from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch
-from evogrpo.report.summary import Score
-from evogrpo.report.text import score_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ def draw_fitness(axes: "Axes", run: Drawing) -> None:
         _draw_fitness_line(axes, run, line)
     width = last - first + 1
     if summary.baseline is not None:
-        axes.axhline(summary.baseline.fitness, color=BASE, linestyle=(0, (6, 4)), linewidth=1.4, zorder=1.5)
+        axes.axhline(summary.baseline.fitness.mean, color=BASE, linestyle=(0, (6, 4)), linewidth=1.4, zorder=1.5)
     if summary.test is not None:
         _draw_test(axes, summary.test.before, first - 1, colour=BASE, face="white", words_at=(-6, 15))
         _draw_test(axes, summary.test.after, last + 0.07 * width, colour=BEST, face=BEST, words_at=(9, 6))
@@ -100,7 +100,7 @@ def _stretches(run: Drawing, line: LineageLine) -> list[list[_Point]]:
     stretches: list[list[_Point]] = [[]]
     if line.origin is None and first.parent is None and baseline is not None:
         # A founder begins as the untrained base, one generation before its first result.
-        stretches[-1].append((first.generation - 1, baseline.fitness, baseline.standard_error or 0.0))
+        stretches[-1].append((first.generation - 1, baseline.fitness.mean, baseline.fitness.standard_error))
     for result in (line.origin, *line.results):
         if result is None:
             continue
@@ -111,11 +111,11 @@ def _stretches(run: Drawing, line: LineageLine) -> list[list[_Point]]:
     return [stretch for stretch in stretches if stretch]
 
 
-def _draw_test(axes: "Axes", score: Score, x: float, *, colour: str, face: str, words_at: tuple[int, int]) -> None:
+def _draw_test(axes: "Axes", earned: Estimate, x: float, *, colour: str, face: str, words_at: tuple[int, int]) -> None:
     axes.errorbar(
         [x],
-        [score.fitness],
-        yerr=[score.standard_error or 0.0],
+        [earned.mean],
+        yerr=[earned.standard_error],
         fmt="D",
         color=colour,
         markerfacecolor=face,
@@ -125,8 +125,8 @@ def _draw_test(axes: "Axes", score: Score, x: float, *, colour: str, face: str, 
         zorder=6,
     )
     axes.annotate(
-        f"test {score_text(score.fitness, None)}",
-        (x, score.fitness),
+        f"test {score_text(earned.mean, None)}",
+        (x, earned.mean),
         words_at,
         textcoords="offset points",
         color=colour,

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from evogrpo.history.records import MemberReport
+from evogrpo.history.text import number_text, printable, shorten
 from evogrpo.report.family import LineageLine
 from evogrpo.report.marks import BEST, Drawing, draw_lineage_stretch
-from evogrpo.report.text import number_text, printable, shorten
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +47,7 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
     choices = parameter.get("choices")
     choices = choices if isinstance(choices, list) else []
     ladder = sorted({v for v in choices if isinstance(v, (int, float))})
-    shown = [r.hyperparameters[name] for line in run.lines for r in line.results if name in r.hyperparameters]
+    shown = [value for line in run.lines for each in line.results if (value := _value(each, name)) is not None]
     # In the order they were declared; a journal may hold others.
     names = list(dict.fromkeys(value for value in (*choices, *shown) if isinstance(value, str)))
     if names:
@@ -83,14 +84,19 @@ def _steps(line: LineageLine, name: str, names: Sequence[str]) -> tuple[list[flo
     """Return the corners of a member's steps: it learned with its value from one generation's end to the next one's."""
     x: list[float] = []
     y: list[float] = []
-    if line.origin is not None and name in line.origin.hyperparameters:
+    if line.origin is not None and (value := _value(line.origin, name)) is not None:
         x.append(line.origin.generation)
-        y.append(_height(line.origin.hyperparameters[name], names))
+        y.append(_height(value, names))
     for result in line.results:
-        if name in result.hyperparameters:
+        if (value := _value(result, name)) is not None:
             x += [result.generation - 1, result.generation]
-            y += [_height(result.hyperparameters[name], names)] * 2
+            y += [_height(value, names)] * 2
     return x, y
+
+
+def _value(result: MemberReport, name: str) -> float | str | None:
+    value: float | str | None = getattr(result.hyperparameters, name)
+    return value
 
 
 def _height(value: float | str, names: Sequence[str]) -> float:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.history.records import Example
 from evogrpo.persistence.durable import make_folder, replace_file
 from evogrpo.records import LearnReport
-from evogrpo.training.run_reports import Example
 
 COMPLETIONS = "completions"
 CompletionsFormat = Literal["jsonl", "parquet"]
@@ -76,14 +76,10 @@ class CompletionsLog:
     Args:
         folder: Where the files go; made when the first is written.
         most: Completions per step in all; 0 = write nothing.
-        form: "jsonl", with every character beyond ASCII escaped; "parquet" needs the package pyarrow.
-
-    Raises:
-        ValueError: If `most` is negative, or the form is unknown or needs a package that is not installed.
+        form: "jsonl", with every character beyond ASCII escaped, or "parquet"; one that `check_completions` lets pass.
     """
 
     def __init__(self, folder: Path, *, most: int = 16, form: CompletionsFormat = "jsonl") -> None:
-        check_completions(most, form)
         self.most = most
         self._folder, self._form = folder, form
 
@@ -98,7 +94,7 @@ class CompletionsLog:
 
 
 def check_completions(most: int, form: str) -> None:
-    """Refuse settings of a completions table that cannot be written; see `CompletionsLog`."""
+    """Refuse with a ValueError a negative number, and a form that is unknown or needs a package that is missing."""
     if most < 0:
         raise ValueError(f"completions must be at least 0, got {most}")
     if form not in get_args(CompletionsFormat):

@@ -1,28 +1,29 @@
 """The loop: collect, learn, evaluate, select, record; a run that can be stopped anywhere and resumed exactly."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 
 from evogrpo.agents.population import Population
+from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies import Strategy, Tournament
+from evogrpo.history.records import BaselineReport, GenerationReport, MemberStep, Report, StepReport, TestReport
 from evogrpo.hyperparameters import refuse_unknown
+from evogrpo.records import LearnReport
 from evogrpo.training.completions import CompletionsFormat, examples_of, first_of_each
 from evogrpo.training.configuration.own_strategies import check_resumable, strategy_record
-from evogrpo.training.observing import costs, generation_of, member_reports, metrics, score
+from evogrpo.training.observing import estimate, finite_metrics, generation_of, member_reports, step_costs
 from evogrpo.training.progress import Best, Progress
-from evogrpo.training.run_reports import GenerationReport, StepReport, TestReport
-from evogrpo.training.rundir import RunDir, open_run
-from evogrpo.training.sb3_names import of_members
+from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
+from evogrpo.training.sb3_names import sb3_names
 from evogrpo.training.schedule import LIMITS, Schedule
 
-Report = StepReport | GenerationReport | TestReport
 STOPPED = "stopped by the user"
 
 
@@ -53,10 +54,10 @@ def evolve(
         strategy: The rule of selection and mutation; `Tournament()` by default. With a `run_dir`, one of your own must
             be of a class that a module other than the program itself defines, so that the run can be resumed.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
-        keep_checkpoints: How many of the newest generations stay on disk, besides the best member.
-        completions: How many completions of each learning step are written to the run directory, to look at.
-        completions_format: As "jsonl" or "parquet".
-        schedule: The fields of `Schedule`: generations, steps_per_generation, samples_per_step, ...
+        keep_checkpoints: See `evogrpo.training.rundir.LoggingConfig`.
+        completions: Likewise.
+        completions_format: Likewise.
+        schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
     Yields:
         One report per generation.
@@ -65,16 +66,17 @@ def evolve(
         ValueError: If a setting is unknown or out of range, or the run directory already holds a run.
     """
     refuse_unknown("argument of evolve", schedule, Schedule.__dataclass_fields__)
+    logging = LoggingConfig(
+        keep_checkpoints=keep_checkpoints, completions=completions, completions_format=completions_format
+    )
     run = Evolution(
         population,
         env,
         schedule=Schedule(**schedule),
         strategy=strategy or Tournament(),
-        run_dir=None
-        if run_dir is None
-        else RunDir(run_dir, keep=keep_checkpoints, completions=completions, completions_format=completions_format),
+        run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
-    return run.generations()
+    return iter(run)
 
 
 def resume(
@@ -171,7 +173,10 @@ class Evolution:
                 spent = self.schedule.spent(tokens=progress.tokens, seconds=progress.seconds)
                 if progress.step_in_generation and spent is not None:
                     break
-                yield self._learning_step()
+                began = time.monotonic()
+                collected = self._collect()
+                learned = self.population.learn(collected.experience, step=progress.step)
+                yield self._close_step(collected, learned, began)
                 if self._stopping:
                     self._save(STOPPED)
                     return
@@ -184,12 +189,8 @@ class Evolution:
         self._record("stopped", reason=self.ended())
 
     def __iter__(self) -> Iterator[GenerationReport]:
-        """Run as `generations` does."""
-        return self.generations()
-
-    def generations(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule, yielding the generations' reports only."""
-        return (report for report in self.reports() if isinstance(report, GenerationReport))
+        return filter(_closes_a_generation, self.reports())
 
     # ---- the parts of a run
 
@@ -220,8 +221,7 @@ class Evolution:
         questions = self.schedule.validation_questions
         progress.baseline = self.population.baseline(self.env, "validation", questions=questions)
         progress.seconds += time.monotonic() - began
-        count = len(progress.baseline.scores)
-        self._record("baseline", split="validation", questions=count, **score(progress.baseline))
+        self._write(BaselineReport(questions=len(progress.baseline.scores), fitness=estimate(progress.baseline)))
         self._save()
 
     def finished(self) -> bool:
@@ -265,11 +265,12 @@ class Evolution:
         needed = replace(schedule, samples_per_step=progress.samples_per_step).block(self.population)
         progress.block = max(progress.block, needed)
 
-    def _learning_step(self) -> StepReport:
-        progress, began = self.progress, time.monotonic()
+    def _collect(self) -> Collected:
+        """Let the members act; if that fails, what they have learnt so far is kept."""
+        progress = self.progress
         self._require_healthy()
         try:
-            collected = self.population.collect(
+            return self.population.collect(
                 self.env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
             )
         except Exception as error:
@@ -277,37 +278,36 @@ class Evolution:
             # reward function raised, and the run goes on once it is mended.
             self._save(f"{type(error).__name__} while collecting step {progress.step}")
             raise
-        learned = self.population.learn(collected.experience, step=progress.step)
-        seconds = time.monotonic() - began
+
+    def _close_step(self, collected: Collected, learned: Mapping[int, LearnReport], began: float) -> StepReport:
+        """Count a learning step and record it."""
+        progress, seconds = self.progress, time.monotonic() - began
         tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
         indices = {slot: self.population.agents[slot].index for slot in learned}
         most = 0 if self.run_dir is None else self.run_dir.completions.most
         table = examples_of(collected, indices, learned, step=progress.step, most=most)
         progress.examples = first_of_each(table)
+        step = progress.step
+        measured = {slot: finite_metrics(each) for slot, each in learned.items()}
+        epochs = {slot: self.population.agents[slot].hyperparameters.update_epochs for slot in learned}
+        progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs)
+        spent, renamed = step_costs(progress, seconds, tokens), sb3_names(self.population, progress, measured)
+        logged = {slot: {**each, **spent[slot], **renamed[slot]} for slot, each in measured.items()}
         report = StepReport(
-            step=progress.step,
+            step=step,
             generation=progress.generation + 1,
-            learned=learned,
-            indices=indices,
+            learned={
+                slot: MemberStep(index=indices[slot], metrics=each, failed=learned[slot].failed)
+                for slot, each in logged.items()
+            },
             seconds=seconds,
             tokens=sum(tokens.values()),
             examples=progress.examples,
         )
-        measured = {slot: metrics(each) for slot, each in learned.items()}
-        epochs = {slot: self.population.agents[slot].hyperparameters.update_epochs for slot in learned}
-        progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs)
-        spent, habits = costs(progress, seconds, tokens), of_members(self.population, progress, measured)
-        logged = {slot: {**each, **spent[slot], **habits[slot]} for slot, each in measured.items()}
-        self._record(
-            "step",
-            step=report.step,
-            generation=report.generation,
-            seconds=seconds,
-            members=[{"slot": slot, "index": indices[slot], **each} for slot, each in logged.items()],
-        )
+        self._write(report)
         if self.run_dir is not None:
-            self.run_dir.completions.write(report.step, table)
-            self.run_dir.log_scalars(report.step, logged)
+            self.run_dir.completions.write(step, table)
+            self.run_dir.log_scalars(step, logged)
         return report
 
     def _close_generation(self) -> GenerationReport:
@@ -337,17 +337,7 @@ class Evolution:
             tokens=progress.tokens,
             examples=progress.examples,
         )
-        self._record(
-            "generation",
-            generation=report.generation,
-            step=report.step,
-            seconds=report.seconds,
-            tokens=report.tokens,
-            members=[member.to_json() for member in members],
-            best=report.best.index,
-            plan=None if plan is None else plan.to_json(),
-            examples=[vars(example) for example in progress.examples],
-        )
+        self._write(report)
         if self.run_dir is not None:
             self.run_dir.log_scalars(
                 progress.step, {m.slot: {"fitness": m.fitness, **m.hyperparameters.to_json()} for m in members}
@@ -389,21 +379,16 @@ class Evolution:
         report = TestReport(
             questions=len(after.scores),
             index=best.index,
-            generation=best.generation,
-            before=(before.mean, before.standard_error),
-            after=(after.mean, after.standard_error),
+            before=estimate(before),
+            after=estimate(after),
         )
-        self._record(
-            "test",
-            split="test",
-            questions=report.questions,
-            index=report.index,
-            before=score(before),
-            after=score(after),
-        )
+        self._write(report)
         return report
 
     # ---- records
+
+    def _write(self, report: BaselineReport | Report) -> None:
+        self._record(report.event, **report.to_json())
 
     def _record(self, event: str, **fields: Any) -> None:
         if self.run_dir is not None:
@@ -414,3 +399,7 @@ class Evolution:
             self.run_dir.save(self.population, self.progress, self.strategy, self.schedule)
         if stopped is not None:
             self._record("stopped", reason=stopped)
+
+
+def _closes_a_generation(report: Report) -> TypeGuard[GenerationReport]:
+    return isinstance(report, GenerationReport)

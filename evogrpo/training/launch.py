@@ -10,11 +10,12 @@ from evogrpo.agents.population import Population
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.training.configuration.record import CONFIG_FILE, Config, override, parse_config, write_config
+from evogrpo.training.configuration.record import CONFIG_FILE, override, parse_config, write_config
+from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file
 from evogrpo.training.configuration.typed import typed
 from evogrpo.training.evolve import Evolution
-from evogrpo.training.prepared import Prepared
+from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.progress import Progress
 from evogrpo.training.rundir import JOURNAL, RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
@@ -31,7 +32,7 @@ def free_run_dir(name: str, folder: Path | None = None) -> Path:
         number += 1
 
 
-def start(prepared: Prepared, run_dir: Path) -> Evolution:
+def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
     """Make the population, over its base model if it has one, and open the run's folder.
 
     Raises:
@@ -56,7 +57,7 @@ class Resumable:
         ended: If nothing is left to do under this schedule, which limit says so; else None.
     """
 
-    config: Config
+    config: AnyConfig
     schedule: Schedule
     generation: int
     step: int
@@ -100,7 +101,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
     )
 
 
-def resume(prepared: Prepared, resumable: Resumable, run_dir: Path) -> Evolution:
+def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path) -> Evolution:
     """Restore the newest complete checkpoint of a run, over its base model if it has one.
 
     Raises:
@@ -113,27 +114,21 @@ def resume(prepared: Prepared, resumable: Resumable, run_dir: Path) -> Evolution
 
 
 def _evolution(
-    prepared: Prepared,
+    prepared: PreparedRun,
     population: Population,
     schedule: Schedule,
     strategy: Strategy,
     run_dir: Path,
     progress: Progress | None = None,
 ) -> Evolution:
-    config, logging = prepared.config, prepared.config.logging
+    config = prepared.config
     facts = {"task": config.task.label, "model": config.model}
     return Evolution(
         population,
         prepared.env,
         schedule=schedule,
         strategy=strategy,
-        run_dir=RunDir(
-            run_dir,
-            keep=logging.keep_checkpoints,
-            tensorboard=logging.tensorboard,
-            completions=logging.completions,
-            completions_format=logging.completions_format,
-        ),
+        run_dir=RunDir(run_dir, config.logging),
         progress=progress,
         description={name: fact for name, fact in facts.items() if fact is not None},
     )

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, Seat
+from evogrpo.history.records import Estimate, MemberReport
 from evogrpo.records import LearnReport
 from evogrpo.training.progress import Progress
-from evogrpo.training.run_reports import MemberReport
 
 
 def generation_of(population: Population, progress: Progress) -> Generation:
@@ -36,6 +36,7 @@ def member_reports(population: Population, progress: Progress) -> tuple[MemberRe
     births = {birth.index: birth for birth in population.lineage.births}
     return tuple(
         MemberReport(
+            generation=progress.generation,
             slot=agent.slot,
             index=agent.index,
             parent=agent.parent,
@@ -55,18 +56,18 @@ def member_reports(population: Population, progress: Progress) -> tuple[MemberRe
     )
 
 
-def score(fitness: Fitness) -> dict[str, float]:
-    """Return a fitness as the journal writes it."""
-    return {"fitness": fitness.mean, "standard_error": fitness.standard_error}
+def estimate(fitness: Fitness) -> Estimate:
+    """Return a fitness without its single scores."""
+    return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
 
 
-def metrics(report: LearnReport) -> dict[str, float | None]:
+def finite_metrics(report: LearnReport) -> dict[str, float | None]:
     """Return a learning report's numbers; those that are infinite are None, as JSON has neither infinity nor NaN."""
     values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
-def costs(progress: Progress, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
+def step_costs(progress: Progress, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
     """Return what a learning step that has been counted cost each member, by slot: see `agents.metrics.NAMES`."""
     total = max(1, sum(tokens.values()))
     return {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation
-from evogrpo.training.run_reports import Example
+from evogrpo.history.records import Example
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class Progress:
         """Return plain JSON values; the best member itself is stored in a folder of its own."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("best", "baseline")}
         values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
-        values["examples"] = [vars(example) for example in self.examples]
+        values["examples"] = [example.to_json() for example in self.examples]
         values["baseline"] = None if self.baseline is None else list(self.baseline.scores)
         values["history"] = [generation.to_json() for generation in self.history]
         return values

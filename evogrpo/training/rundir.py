@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -18,7 +18,7 @@ from evogrpo.persistence.generations import generation_folder, latest_complete, 
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at
-from evogrpo.training.completions import COMPLETIONS, CompletionsFormat, CompletionsLog
+from evogrpo.training.completions import COMPLETIONS, CompletionsFormat, CompletionsLog, check_completions
 from evogrpo.training.configuration.own_strategies import restored_strategy, strategy_record
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.schedule import Schedule
@@ -26,46 +26,67 @@ from evogrpo.training.schedule import Schedule
 JOURNAL = "journal.jsonl"
 
 
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What a run leaves behind besides its journal and its best member.
+
+    Attributes:
+        tensorboard: Whether scalars are logged for TensorBoard.
+        keep_checkpoints: How many of the newest generations stay on disk, at least 1.
+        completions: How many completions of each learning step are written, with their rewards and advantages; 0 =
+            none.
+        completions_format: As "jsonl" or "parquet" (which needs the extra `datasets`).
+
+    Raises:
+        ValueError: If a number is too small, or completions cannot be written like that.
+    """
+
+    tensorboard: bool = True
+    keep_checkpoints: int = 2
+    completions: int = 16
+    completions_format: CompletionsFormat = "jsonl"
+
+    def __post_init__(self) -> None:
+        if self.keep_checkpoints < 1:
+            raise ValueError(
+                f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}: otherwise nothing could be resumed"
+            )
+        check_completions(self.completions, self.completions_format)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as checkpoints hold them."""
+        return {
+            "keep": self.keep_checkpoints,
+            "tensorboard": self.tensorboard,
+            "completions": self.completions,
+            "completions_format": self.completions_format,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned; checkpoints of earlier versions hold nothing."""
+        return cls(**{"keep_checkpoints" if name == "keep" else name: value for name, value in values.items()})
+
+
 class RunDir:
     """Where a run keeps its records.
 
     Args:
         path: The folder.
-        keep: How many of the newest generation checkpoints stay, at least 1.
-        tensorboard: Whether scalars are logged for TensorBoard.
-        completions: How many completions of each learning step are written; 0 = none.
-        completions_format: As "jsonl" or "parquet".
+        logging: What it keeps.
 
     Attributes:
-        path: The folder.
-        settings: The other arguments, by name; saved, so that a resumed run leaves the same records.
+        path: As given.
+        logging: As given; saved, so that a resumed run leaves the same records.
         completions: Writes them.
-
-    Raises:
-        ValueError: If `keep` is below 1, or completions cannot be written like that.
     """
 
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        keep: int = 2,
-        tensorboard: bool = True,
-        completions: int = 16,
-        completions_format: CompletionsFormat = "jsonl",
-    ) -> None:
-        if keep < 1:
-            raise ValueError(f"keep_checkpoints must be at least 1, got {keep}: otherwise nothing could be resumed")
+    def __init__(self, path: str | Path, logging: LoggingConfig | None = None) -> None:
         self.path = Path(path)
-        self.settings: dict[str, Any] = {
-            "keep": keep,
-            "tensorboard": tensorboard,
-            "completions": completions,
-            "completions_format": completions_format,
-        }
-        self.completions = CompletionsLog(self.path / COMPLETIONS, most=completions, form=completions_format)
-        self._keep = keep
-        self._tensorboard = tensorboard
+        self.logging = logging or LoggingConfig()
+        self.completions = CompletionsLog(
+            self.path / COMPLETIONS, most=self.logging.completions, form=self.logging.completions_format
+        )
         self._journal: Journal | None = None
         self._writer: Any = None
 
@@ -106,11 +127,11 @@ class RunDir:
             "strategy": strategy_record(strategy),
             "strategy_state": strategy.state(),
             "schedule": schedule.to_json(),
-            "records": self.settings,
+            "records": self.logging.to_json(),
         }
         number = progress.generation + (1 if progress.step_in_generation else 0)
         write_checkpoint(generation_folder(self.path, number), tensors, record, replace=True)
-        prune(self.path, number, keep=self._keep)
+        prune(self.path, number, keep=self.logging.keep_checkpoints)
 
     def save_best(self, agent: Any, generation: int) -> None:
         """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one."""
@@ -119,7 +140,7 @@ class RunDir:
 
     def log_scalars(self, step: int, values: Mapping[int, Mapping[str, float | str | None]]) -> None:
         """Log members' numbers for TensorBoard, by slot and name; what is no number is left out."""
-        if not self._tensorboard:
+        if not self.logging.tensorboard:
             return
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
@@ -166,8 +187,8 @@ class Saved:
         return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
 
     def run_dir(self, path: str | Path) -> RunDir:
-        """Return the run's folder with the settings it was begun with; checkpoints of earlier versions name none."""
-        return RunDir(path, **self.record.get("records", {}))
+        """Return the run's folder, which keeps what it kept from the beginning."""
+        return RunDir(path, LoggingConfig.from_json(self.record.get("records", {})))
 
     def restore(self, model: nn.Module | None = None, device: str | None = None) -> tuple[Population, Progress]:
         """Build the population and the progress over the base model; small networks need none.

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from evogrpo.agents.population import Population
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.training.kinds.registry import KINDS
 from evogrpo.training.progress import Progress
 
 _SAME = {
@@ -32,7 +33,7 @@ _SAME = {
 }
 
 
-def sb3_names(
+def names_of(
     measured: Mapping[str, float | None],
     hyperparameters: Hyperparameters,
     *,
@@ -70,14 +71,14 @@ def sb3_names(
     return {name: value for name, value in values.items() if value is not None}
 
 
-def of_members(
+def sb3_names(
     population: Population, progress: Progress, measured: Mapping[int, Mapping[str, float | None]]
 ) -> dict[int, dict[str, float]]:
-    """Return `sb3_names` of the members of a learning step that has been counted, by slot; none of language models."""
-    if population.members.kind == "language":
+    """Return `names_of` the members of a counted learning step, by slot; none for members that write."""
+    if not KINDS[population.members.kind].sb3_names:
         return {slot: {} for slot in measured}
     return {
-        slot: sb3_names(
+        slot: names_of(
             each,
             population.agents[slot].hyperparameters,
             iterations=progress.step,

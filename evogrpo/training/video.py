@@ -94,18 +94,13 @@ def record_video(
         FileExistsError: If a video is already there: none is ever overwritten.
         ValueError: If an argument does not fit, the environment cannot be drawn, or an episode does not end.
     """
-    if agent.members.kind != "networks":
-        raise ValueError(
-            "record_video plays Gymnasium environments with agents of small networks, but this agent is of kind "
-            f"{agent.members.kind!r}"
-        )
     seeds = _seeds(env, episodes, seeds)
     targets = _targets(Path(path), len(seeds))
     if find_spec("moviepy") is None:
         raise ImportError(f"videos are written with moviepy, which is not installed: {INSTALL}")
     made = _drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
     with closing(made):
-        agent.members.check(made)
+        _check_spaces(agent, made)
         player = agent.clone()
         targets[0].parent.mkdir(parents=True, exist_ok=True)
         # Next to the videos, so that each is moved into place whole.
@@ -116,6 +111,16 @@ def record_video(
                 _refuse_existing(target)
                 (Path(folder) / "new" / f"video-episode-{number}.mp4").rename(target)
     return tuple(Recorded(path=target, **record) for target, record in zip(targets, played, strict=True))
+
+
+def _check_spaces(agent: GRPO, made: "gymnasium.Env[Any, Any]") -> None:
+    for name in ("observation_space", "action_space"):
+        own, given = getattr(agent, name), getattr(made, name)
+        if own != given:
+            raise ValueError(
+                f"an agent is recorded in an environment that it was made for: its {name} is {own}, but that of "
+                f"{type(made.unwrapped).__name__} is {given}"
+            )
 
 
 def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]:

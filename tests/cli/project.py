@@ -8,6 +8,7 @@ from pathlib import Path
 
 import yaml
 
+from evogrpo.training.kinds.registry import kind_of
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,11 @@ def write_project(folder: Path) -> Path:
     (folder / "rewards.py").write_text(REWARD)
     (folder / "tiny.yaml").write_text(yaml.safe_dump(CONFIG))
     return folder / "tiny.yaml"
+
+
+def prepare(config):
+    """Check a configuration as the commands do."""
+    return kind_of(config.task).prepare(config)
 
 
 def command(*arguments: str | Path, cwd: Path, **environment: str) -> "subprocess.Popen[str]":

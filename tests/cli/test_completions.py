@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo.cli.completions_table import completions_table, one_line, shortened
 from evogrpo.cli.console import make_console
-from evogrpo.training.run_reports import Example
+from evogrpo.history.records import Example
 
 
 @pytest.fixture(autouse=True)

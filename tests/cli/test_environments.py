@@ -9,16 +9,13 @@ import pytest
 import torch
 import yaml
 
-from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups, Population, evolve
+from evogrpo import GRPO, GymnasiumGroups, Population, evolve
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.configuration.record import load_config, parse_config
 from evogrpo.training.evolve import Evolution
-from evogrpo.training.forecast import compute
-from evogrpo.training.prepared import prepare
 from evogrpo.training.rundir import open_run
-from tests.cli.project import command
-from tests.envs import joint_probes
+from tests.cli.project import command, prepare
 from tests.tiny_training import equal_states
 
 SHORT = [
@@ -198,7 +195,7 @@ def test_an_objective_given_in_part_keeps_the_rest_of_the_networks_own():
     assert config.agent.objective.dynamic_sampling == 1
 
 
-# ---- plans
+# ---- forecasts
 
 
 def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(here, capsys, monkeypatch):
@@ -221,15 +218,15 @@ def test_the_estimate_is_an_upper_bound_of_what_is_spent():
         "population": {"size": 2},
     }
     prepared = prepare(parse_config(values))
-    bound = compute(prepared)
+    bound = prepared.forecast()
     schedule, strategy = prepared.config.schedule, prepared.config.strategy
     run = Evolution(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
     for report in run.reports():
         for learned in getattr(report, "learned", {}).values():
-            assert 0 < learned.optimizer_steps <= bound.optimizer_steps == 15  # 3 epochs × ceil(80 / 16)
+            assert 0 < learned.metrics["optimizer_steps"] <= bound.optimizer_steps == 15  # 3 epochs × ceil(80 / 16)
 
 
-def test_an_environment_without_a_limit_is_planned_without_numbers(here, capsys):
+def test_an_environment_without_a_limit_is_forecast_without_numbers(here, capsys):
     import gymnasium
     from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
@@ -245,14 +242,6 @@ def test_an_environment_without_a_limit_is_planned_without_numbers(here, capsys)
 def test_remaking_reaches_the_environment(remake):
     values = {"task": {"env": "FrozenLake-v1", "remake": remake}, "schedule": {"generations": 1, "samples_per_step": 8}}
     assert prepare(parse_config(values)).env.remake is bool(remake)
-
-
-def test_the_members_of_several_agents_are_not_exported_but_named(tmp_path, capsys):
-    env = PettingZooGroups(joint_probes.Favours, validation_size=2, test_size=2)
-    population = MultiAgentGRPO.population(2, env.observation_spaces, env.action_spaces, group_size=2)
-    assert list(evolve(population, env, generations=1, samples_per_step=4, run_dir=tmp_path / "run"))
-    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    assert "no adapter: load them with MultiAgentGRPO.load(" in " ".join(capsys.readouterr().err.split())
 
 
 def test_an_environment_in_a_module_of_the_working_directory_is_found(here, monkeypatch):
@@ -291,7 +280,7 @@ def test_the_folder_of_a_run_is_not_taken_for_an_agent(finished):
         (["--env", "CartPole-v1", "agent.lora.r=3"], "unknown key in agent 'lora'"),
         (["--env", "CartPole-v1", "task.vectorization=proceses"], "did you mean 'processes'?"),
         (["--env", "CartPole-v1", "task.env_kwargs={sutton: true}"], "unexpected keyword argument 'sutton'"),
-        (["--env", "CartPole-v1", "task.name=two_digit_sums"], "exactly one of the four, got name and env"),
+        (["--env", "CartPole-v1", "task.name=two_digit_sums"], "exactly one of them, got name and env"),
         (["--env", "CartPole-v1", "agent.objective.loss_type=gspo"], "gspo"),
         (["--env", "Blackjack-v1", "task.vectorization=native"], "no native environment equals Blackjack-v1"),
     ],

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.records.transcripts import in_one_turn
-from evogrpo.training import launch, prepared
+from evogrpo.training import launch
 from evogrpo.training.configuration.record import load_config
-from evogrpo.training.forecast import compute
-from evogrpo.training.prepared import prepare
-from tests.cli.project import CONFIG, command
+from evogrpo.training.kinds import language
+from tests.cli.project import CONFIG, command, prepare
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +152,7 @@ def test_an_objective_that_nobody_can_use_is_refused_before_any_work(project, he
 
 
 def test_token_bounds_hold_and_are_not_idle(finished, project):
-    bound = compute(prepare(load_config(project / "tiny.yaml")))
+    bound = prepare(load_config(project / "tiny.yaml")).forecast()
     generations = [event for event in read_journal(finished[0] / "journal.jsonl") if event["event"] == "generation"]
     spent = generations[-1]["tokens"]
     assert bound.tokens is not None
@@ -185,7 +184,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded(project, here, o
     def never(*_, **__):
         raise AssertionError("weights were loaded")
 
-    monkeypatch.setattr(prepared, "load_base", never)
+    monkeypatch.setattr(language, "load_base", never)
     assert main(["train", str(project / "tiny.yaml"), override]) == 2
     assert message in capsys.readouterr().err
     assert list(here.iterdir()) == []

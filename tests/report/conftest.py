@@ -20,6 +20,7 @@ EVOLVABLE = {
 
 
 FOUNDER_FIELDS = ("slot", "index", "parent", "hyperparameters")
+EXAMPLE = {"reward": None, "index": 0, "step": 0, "rewards": {}, "advantage": None, "truncated": False}
 
 
 def score(skill, rng):
@@ -110,15 +111,18 @@ def write_fake_run(
                 results.append(
                     {**{name: member[name] for name in member if name != "skill"},
                      "fitness": None if failed else mean, "standard_error": None if failed else error,
-                     "failed": "loss became NaN in step 12" if failed else None, "tokens": 51_200, "seconds": 21.5}
+                     "failed": "loss became NaN in step 12" if failed else None, "tokens": 51_200,
+                     "seconds": 21.5, "metrics": {}}
                 )  # fmt: skip
             healthy = [result for result in results if result["fitness"] is not None]
             best = max(healthy, key=lambda result: result["fitness"]) if healthy else None
             last = generation == generations
             event = {
                 "generation": generation, "step": 5 * generation, "seconds": 97.3 * generation,
-                "tokens": 51_200 * size * generation, "members": results, "best": best["index"] if best else 0,
-                "plan": None if last else {"generation": generation}, "examples": list(examples),
+                "tokens": 51_200 * size * generation, "members": results,
+                "best": (best or members[0])["index"],
+                "plan": None if last else {"generation": generation},
+                "examples": [EXAMPLE | example for example in examples],
             }  # fmt: skip
             journal.append("generation", **event)
             if generation == resume_at:

@@ -76,7 +76,7 @@ def test_the_best_members_line_runs_from_the_untrained_base_to_its_last_result(t
     assert len(run.lineage) > 1
     bold = [line for line in fitness_axes(run).lines if line.get_color() == BEST and line.get_linewidth() > 3]
     stretches = sorted(list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in bold)
-    assert stretches[0][0] == (0, run.summary.baseline.fitness)
+    assert stretches[0][0] == (0, run.summary.baseline.fitness.mean)
     assert all(before[-1] == after[0] for before, after in pairwise(stretches))
     last = next(line for line in run.lines if line.index == run.best).results[-1]
     assert stretches[-1][-1] == (last.generation, last.fitness)
@@ -86,11 +86,11 @@ def test_baseline_and_test_scores(tmp_path, fake_run):
     run = drawn(fake_run(tmp_path))
     axes = fitness_axes(run)
     (baseline,) = (line for line in axes.lines if line.is_dashed() and line.get_color() == BASE)
-    assert list(baseline.get_ydata()) == [run.summary.baseline.fitness] * 2
+    assert list(baseline.get_ydata()) == [run.summary.baseline.fitness.mean] * 2
     diamonds = {line.get_ydata()[0]: line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"}
-    assert diamonds.keys() == {run.summary.test.before.fitness, run.summary.test.after.fitness}
-    assert diamonds[run.summary.test.before.fitness] == 0
-    assert diamonds[run.summary.test.after.fitness] > run.last_generation
+    assert diamonds.keys() == {run.summary.test.before.mean, run.summary.test.after.mean}
+    assert diamonds[run.summary.test.before.mean] == 0
+    assert diamonds[run.summary.test.after.mean] > run.last_generation
 
 
 @pytest.mark.parametrize(
@@ -105,12 +105,14 @@ def test_hyperparameters_are_held_between_births(tmp_path, fake_run, name, scale
     assert axes.get_ylabel()
     births = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o")
     expected = sorted(
-        (line.origin.generation, line.results[0].hyperparameters[name]) for line in run.lines if line.origin is not None
+        (line.origin.generation, getattr(line.results[0].hyperparameters, name))
+        for line in run.lines
+        if line.origin is not None
     )
     assert births == expected
     assert births
     low, high = axes.get_ylim()
-    assert all(low < r.hyperparameters[name] < high for line in run.lines for r in line.results)
+    assert all(low < getattr(r.hyperparameters, name) < high for line in run.lines for r in line.results)
 
 
 def test_names_are_drawn_at_heights_of_their_own(tmp_path, fake_run):
@@ -122,7 +124,7 @@ def test_names_are_drawn_at_heights_of_their_own(tmp_path, fake_run):
     births = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o")
     names = ("grpo", "dapo", "cispo")
     expected = sorted(
-        (line.origin.generation, names.index(line.results[0].hyperparameters["loss_type"]))
+        (line.origin.generation, names.index(line.results[0].hyperparameters.loss_type))
         for line in run.lines
         if line.origin is not None
     )

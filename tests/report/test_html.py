@@ -6,11 +6,12 @@ from html.parser import HTMLParser
 
 import pytest
 
+from evogrpo.history.text import number_text, printable, score_text
 from evogrpo.persistence.journal import Journal, read_journal
 from evogrpo.report.family import ancestors, winner
 from evogrpo.report.html import changes_text, html_page, write_html
 from evogrpo.report.summary import summarise
-from evogrpo.report.text import number_text, printable, score_text
+from tests.report import journals
 
 HOSTILE = "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b \u202e \ud800 end"
 VOID = {"meta", "img", "hr"}
@@ -78,14 +79,14 @@ def test_the_page_tells_the_run(tmp_path, fake_run):
             assert f"#{member.index}" in page.pieces
             assert score_text(member.fitness, member.standard_error) in page.pieces
             assert member.reason in page.pieces
-            for value in member.hyperparameters.values():
-                assert number_text(value) in page.pieces
+            for name in summary.evolvable:
+                assert number_text(getattr(member.hyperparameters, name)) in page.pieces
     chain = ancestors(summary, winner(summary))
     assert any(ancestor.changes for ancestor in chain)
     for ancestor in chain:
         assert changes_text(ancestor.changes) in page.pieces
-    for score in (summary.baseline, summary.test.before, summary.test.after):
-        assert score_text(score.fitness, score.standard_error) in page.pieces
+    for estimate in (summary.baseline.fitness, summary.test.before, summary.test.after):
+        assert score_text(estimate.mean, estimate.standard_error) in page.pieces
     assert "256 questions" in page.pieces
 
 
@@ -115,18 +116,13 @@ def test_hostile_text_stays_text(hostile_run):
 
 def test_names_that_a_changed_journal_makes_up_stay_text(tmp_path):
     with Journal(tmp_path / "journal.jsonl") as journal:
-        journal.append("run", **{HOSTILE.replace("\ud800", ""): HOSTILE}, evolvable={"<b>$x_{": {"choices": ["<i>"]}})
-        member = {
-            "slot": 0,
-            "index": 0,
-            "hyperparameters": {"<b>$x_{": 1},
-            "failed": HOSTILE,
-            "changes": {"<u>": [1, 2]},
-        }
-        journal.append("generation", generation=1, members=[member], best=0)
+        journal.append("run", **{HOSTILE.replace("\ud800", ""): HOSTILE}, evolvable={"lr": {"<b>": ["<i>"]}})
+        changed = journals.member(0, 0, failed=HOSTILE, changes={"<u>$x_{": [1, 2]}, metrics={"<s>": 1.0})
+        event = journals.generation(1, changed)
+        journal.append(event.pop("event"), **event)
     page = Page(write_html(tmp_path).read_text(encoding="utf-8"))
-    assert not {"b", "i", "u", "script"} & set(page.tags)
-    assert "<b>$x_{" in page.pieces
+    assert not {"i", "u", "s", "script"} & set(page.tags)
+    assert any("<u>$x_{" in piece for piece in page.pieces)
 
 
 def test_a_completion_is_shown_exactly(hostile_run):
@@ -136,7 +132,7 @@ def test_a_completion_is_shown_exactly(hostile_run):
 
 
 def test_long_completions_are_cut_and_say_so(tmp_path, fake_run):
-    examples = [{"prompt": "p", "completion": "y" * 10_000, "reward": None}]
+    examples = [{"prompt": "p", "completion": "y" * 10_000}]
     page = Page(write_html(fake_run(tmp_path, generations=1, examples=examples)).read_text(encoding="utf-8"))
     assert f"\n{'y' * 4000}… (6000 more characters)" in page.blocks
 

@@ -10,9 +10,9 @@ import pytest
 from evogrpo import evolve
 from evogrpo.agents.learning.step import learn
 from evogrpo.envs.groups import SPLITS
+from evogrpo.history.records import Example
 from evogrpo.training.completions import CompletionsLog
-from evogrpo.training.run_reports import Example
-from evogrpo.training.rundir import RunDir
+from evogrpo.training.rundir import LoggingConfig
 from tests.tiny_training import SPACE, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8, "generations": 2, "test_questions": 0}
@@ -152,12 +152,12 @@ def test_a_table_is_bounded(tmp_path):
         ({"completions_format": "csv"}, "completions_format must be one of jsonl, parquet, got 'csv'"),
     ],
 )
-def test_settings_that_cannot_be_written_are_refused(tmp_path, options, message):
+def test_settings_that_cannot_be_written_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        RunDir(tmp_path, **options)
+        LoggingConfig(**options)
 
 
-def test_parquet_without_its_package_is_refused_up_front(tmp_path, monkeypatch):
+def test_parquet_without_its_package_is_refused_up_front(monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"needs the package pyarrow: pip install evogrpo\[datasets\]"):
-        RunDir(tmp_path, completions_format="parquet")
+        LoggingConfig(completions_format="parquet")

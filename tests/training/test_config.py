@@ -8,7 +8,8 @@ import yaml
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Objective
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask
-from evogrpo.training.configuration.record import CONFIG_FILE, Config, load_config, override, parse_config, write_config
+from evogrpo.training.configuration.record import CONFIG_FILE, load_config, override, parse_config, write_config
+from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.strict_yaml import read_yaml, read_yaml_file
 
 MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
@@ -176,11 +177,11 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ("model", None, "model must be given"),
         ("task", None, "task must be given"),
         ("task.name", "two_digit_sum", "task: unknown task 'two_digit_sum': did you mean 'two_digit_sums'"),
-        ("task", {}, "exactly one of the four, got none"),
+        ("task", {}, "exactly one of them, got none"),
         (
             "task",
             {"name": "two_digit_sums", "dataset": {"train": "x"}},
-            "exactly one of the four, got name and dataset",
+            "exactly one of them, got name and dataset",
         ),
         ("task", {"nmae": "two_digit_sums"}, "unknown key in task 'nmae': did you mean 'name'"),
         ("task", {**OWN, "dataset": {"trian": "x"}}, "unknown key in task.dataset 'trian': did you mean 'train'"),

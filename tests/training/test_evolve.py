@@ -12,8 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.agents.rollout.collecting import evaluate
 from evogrpo.evolution import Plan
+from evogrpo.history.records import GenerationReport, StepReport, TestReport
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.run_reports import GenerationReport, StepReport, TestReport
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     QUESTIONS,

@@ -10,7 +10,7 @@ from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.persistence.journal import read_journal
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.evolve import Evolution, evolve, resume
-from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
 from tests.tiny_training import story
@@ -57,8 +57,8 @@ def test_children_copy_every_policy_of_their_parent():
         population, env, schedule=Schedule(**QUICK, test_questions=0), strategy=Tournament(z=0.0), run_dir=None
     )
     copies = 0
-    for report in run.generations():
-        states = {member.index: population.members.banks.state(member.slot) for member in population}
+    for report in run:
+        states = {member.index: member.state() for member in population}
         assert {name.split("/")[0] for name in states[population[0].index]} == {"late", "old", "short"}
         for member in population:
             if member.born == report.generation and member.parent in states:
@@ -88,7 +88,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, make):
             env,
             schedule=Schedule(**QUICK),
             strategy=Tournament(z=0.0),
-            run_dir=RunDir(folder, tensorboard=False),
+            run_dir=RunDir(folder, LoggingConfig(tensorboard=False)),
         )
 
     for _ in begin(tmp_path / "whole").reports():

@@ -8,10 +8,10 @@ import pytest
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
 from evogrpo.cli.tables import changes_text, generation_table, member_note
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.history.words import LANGUAGE
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.html import write_html
 from evogrpo.report.summary import summarise
-from evogrpo.report.words import LANGUAGE
 from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_population
 
 SPACE = HyperparameterConfig(

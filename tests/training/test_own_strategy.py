@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from evogrpo.training.prepared import prepare
+from evogrpo.training.run_reports import GenerationReport, StepReport
 
 from evogrpo import Tournament, evolve, resume
 from evogrpo.cli.tables import plan_lines
@@ -21,8 +23,6 @@ from evogrpo.report.summary import summarise
 from evogrpo.training.configuration.record import load_config, parse_config
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
-from evogrpo.training.prepared import prepare
-from evogrpo.training.run_reports import GenerationReport, StepReport
 from evogrpo.training.rundir import open_run
 from tests.cli.project import write_project
 from tests.strategies.gaussian_process import GaussianProcess

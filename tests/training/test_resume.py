@@ -10,10 +10,10 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.evolution import Choice, Plan, Stateless
+from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.persistence.generations import generation_folder
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.run_reports import GenerationReport, StepReport
 from evogrpo.training.rundir import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
@@ -244,7 +244,7 @@ def test_a_run_begun_in_python_goes_on_in_python(tmp_path):
         evolve(tiny_population(3), tiny_env(), run_dir=parts, generations=1, steps_per_generation=2, samples_per_step=8)
     )
     run = resume(parts, tiny_env(), actor_network=tiny_model(), generations=3)
-    assert [report.generation for report in run.generations()] == [2, 3]
+    assert [report.generation for report in run] == [2, 3]
     assert equal_states(final_states(parts), final_states(whole))
     assert run.population.best.fitness.mean >= max(agent.fitness.mean for agent in run.population)
     with pytest.raises(ValueError, match="unknown limit of a resumed run 'samples_per_step'"):
@@ -263,4 +263,4 @@ def test_a_damaged_best_member_does_not_keep_the_run_from_going_on(tmp_path):
     assert saved.best is None
     assert [str(tmp_path / "best") in str(error) for error in saved.skipped] == [True]
     run = resume(tmp_path, tiny_env(), actor_network=tiny_model(), generations=2)
-    assert [report.generation for report in run.generations()] == [2]
+    assert [report.generation for report in run] == [2]

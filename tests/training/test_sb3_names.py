@@ -4,11 +4,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import evolve
+from evogrpo.history.records import StepReport
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.progress import Progress
-from evogrpo.training.run_reports import StepReport
-from evogrpo.training.sb3_names import sb3_names
+from evogrpo.training.sb3_names import names_of
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import finish
@@ -44,7 +44,7 @@ RUN_NAMES = {
 
 
 def test_what_each_name_means():
-    assert sb3_names(MEASURED, Hyperparameters(clip_coef=0.3), **COUNTED) == {
+    assert names_of(MEASURED, Hyperparameters(clip_coef=0.3), **COUNTED) == {
         "rollout/ep_rew_mean": 21.5,
         "rollout/ep_len_mean": 20.0,
         "train/approx_kl": 0.01,
@@ -74,7 +74,7 @@ def test_what_each_name_means():
     ],
 )
 def test_what_has_no_meaning_is_missing(measured, choices, counted, missing):
-    names = sb3_names(MEASURED | measured, Hyperparameters(**choices), **COUNTED | counted)
+    names = names_of(MEASURED | measured, Hyperparameters(**choices), **COUNTED | counted)
     assert RUN_NAMES - set(names) == missing
 
 

@@ -10,11 +10,11 @@ import torch
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.agents.members.network_settings import STEPWISE
 from evogrpo.evolution import NoEvolution
+from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.summary import summarise
-from evogrpo.training.run_reports import GenerationReport, StepReport
-from evogrpo.training.rundir import open_run
+from evogrpo.training.rundir import LoggingConfig, open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import equal_states, final_states, finish, state_of, story, tiny_env
 
@@ -61,12 +61,7 @@ def test_a_resumed_run_leaves_the_same_records(tmp_path):
     population = step_population(2, env, hp_config=STEP_SPACE)
     for _ in evolve(population, env, run_dir=tmp_path / "run", **chosen, **(QUICK | {"generations": 1})):
         pass
-    assert resume(tmp_path / "run", env, generations=2).run_dir.settings == {
-        "keep": 1,
-        "tensorboard": True,
-        "completions": 3,
-        "completions_format": "parquet",
-    }
+    assert resume(tmp_path / "run", env, generations=2).run_dir.logging == LoggingConfig(**chosen)
 
 
 def test_networks_change_in_the_plan_the_lineage_and_the_bank(whole):
@@ -131,7 +126,7 @@ def test_modules_of_ones_own_evolve_and_resume(tmp_path):
     with pytest.raises(ValueError, match="OwnNetwork"):
         resume(tmp_path / "run", cart_pole(), generations=2)
     run = resume(tmp_path / "run", cart_pole(), actor_network=OwnNetwork(), generations=2)
-    assert [report.generation for report in run.generations()] == [2]
+    assert [report.generation for report in run] == [2]
 
 
 def test_an_environment_of_another_kind_leaves_no_folder(tmp_path):

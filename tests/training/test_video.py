@@ -185,7 +185,7 @@ def test_what_cannot_be_recorded_is_refused_before_it_is_played(tmp_path, option
 
 
 def test_a_language_model_plays_no_such_environment(tmp_path):
-    with pytest.raises(ValueError, match="kind 'language'"):
+    with pytest.raises(ValueError, match="in an environment that it was made for: its observation_space is None"):
         record_video(tiny_agent(), Drawn, tmp_path / "best.mp4")
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 
@@ -28,6 +28,9 @@ class EnvironmentTask:
         seed: Of the starts and their order; null = the run's seed.
     """
 
+    key: ClassVar[str] = "env"
+    what: ClassVar[str] = "a Gymnasium environment"
+
     env: str
     env_kwargs: Mapping[str, Any] | None = None
     max_episode_steps: int | None = None
@@ -45,8 +48,16 @@ class EnvironmentTask:
         """The task in a few words."""
         return self.env
 
+    def facts(self) -> dict[str, str]:
+        """Return which module of the user's is imported."""
+        module, colon, _ = self.env.partition(":")
+        return {"your code": f"module {module}, which registers the environment"} if colon else {}
+
     def environment(self, *, seed: int) -> GymnasiumGroups:
         """Make one environment to look at its spaces, and be ready to make the others.
+
+        Args:
+            seed: Of the starts and their order.
 
         Raises:
             ValueError: If there is no such environment here, or an argument does not fit.
@@ -63,7 +74,7 @@ class EnvironmentTask:
                 train_size=self.train_size,
                 validation_size=self.validation_size,
                 test_size=self.test_size,
-                seed=seed if self.seed is None else self.seed,
+                seed=seed,
             )
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ValueError(f"task.env: {self.env!r} cannot be made: {error}") from error

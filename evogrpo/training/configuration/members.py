@@ -31,7 +31,7 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AgentConfig:
+class LanguageAgent:
     """Of language models; see `evogrpo.agents.options.Options`."""
 
     max_output_tokens: int = 128
@@ -56,8 +56,8 @@ _NOT_SETTINGS = ("lora", "eos_token_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
-class NetworkAgentConfig:
-    """Of small networks; see `evogrpo.agents.options.Options`.
+class NetworkAgent:
+    """Of small networks, one or one for each policy; see `evogrpo.agents.options.Options`.
 
     An objective given in part keeps the rest of the networks' own default, `evogrpo.agents.members.networks.STEPWISE`.
     """
@@ -72,5 +72,5 @@ class NetworkAgentConfig:
         NetworkSettings(**self.settings())
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `GRPO.population`."""
+        """Return the arguments of `GRPO.population` and `MultiAgentGRPO.population`."""
         return {each.name: getattr(self, each.name) for each in fields(self)}

@@ -1,26 +1,26 @@
-"""The task section of a configuration: a built-in task, one of reasoning-gym, the user's own, or an environment."""
+"""The task section of a run of language models: a built-in task, one of reasoning-gym, or the user's own."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from evogrpo.envs.groups import SPLITS, Split
 from evogrpo.envs.prompts.builtin import TASKS
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.reward_functions import OnRewardError, check_limits
 from evogrpo.envs.prompts.templates import Tokenizer
-from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
-from evogrpo.training.configuration.environment_tasks import EnvironmentTask
-from evogrpo.training.configuration.sources import load_function, read_rows
-from evogrpo.training.configuration.typed import build, inside, mapping
+from evogrpo.history.text import counted, number_text
+from evogrpo.hyperparameters import refuse_unknown
+from evogrpo.training.configuration.sources import load_named, read_rows
 
 Messages = tuple[Mapping[str, str], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Common:
-    """What every kind of task may set.
+class QuestionTask(ABC):
+    """What every task that asks questions may set.
 
     Attributes:
         seed: Of the splits and the order of questions; null = the run's seed.
@@ -31,6 +31,9 @@ class _Common:
             is given for functions that are not async, one per core up to 8.
     """
 
+    key: ClassVar[str]
+    what: ClassVar[str]
+
     seed: int | None = None
     max_prompt_length: int | None = None
     on_reward_error: OnRewardError = "raise"
@@ -39,6 +42,26 @@ class _Common:
 
     def __post_init__(self) -> None:
         check_limits(self.reward_timeout, self.reward_workers)
+
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """The task in a few words."""
+
+    @abstractmethod
+    def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
+        """Build the task's environment, in which questions are at most so many tokens long."""
+
+    def facts(self) -> dict[str, str]:
+        """Return where rewards are computed and what stops them, where that has been set."""
+        parts = []
+        if self.reward_workers is not None:
+            parts.append(counted(self.reward_workers, "worker process", "es"))
+        if self.reward_timeout is not None:
+            parts.append(f"at most {number_text(self.reward_timeout)} s a call")
+        if self.on_reward_error == "exclude":
+            parts.append("completions whose reward fails are left out")
+        return {"rewards": ", ".join(parts)} if parts else {}
 
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
         """Return what every kind of task passes on to HuggingFaceGym."""
@@ -51,7 +74,7 @@ class _Common:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltinTask(_Common):
+class BuiltinTask(QuestionTask):
     """A task that comes with evogrpo.
 
     Attributes:
@@ -60,6 +83,9 @@ class BuiltinTask(_Common):
         test_size: Questions for the final report.
         system_prompt: A system message before each question; null = the chat template's own.
     """
+
+    key: ClassVar[str] = "name"
+    what: ClassVar[str] = "a built-in task"
 
     name: str
     validation_size: int = 64
@@ -88,7 +114,7 @@ class BuiltinTask(_Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningTask(_Common):
+class ReasoningTask(QuestionTask):
     """A task of reasoning-gym.
 
     Attributes:
@@ -98,6 +124,9 @@ class ReasoningTask(_Common):
         answer_tag: Scores what stands in the last <tag>...</tag> of a completion; null scores all of it.
         options: Settings of the task itself.
     """
+
+    key: ClassVar[str] = "reasoning_gym"
+    what: ClassVar[str] = "a task of reasoning-gym"
 
     reasoning_gym: str
     sizes: Mapping[str, int] | None = None
@@ -133,7 +162,7 @@ class ReasoningTask(_Common):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Files:
+class DatasetFiles:
     """Dataset files by split; a held-out split without a file is drawn from train."""
 
     train: str
@@ -142,7 +171,7 @@ class Files:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DatasetTask(_Common):
+class DatasetTask(QuestionTask):
     """The user's own questions and rewards.
 
     Attributes:
@@ -157,7 +186,10 @@ class DatasetTask(_Common):
         test_size: Likewise.
     """
 
-    dataset: Files
+    key: ClassVar[str] = "dataset"
+    what: ClassVar[str] = "dataset files"
+
+    dataset: DatasetFiles
     reward: str | tuple[str, ...]
     form: Literal["agilerl", "trl"]
     reward_weights: tuple[float, ...] | None = None
@@ -176,16 +208,25 @@ class DatasetTask(_Common):
         if self.form == "agilerl" and (not isinstance(self.reward, str) or self.reward_weights is not None):
             raise ValueError("form: agilerl takes one reward function and no reward_weights; several go with form: trl")
 
+    def facts(self) -> dict[str, str]:
+        """Return also the reward functions, which are the user's code."""
+        return {"your code": ", ".join(self.functions), **super().facts()}
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """The reward functions."""
+        return (self.reward,) if isinstance(self.reward, str) else self.reward
+
     @property
     def label(self) -> str:
         """The task in a few words."""
-        return f"{Path(self.dataset.train).name}, {self.reward if isinstance(self.reward, str) else self.reward[0]}"
+        return f"{Path(self.dataset.train).name}, {self.functions[0]}"
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
         """Read the files, load the reward functions and build the environment."""
         given = {split: getattr(self.dataset, split) for split in SPLITS}
         tables = {split: None if path is None else read_rows(Path(path)) for split, path in given.items()}
-        functions = [load_function(name) for name in ([self.reward] if isinstance(self.reward, str) else self.reward)]
+        functions = [load_named(name, "reward function") for name in self.functions]
         assert tables["train"] is not None  # the field is required
         agilerl = self.form == "agilerl"
         return HuggingFaceGym(
@@ -202,37 +243,6 @@ class DatasetTask(_Common):
             seed=seed,
             **self.gym_options(max_prompt_length),
         )
-
-
-QuestionTask = BuiltinTask | ReasoningTask | DatasetTask
-Task = QuestionTask | EnvironmentTask
-KINDS: Mapping[str, type[Task]] = {
-    "name": BuiltinTask,
-    "reasoning_gym": ReasoningTask,
-    "dataset": DatasetTask,
-    "env": EnvironmentTask,
-}
-
-
-def parse_task(values: object, where: str = "task") -> Task:
-    """Build a task from its section, whose kind shows in the key that names it.
-
-    Raises:
-        ValueError: If the section names no task or several, or a key or a value is refused.
-    """
-    section = mapping(values, where)
-    chosen = [key for key in KINDS if section.get(key) is not None]
-    if len(chosen) != 1:
-        known = {field.name for kind in KINDS.values() for field in fields(kind)}
-        for key in section:
-            if key not in known:
-                raise unknown_name_error(f"key in {where}", key, sorted(known))
-        raise ValueError(
-            f"{where} must name a built-in task ({inside(where, 'name')}), a task of reasoning-gym "
-            f"({inside(where, 'reasoning_gym')}), dataset files ({inside(where, 'dataset')}) or a Gymnasium "
-            f"environment ({inside(where, 'env')}): exactly one of the four, got {' and '.join(chosen) or 'none'}"
-        )
-    return build(KINDS[chosen[0]], section, where)
 
 
 def _asked(system_prompt: str | None, template: Messages | None) -> Messages | None:

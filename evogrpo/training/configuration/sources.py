@@ -66,12 +66,7 @@ def _read_parquet(path: Path) -> Sequence[Any]:
     return rows
 
 
-def load_function(reference: str) -> Callable[..., Any]:
-    """Load a reward function that the user names, running the code of its module; see `load_named`."""
-    return load_named(reference, "reward function", "function")
-
-
-def load_named(reference: str, what: str, kind: str) -> Callable[..., Any]:
+def load_named(reference: str, what: str, kind: str = "function") -> Callable[..., Any]:
     """Load a function or a class that the user names, running the code of its module.
 
     Args:
@@ -85,7 +80,7 @@ def load_named(reference: str, what: str, kind: str) -> Callable[..., Any]:
     place, sign, name = reference.rpartition(":")
     if not sign or not place or not name:
         raise ValueError(f'a {what} is named "path.py:{kind}" or "module:{kind}", got {reference!r}')
-    module = _run_file(Path(place), what) if place.endswith(".py") else _import(place)
+    module = _run_file(Path(place), what) if place.endswith(".py") else load_module(place)
     function = getattr(module, name, None)
     if not callable(function):
         known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -123,7 +118,12 @@ def _run_file(path: Path, what: str) -> ModuleType:
     return module
 
 
-def _import(name: str) -> ModuleType:
+def load_module(name: str) -> ModuleType:
+    """Import a module that the user names, as if from the working directory.
+
+    Raises:
+        ValueError: If there is none, or it raises while it is run.
+    """
     _search(Path.cwd())
     found: list[ModuleType] = []
     _run(lambda: found.append(importlib.import_module(name)), name)

@@ -13,12 +13,14 @@ class Words:
         questions: What they start from.
         tokens: What their work is counted in, updates included.
         fitness: What their fitness is.
+        best: What is kept of the best of them.
     """
 
     untrained: str
     questions: str
     tokens: str
     fitness: str
+    best: str
 
 
 LANGUAGE = Words(
@@ -26,15 +28,25 @@ LANGUAGE = Words(
     questions="questions",
     tokens="tokens",
     fitness="mean reward per validation question",
+    best="best adapter",
 )
 NETWORKS = Words(
     untrained="untrained network",
     questions="starts",
     tokens="transitions",
     fitness="mean return per validation start",
+    best="best member",
 )
 
-_BY_KIND: Mapping[str, Words] = {"networks": NETWORKS, "joint": NETWORKS}
+TEAM = Words(
+    untrained="untrained team",
+    questions="starts",
+    tokens="transitions",
+    fitness="mean score per validation start",
+    best="best member",
+)
+
+_BY_KIND: Mapping[str, Words] = {"language": LANGUAGE, "networks": NETWORKS, "joint": TEAM}
 
 
 def words_of(kind: object) -> Words:

@@ -5,7 +5,7 @@ import unicodedata
 
 import pytest
 
-from evogrpo.report.text import count_text, duration_text, number_text, printable, score_text, shorten
+from evogrpo.history.text import count_text, duration_text, number_text, printable, score_text, shorten
 
 
 @pytest.mark.parametrize(

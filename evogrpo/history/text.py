@@ -43,6 +43,11 @@ def count_text(count: float | None) -> str:
     return _MISSING if count is None else f"{count:,.0f}"
 
 
+def counted(number: int, what: str, plural: str = "s") -> str:
+    """Write how many there are of something, such as `1 group` or `3 groups`."""
+    return f"{count_text(number)} {what}{'' if number == 1 else plural}"
+
+
 def score_text(mean: float | None, standard_error: float | None) -> str:
     """Write a fitness with its standard error, both in reward units, such as `0.412 ± 0.031` or `486.6 ± 3.7`."""
     if mean is None:

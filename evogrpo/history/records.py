@@ -1,0 +1,329 @@
+"""The frozen records of a run, each as training yields it and as a line of the journal holds it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+from evogrpo.evolution.plans import Plan
+from evogrpo.history.fields import REMEDY, JournalFields
+from evogrpo.hyperparameters import Hyperparameters, Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A mean and how sure it is.
+
+    Attributes:
+        mean: Mean raw reward over questions or starts; higher is better.
+        standard_error: Of that mean, in reward units.
+    """
+
+    mean: float
+    standard_error: float
+
+    def to_json(self) -> dict[str, float]:
+        """Return plain JSON values."""
+        return {"fitness": self.mean, "standard_error": self.standard_error}
+
+    @classmethod
+    def from_json(cls, fields: JournalFields) -> Self:
+        """Read what `to_json` returned."""
+        return cls(mean=fields.number("fitness"), standard_error=fields.number("standard_error"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One completion, to look at; untrusted text.
+
+    Attributes:
+        prompt: The question, without what surrounds it in what the model read.
+        completion: What it wrote.
+        reward: What that earned in all; None where no reward applies.
+        index: Who wrote it.
+        step: In which learning step.
+        rewards: What it earned from each reward function, before its weight; None where that does not apply.
+        advantage: What was made of it: the mean over its actions; None where that is unknown.
+        truncated: Whether it ran out of length.
+    """
+
+    prompt: str
+    completion: str
+    reward: float | None
+    index: int
+    step: int = 0
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    advantage: float | None = None
+    truncated: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**vars(self), "rewards": dict(self.rewards)}
+
+    @classmethod
+    def from_json(cls, fields: JournalFields) -> Self:
+        """Read what `to_json` returned."""
+        return cls(
+            prompt=fields.text("prompt"),
+            completion=fields.text("completion"),
+            reward=fields.number_or_none("reward"),
+            index=fields.whole("index"),
+            step=fields.whole("step"),
+            rewards=fields.inner("rewards").numbers(),
+            advantage=fields.number_or_none("advantage"),
+            truncated=fields.flag("truncated"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineReport:
+    """What the untrained base earned before anything was learnt.
+
+    Attributes:
+        questions: Of the validation split.
+        fitness: On them.
+    """
+
+    event: ClassVar[str] = "baseline"
+
+    questions: int
+    fitness: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"split": "validation", "questions": self.questions, **self.fitness.to_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        fields = JournalFields(values, "the baseline event")
+        return cls(questions=fields.whole("questions"), fitness=Estimate.from_json(fields))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberStep:
+    """One member in one learning step.
+
+    Attributes:
+        index: Who it is.
+        metrics: What was measured, what it cost and, for members that play, Stable-Baselines3's names for it; None =
+            not finite.
+        failed: Why the member must be replaced; None when all is well.
+    """
+
+    index: int
+    metrics: Mapping[str, float | None]
+    failed: str | None
+
+    @property
+    def reward(self) -> float | None:
+        """Its mean reward."""
+        return self.metrics.get("reward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One learning step of all healthy members; of what it holds, the journal keeps the metrics.
+
+    Attributes:
+        step: Its number in the run, from 0.
+        generation: The generation it belongs to, from 1.
+        learned: What it did to each member, by slot.
+        seconds: Its wall-clock time.
+        tokens: Tokens processed by all members, updates included.
+        examples: One completion of each member.
+    """
+
+    event: ClassVar[str] = "step"
+
+    step: int
+    generation: int
+    learned: Mapping[int, MemberStep]
+    seconds: float
+    tokens: int
+    examples: tuple[Example, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "step": self.step,
+            "generation": self.generation,
+            "seconds": self.seconds,
+            "members": [
+                {"slot": slot, "index": member.index, **member.metrics} for slot, member in self.learned.items()
+            ],
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberReport:
+    """One member at the end of a generation.
+
+    Attributes:
+        generation: Which.
+        slot: Where it lives.
+        index: Who it is.
+        parent: Whom it was cloned from; None for a founder.
+        born: Generation of its birth.
+        hyperparameters: What it trained with.
+        fitness: Mean raw reward on the validation questions; None when it failed.
+        standard_error: Of that mean, over questions.
+        failed: Why it failed; None when all is well.
+        tokens: Tokens it processed in this generation, updates included.
+        seconds: Its share of the generation's time, by tokens.
+        changes: How it differed from its parent at birth, by name: (old, new).
+        reason: Why it was born.
+        metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
+    """
+
+    generation: int
+    slot: int
+    index: int
+    parent: int | None
+    born: int
+    hyperparameters: Hyperparameters
+    fitness: float | None
+    standard_error: float | None
+    failed: str | None
+    tokens: int
+    seconds: float
+    changes: Mapping[str, tuple[Value, Value]]
+    reason: str
+    metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; the generation stands beside its members."""
+        values = {name: value for name, value in vars(self).items() if name != "generation"}
+        values["hyperparameters"] = self.hyperparameters.to_json()
+        values["changes"] = {name: list(change) for name, change in self.changes.items()}
+        values["metrics"] = dict(self.metrics)
+        return values
+
+    @classmethod
+    def from_json(cls, fields: JournalFields, generation: int) -> Self:
+        """Read what `to_json` returned."""
+        return cls(
+            generation=generation,
+            slot=fields.whole("slot"),
+            index=fields.whole("index"),
+            parent=fields.whole_or_none("parent"),
+            born=fields.whole("born"),
+            hyperparameters=fields.hyperparameters("hyperparameters"),
+            fitness=fields.number_or_none("fitness"),
+            standard_error=fields.number_or_none("standard_error"),
+            failed=fields.text_or_none("failed"),
+            tokens=fields.whole("tokens"),
+            seconds=fields.number("seconds"),
+            changes=fields.changes("changes"),
+            reason=fields.text("reason"),
+            metrics=fields.inner("metrics").numbers(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationReport:
+    """One generation: the members as they were evaluated, and what evolution decided.
+
+    Attributes:
+        generation: Its number, from 1.
+        step: Learning steps taken so far.
+        members: One report per member, in slot order; a slot that holds nobody has none.
+        best: The member with the highest fitness.
+        plan: What happens next; None after the last generation, and in what was read from a journal: there the next
+            generation's members show it.
+        seconds: Wall-clock time of the run so far, resumed parts included.
+        tokens: Tokens processed by all members so far, evaluations left out.
+        examples: One completion of each member, from the last learning step.
+    """
+
+    event: ClassVar[str] = "generation"
+
+    generation: int
+    step: int
+    members: tuple[MemberReport, ...]
+    best: MemberReport
+    plan: Plan | None
+    seconds: float
+    tokens: int
+    examples: tuple[Example, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "generation": self.generation,
+            "step": self.step,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "members": [member.to_json() for member in self.members],
+            "best": self.best.index,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "examples": [example.to_json() for example in self.examples],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        number = JournalFields(values, "a generation event").whole("generation")
+        where = f"generation {number}"
+        fields = JournalFields(values, where)
+        members = tuple(
+            MemberReport.from_json(member, number) for member in fields.each("members", f"a member of {where}")
+        )
+        best = fields.whole("best")
+        chosen = [member for member in members if member.index == best]
+        if not chosen:
+            raise ValueError(f"'best' of {where} must be the index of one of its members, got {best}: {REMEDY}")
+        return cls(
+            generation=number,
+            step=fields.whole("step"),
+            members=members,
+            best=chosen[0],
+            plan=None,
+            seconds=fields.number("seconds"),
+            tokens=fields.whole("tokens"),
+            examples=tuple(Example.from_json(each) for each in fields.each("examples", f"an example of {where}")),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestReport:
+    """The best member ever against the untrained base, on questions that neither training nor selection saw.
+
+    Attributes:
+        questions: How many.
+        index: Who was tested.
+        before: What the base earned.
+        after: What the member earned.
+    """
+
+    __test__ = False  # the name is not pytest's
+    event: ClassVar[str] = "test"
+
+    questions: int
+    index: int
+    before: Estimate
+    after: Estimate
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "split": "test",
+            "questions": self.questions,
+            "index": self.index,
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        fields = JournalFields(values, "the test event")
+        return cls(
+            questions=fields.whole("questions"),
+            index=fields.whole("index"),
+            before=Estimate.from_json(fields.inner("before", "before of the test")),
+            after=Estimate.from_json(fields.inner("after", "after of the test")),
+        )
+
+
+Report = StepReport | GenerationReport | TestReport
+"""What a run yields while it goes on."""

@@ -1,0 +1,136 @@
+"""The sections of a run's configuration and the whole, as frozen records; `configuration.record` reads them."""
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from evogrpo.evolution.strategies import Strategy, Tournament
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, check_group_size
+from evogrpo.objective import Objective
+from evogrpo.training.configuration.own_strategies import strategy_record
+from evogrpo.training.configuration.typed import plain
+from evogrpo.training.rundir import LoggingConfig
+from evogrpo.training.schedule import Schedule
+
+
+class TaskSection(Protocol):
+    """The task section: a frozen dataclass of what members are to do.
+
+    Attributes:
+        key: The key that names such a task.
+        what: What that key names, in a few words.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    key: ClassVar[str]
+    what: ClassVar[str]
+
+    @property
+    def seed(self) -> int | None:
+        """Seed of the starts and of their order; None = the run's seed."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """The task in a few words."""
+        ...
+
+    def facts(self) -> dict[str, str]:
+        """Return what should be known before a run: whose code it runs, and how rewards are computed."""
+        ...
+
+
+class AgentSection(Protocol):
+    """The agent section: a frozen dataclass of what members share and evolution leaves alone."""
+
+    @property
+    def objective(self) -> Objective:
+        """The loss."""
+        ...
+
+
+TaskT = TypeVar("TaskT", bound=TaskSection)
+AgentT = TypeVar("AgentT", bound=AgentSection)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PopulationConfig:
+    """The population.
+
+    Attributes:
+        size: Members.
+        spread: Whether founders are spread over the ranges of what evolves; false lets all start alike.
+    """
+
+    size: int = 4
+    spread: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Generic[TaskT, AgentT]):
+    """A run, resolved.
+
+    Attributes:
+        model: "smollm2-135m", a local folder, a .gguf file or a hub id; null where members are small networks.
+        task: What is asked and how it is rewarded, or the environment that is played.
+        schedule: How long and at what cost.
+        device: Such as "cpu" or "cuda"; null = for a model a GPU if there is one, for small networks the CPU.
+        seed: Root of every random stream.
+        run_dir: Where records go; null = a new folder under runs/.
+        hyperparameters: The first member's; everyone's where nothing evolves.
+        evolve: What evolution may change and between which values.
+        population: How many members and how they start.
+        strategy: The rule of selection and mutation: "tournament", "no_evolution", or a class of your own as
+            "path.py:Class" or "module:Class"; and its settings.
+        agent: What members share.
+        logging: What is written.
+    """
+
+    model: str | None = None
+    task: TaskT
+    schedule: Schedule
+    device: str | None = None
+    seed: int = 0
+    run_dir: str | None = None
+    hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
+    evolve: HyperparameterConfig = field(default_factory=HyperparameterConfig)
+    population: PopulationConfig = field(default_factory=PopulationConfig)
+    strategy: Strategy = field(default_factory=Tournament)
+    agent: AgentT
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
+        self.evolve.for_samples_per_step(samples)
+        try:
+            check_group_size(size, samples)
+        except ValueError as error:
+            raise ValueError(f"hyperparameters and schedule: {error}") from error
+        try:
+            self.agent.objective.check(self.hyperparameters, self.evolve)
+        except ValueError as error:
+            raise ValueError(f"agent.objective: {error}") from error
+
+    @property
+    def task_seed(self) -> int:
+        """Seed of the starts and of their order."""
+        return self.seed if self.task.seed is None else self.task.seed
+
+    def to_json(self) -> dict[str, Any]:
+        """Return every field as plain values; `parse_config` reads them back."""
+        return {
+            **{each.name: plain(getattr(self, each.name)) for each in fields(self)},
+            "hyperparameters": self.hyperparameters.to_json(),
+            "evolve": self.evolve.to_json(),
+            "strategy": strategy_record(self.strategy),
+            "schedule": asdict(self.schedule),
+        }
+
+
+AnyConfig = Config[Any, Any]
+"""A configuration of any kind of run."""

@@ -1,0 +1,91 @@
+"""The task section of a run whose members act for several agents: a parallel PettingZoo environment."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from evogrpo.agents.members.team_settings import Credit
+from evogrpo.envs.control.assignment import Policies
+from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.training.configuration.sources import load_module, load_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelTask:
+    """A parallel environment of several agents; see `evogrpo.envs.control.pettingzoo.PettingZooGroups`.
+
+    Attributes:
+        parallel_env: What makes it: a module with a function `parallel_env`, such as "mpe2.simple_spread_v3", or
+            "module:function" or "path.py:function". Its code is run.
+        policies: "shared": one policy for all agents; "prefix": one for all agents whose names agree before the last
+            underscore; "independent": one for each agent.
+        credit: What an agent's action is worth: "team" = what all agents earn from then on, "agent" = what it earns
+            itself.
+        agent_ids: Whether a policy that acts for several agents is told which of them it acts for.
+        env_kwargs: Keyword arguments of the environment.
+        max_episode_steps: Steps after which all living agents are truncated; null = the environment's own limit.
+        lanes: Most joint episodes at a time.
+        train_size: Training starts.
+        validation_size: Starts for selection.
+        test_size: Starts for the final report.
+        seed: Of the starts and their order; null = the run's seed.
+    """
+
+    key: ClassVar[str] = "parallel_env"
+    what: ClassVar[str] = "a parallel PettingZoo environment"
+
+    parallel_env: str
+    policies: Policies = "shared"
+    credit: Credit = "team"
+    agent_ids: bool = False
+    env_kwargs: Mapping[str, Any] | None = None
+    max_episode_steps: int | None = None
+    lanes: int = 64
+    train_size: int = 100_000
+    validation_size: int = 64
+    test_size: int = 256
+    seed: int | None = None
+
+    @property
+    def label(self) -> str:
+        """The task in a few words."""
+        return self.parallel_env
+
+    def facts(self) -> dict[str, str]:
+        """Return whose code makes the environment."""
+        return {"your code": f"{self.parallel_env}, which makes the environment"}
+
+    def environment(self, *, seed: int) -> PettingZooGroups:
+        """Make one environment to look at its agents and their spaces, and be ready to make the others.
+
+        Args:
+            seed: Of the starts and their order.
+
+        Raises:
+            ValueError: If there is no such environment here, or an argument does not fit.
+        """
+        make = self._maker()
+        try:
+            return PettingZooGroups(
+                make,
+                env_kwargs=self.env_kwargs,
+                max_episode_steps=self.max_episode_steps,
+                lanes=self.lanes,
+                train_size=self.train_size,
+                validation_size=self.validation_size,
+                test_size=self.test_size,
+                seed=seed,
+            )
+        except (ImportError, TypeError, AssertionError) as error:
+            raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be made: {error}") from error
+
+    def _maker(self) -> Callable[..., Any]:
+        if ":" in self.parallel_env:
+            return load_named(self.parallel_env, "parallel environment")
+        make = getattr(load_module(self.parallel_env), "parallel_env", None)
+        if not callable(make):
+            raise ValueError(
+                f"{self.parallel_env} has no function parallel_env: name a module that has one, such as "
+                'mpe2.simple_spread_v3, or "module:function"'
+            )
+        return make  # type: ignore[no-any-return]  # callable, as just checked

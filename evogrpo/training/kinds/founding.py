@@ -1,0 +1,33 @@
+"""What making founders takes, whatever they are: a device that is there, and what every population is told."""
+
+from typing import Any
+
+import torch
+
+from evogrpo.training.configuration.sections import AnyConfig
+
+
+def choose_device(wanted: str | None) -> str:
+    """Return the device to use: the one asked for if it is there, else a GPU if there is one.
+
+    Raises:
+        ValueError: If the device does not exist here.
+    """
+    if wanted is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(1, device=wanted)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {wanted!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return wanted
+
+
+def founder_options(config: AnyConfig) -> dict[str, Any]:
+    """Return the arguments of `GRPO.population` and its like that every configuration gives."""
+    return {
+        "samples_per_step": config.schedule.samples_per_step,
+        "spread": config.population.spread,
+        "hp_config": config.evolve,
+        "seed": config.seed,
+        **config.hyperparameters.to_json(),
+    }

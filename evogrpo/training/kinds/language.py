@@ -1,0 +1,147 @@
+"""Runs of language models that answer questions: members are LoRA adapters on one frozen base."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from peft import LoraConfig
+
+from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.population import Population
+from evogrpo.envs.prompts.huggingface import HuggingFaceGym
+from evogrpo.history.text import counted
+from evogrpo.objective import Objective
+from evogrpo.policies.tokens.lora import Target, check_supported, find_targets, lora_from_json
+from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
+from evogrpo.training.configuration.members import LanguageAgent
+from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
+from evogrpo.training.configuration.sections import Config
+from evogrpo.training.configuration.typed import plain
+from evogrpo.training.forecast import sizes_text
+from evogrpo.training.kinds.founding import choose_device, founder_options
+from evogrpo.training.kinds.language_forecast import LanguageForecast, forecast_of
+from evogrpo.training.progress import Progress
+from evogrpo.training.rundir import Saved
+from evogrpo.training.video import Recorded
+
+LanguageConfig = Config[QuestionTask, LanguageAgent]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedLanguage:
+    """Everything about a run of language models that can be had without loading weights.
+
+    Attributes:
+        config: The configuration.
+        model: Its base model.
+        outline: The base model's tokenizer and architecture.
+        env: Where members act.
+        device: Where they will live.
+        lora: The adapters.
+        targets: The modules they adapt.
+    """
+
+    one_thread: ClassVar[bool] = False
+    networks_evolve: ClassVar[bool] = False
+
+    config: LanguageConfig
+    model: str
+    outline: BaseModel
+    env: HuggingFaceGym
+    device: str
+    lora: LoraConfig
+    targets: tuple[Target, ...]
+
+    def facts(self) -> dict[str, str]:
+        """Name the model, the task and the members."""
+        config = self.config
+        return {
+            "model": f"{self.model} on {self.device}",
+            "task": f"{config.task.label}: {sizes_text(self.env)} questions",
+            "population": f"{counted(config.population.size, 'member')}, each a LoRA adapter of "
+            f"rank {config.agent.lora.r}",
+        }
+
+    def forecast(self) -> LanguageForecast:
+        """Do the arithmetic of the run."""
+        return forecast_of(self.config, self.env, self.outline.model, self.targets, self.device)
+
+    def population(self) -> Population:
+        """Load the base model and make the founders."""
+        options = self.config.agent.settings()
+        if self.config.agent.eos_token_ids is not None:
+            options["eos_token_ids"] = self.config.agent.eos_token_ids
+        return GRPO.population(
+            self.config.population.size,
+            self.env.observation_space,
+            self.env.action_space,
+            actor_network=load_base(self.model, device=self.device).model,
+            pad_token_id=self._pad_token_id,
+            lora_config=self.lora,
+            source=self.model,
+            **options,
+            **founder_options(self.config),
+        )
+
+    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+        """Load the base model and the members of a stored run."""
+        return saved.restore(load_base(self.model, device=self.device).model)
+
+    @property
+    def _pad_token_id(self) -> int:
+        """The tokenizer's padding token; for one that has none, its end of sequence, as padding is masked anyway."""
+        tokenizer = self.outline.tokenizer
+        chosen = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        return int(chosen or 0)
+
+
+class LanguageKind:
+    """See `evogrpo.training.kinds.run_kind.RunKind`."""
+
+    word = "language"
+    tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
+    agent = LanguageAgent
+    objective = Objective()
+    hyperparameters: Mapping[str, Any] = {}
+    completions = 16
+    sb3_names = False
+
+    def check(self, config: LanguageConfig) -> None:
+        """Ask for a model."""
+        if config.model is None:
+            raise ValueError("model must be given")
+
+    def prepare(self, config: LanguageConfig) -> PreparedLanguage:
+        """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
+        assert config.model is not None  # check() refuses that
+        device = choose_device(config.device)
+        lora = lora_from_json(plain(config.agent.lora))
+        check_supported(lora)
+        outline = load_outline(config.model)
+        targets = find_targets(outline.model, lora)
+        longest = config.task.max_prompt_length
+        context = getattr(outline.model.config.get_text_config(), "max_position_embeddings", None)
+        if longest is None and context is not None:
+            longest = int(context) - config.agent.max_output_tokens
+            if longest < 1:
+                raise ValueError(
+                    f"agent.max_output_tokens must leave room for a prompt in the model's context of {context} tokens, "
+                    f"got {config.agent.max_output_tokens}"
+                )
+        env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
+        return PreparedLanguage(
+            config=config, model=config.model, outline=outline, env=env, device=device, lora=lora, targets=targets
+        )
+
+    def film(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
+        """Refuse: members write."""
+        raise ValueError("this is a run of language models: there is nothing to see")
+
+    def uses(self, best: Path) -> dict[str, str]:
+        """Return nothing: an adapter is used through PEFT, after `evogrpo export`."""
+        return {}
+
+    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
+        """Return how to export the adapter."""
+        return {"export adapter": ("export", run_dir, "FOLDER")}

@@ -1,0 +1,188 @@
+"""What a run of language models will do and cost: tokens, optimizer steps, parameters and memory."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from evogrpo.envs.prompts.huggingface import HuggingFaceGym
+from evogrpo.history.text import count_text
+from evogrpo.policies.tokens.lora import Target
+from evogrpo.policies.tokens.sampling import CACHED_TOKENS
+from evogrpo.training.configuration.members import LanguageAgent
+from evogrpo.training.configuration.question_tasks import QuestionTask
+from evogrpo.training.configuration.sections import AnyConfig, Config
+from evogrpo.training.forecast import Rounds, possible, samples_row
+
+FLOAT = 4  # bytes of a float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """An estimate of the peak memory, in bytes, part by part.
+
+    Attributes:
+        base: The frozen base model's weights.
+        members: Adapters and AdamW's two moments of all members, one gradient and the common first adapter.
+        learning: Activations and logits of one micro-batch.
+        sampling: Keys and values, held as they grow and copied as they are extended.
+    """
+
+    base: int
+    members: int
+    learning: int
+    sampling: int
+
+    @property
+    def total(self) -> int:
+        """Base and members stay; learning and sampling take turns."""
+        return self.base + self.members + max(self.learning, self.sampling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageForecast:
+    """The numbers of a run of language models; upper bounds where completions may end early or evolution may choose.
+
+    Attributes:
+        rounds: How often what happens.
+        optimizer_steps: Fewest and most per learning step and member.
+        longest_prompt: Of the training questions, in tokens.
+        longest_completion: In tokens.
+        tokens_per_step: Most tokens of one learning step, all members, updates included.
+        tokens: Most tokens of the run, evaluations left out; None when tokens or seconds end it.
+        parameters: Of the base model.
+        adapter_parameters: Of one member.
+        memory: The estimate.
+    """
+
+    rounds: Rounds
+    optimizer_steps: tuple[int, int]
+    longest_prompt: int
+    longest_completion: int
+    tokens_per_step: int
+    tokens: int | None
+    parameters: int
+    adapter_parameters: int
+    memory: Memory
+
+    def rows(self, config: AnyConfig) -> dict[str, str]:
+        """Return the numbers in words."""
+        fewest, most = self.optimizer_steps
+        tokens = f"at most {count_text(self.tokens_per_step)} a learning step"
+        if self.tokens is not None:
+            tokens += f", {count_text(self.tokens)} in all"
+        written, form = config.logging.completions, config.logging.completions_format
+        return {
+            "samples": samples_row(config, "completions"),
+            "groups": self.rounds.groups_row(),
+            "optimizer": f"{fewest if fewest == most else f'{fewest} to {most}'} steps per member and learning step",
+            "steps": self.rounds.steps_row(config, "completions of held-out questions"),
+            "tokens": f"{tokens} (prompts of at most {self.longest_prompt}, completions of at most "
+            f"{self.longest_completion}; updates included, evaluations left out)",
+            "parameters": f"{_millions(self.parameters)} in the base, "
+            f"{_millions(self.adapter_parameters)} in each member's adapter",
+            "memory": _memory_row(self.memory, config.population.size),
+            "completions": f"{written} of each learning step are written as {form}" if written else "none are written",
+        }
+
+
+def forecast_of(
+    config: Config[QuestionTask, LanguageAgent],
+    env: HuggingFaceGym,
+    outline: PreTrainedModel,
+    targets: Sequence[Target],
+    device: str,
+) -> LanguageForecast:
+    """Do the arithmetic of a run.
+
+    Args:
+        config: The configuration.
+        env: Where members act.
+        outline: The base model, without its weights.
+        targets: The modules that adapters change.
+        device: Where members will live.
+    """
+    rounds, samples = Rounds.of(config, env), config.schedule.samples_per_step
+    optimizer_steps = [
+        epochs * math.ceil(samples / batch)
+        for epochs in possible(config, "update_epochs")
+        for batch in possible(config, "batch_size")
+    ]
+    longest = max(len(prompt) for prompt in env.open("train", range(env.size("train"))).prompts)
+    per_step = config.population.size * _member_tokens(config, max(rounds.groups.values()), longest)
+    adapter = sum(target.end - target.start for target in targets)
+    return LanguageForecast(
+        rounds=rounds,
+        optimizer_steps=(min(optimizer_steps), max(optimizer_steps)),
+        longest_prompt=longest,
+        longest_completion=config.agent.max_output_tokens,
+        tokens_per_step=per_step,
+        tokens=None if rounds.learning_steps is None else rounds.learning_steps * per_step,
+        parameters=sum(parameter.numel() for parameter in outline.parameters()),
+        adapter_parameters=adapter,
+        memory=_memory(config, env.size("validation"), outline, device, adapter, longest),
+    )
+
+
+def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, longest: int) -> int:
+    """Return the most tokens of one member's learning step: sampling, updates, and the reference where beta is used."""
+    completions = config.schedule.samples_per_step * config.agent.max_output_tokens
+    epochs = max(possible(config, "update_epochs"))
+    splits = math.ceil(config.schedule.samples_per_step / min(possible(config, "batch_size"))) - 1
+    # Groups that teach nothing may be sampled anew, all of them at worst.
+    sampling = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
+    # A group cut in two by the end of an optimizer step runs its prompt twice.
+    updates = epochs * ((groups + splits) * longest + completions)
+    reference = groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.evolve else 0
+    return sampling + updates + reference
+
+
+def _memory(
+    config: Config[QuestionTask, LanguageAgent],
+    validation: int,
+    outline: PreTrainedModel,
+    device: str,
+    adapter: int,
+    longest: int,
+) -> Memory:
+    """Estimate the peak memory.
+
+    A layer keeps about 12 hidden vectors and 5 intermediate ones a token for the backward pass, adapters included;
+    logits exist in float32 about three times over.
+    """
+    agent, text = config.agent, outline.config.get_text_config()
+    precision = FLOAT if device == "cpu" else 2
+    parameters = sum(parameter.numel() for parameter in outline.parameters())
+    hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
+    intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
+    heads = int(text.num_attention_heads)
+    key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    head = int(getattr(text, "head_dim", None) or hidden // heads)
+    budget = agent.micro_batch_tokens
+    logits = (256 if agent.reduce_memory_peak else budget) * int(text.vocab_size) * FLOAT * 3
+    rows = config.population.size * max(config.schedule.samples_per_step, validation)
+    cached = min(rows * (longest + agent.max_output_tokens), CACHED_TOKENS)
+    return Memory(
+        base=parameters * precision,
+        members=(3 * config.population.size + 2) * adapter * FLOAT,
+        learning=budget * layers * (12 * hidden + 5 * intermediate) * precision + logits,
+        sampling=2 * cached * layers * 2 * key_heads * head * precision,
+    )
+
+
+def _memory_row(memory: Memory, size: int) -> str:
+    return (
+        f"about {_gigabytes(memory.total)} at the peak (an estimate): base {_gigabytes(memory.base)} + members "
+        f"{_gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
+        f"{_gigabytes(memory.learning)} (activations and logits of a micro-batch) and sampling "
+        f"{_gigabytes(memory.sampling)} (keys and values); Python and its libraries come on top"
+    )
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e6:.1f} M" if count >= 1e5 else count_text(count)

@@ -1,0 +1,209 @@
+"""Runs of small networks that play a Gymnasium environment."""
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gymnasium import spaces
+
+from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.population import Population
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.history.text import count_text, counted
+from evogrpo.policies.control.architecture import NetworkConfig
+from evogrpo.policies.control.encoding import Encoding
+from evogrpo.training.configuration.environment_tasks import EnvironmentTask
+from evogrpo.training.configuration.members import NetworkAgent
+from evogrpo.training.configuration.sections import AnyConfig, Config
+from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
+from evogrpo.training.kinds.founding import choose_device, founder_options
+from evogrpo.training.progress import Progress
+from evogrpo.training.rundir import Saved
+from evogrpo.training.video import Recorded, record_video
+
+ONE_THREAD = 1 << 15
+"""Parameters of a member up to which a second thread gains little: measured for 8 members, 9 % at 4,500 and 5 % at
+17,000 (two layers of 64 and 128), but 25 % at 67,000."""
+UNLIMITED = "unknown, as episodes of this environment have no limit: set task.max_episode_steps to give them one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkForecast:
+    """The numbers of a run of small networks; upper bounds where episodes may end early or evolution may choose.
+
+    Attributes:
+        rounds: How often what happens.
+        episode_steps: Most steps of an episode; None if the environment has no limit, and what follows is not known.
+        environment_steps: Most of one learning step, all members.
+        optimizer_steps: Most per learning step and member.
+        parameters: Of one member's network as it starts.
+    """
+
+    rounds: Rounds
+    episode_steps: int | None
+    environment_steps: int | None
+    optimizer_steps: int | None
+    parameters: int
+
+    def rows(self, config: AnyConfig) -> dict[str, str]:
+        """Return the numbers in words."""
+        longest, steps, most = self.episode_steps, self.environment_steps, self.optimizer_steps
+        return {
+            "samples": samples_row(config, "episodes"),
+            "groups": self.rounds.groups_row(),
+            "environment": f"at most {count_text(steps)} steps a learning step, all members, for episodes of {longest}"
+            if steps is not None
+            else UNLIMITED,
+            "optimizer": f"at most {most} steps per member and learning step" if most is not None else UNLIMITED,
+            "steps": self.rounds.steps_row(config, "episodes from held-out starts"),
+            "parameters": f"{count_text(self.parameters)} in each member's network as it starts",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedNetworks:
+    """Everything about a run of small networks but the networks themselves.
+
+    Attributes:
+        config: The configuration.
+        env: Where members act.
+        device: Where they will live.
+        parameters: Of one member's network, as it starts.
+    """
+
+    config: Config[EnvironmentTask, NetworkAgent]
+    env: GymnasiumGroups
+    device: str
+    parameters: int
+
+    @property
+    def one_thread(self) -> bool:
+        """Whether the products are so small that further threads of torch mostly wait: short vectors, on the CPU."""
+        return small(self.device, self.parameters, [self.env.observation_space])
+
+    @property
+    def networks_evolve(self) -> bool:
+        """Whether members' architectures change as well as their hyperparameters."""
+        return self.config.agent.evolve_network is not None
+
+    def facts(self) -> dict[str, str]:
+        """Name the environment and the members."""
+        config = self.config
+        native = "vectorised natively" if self.env.native else "one environment per lane"
+        return {
+            "environment": f"{config.task.label}, {native}: {sizes_text(self.env)} starts",
+            "population": f"{counted(config.population.size, 'member')}, each a network "
+            f"({layers_text(config.agent.network)}, {count_text(self.parameters)} parameters) on {self.device}"
+            f"{normalised_text(config.agent)}",
+        }
+
+    def forecast(self) -> NetworkForecast:
+        """Do the arithmetic of the run."""
+        config, longest = self.config, self.env.max_episode_steps
+        steps = None if longest is None else longest * config.schedule.samples_per_step
+        smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
+        return NetworkForecast(
+            rounds=Rounds.of(config, self.env),
+            episode_steps=longest,
+            environment_steps=None if steps is None else steps * config.population.size,
+            optimizer_steps=None if steps is None else epochs * math.ceil(steps / smallest),
+            parameters=self.parameters,
+        )
+
+    def population(self) -> Population:
+        """Make the founders."""
+        return _members(self.config, self.env, self.config.population.size, self.device)
+
+    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+        """Make the members of a stored run."""
+        return saved.restore(device=self.device)
+
+
+class NetworkKind:
+    """See `evogrpo.training.kinds.run_kind.RunKind`."""
+
+    word = "networks"
+    tasks: Sequence[type[EnvironmentTask]] = (EnvironmentTask,)
+    agent = NetworkAgent
+    objective = STEPWISE
+    hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
+    completions = 0
+    sb3_names = True
+
+    def check(self, config: Config[EnvironmentTask, NetworkAgent]) -> None:
+        """Refuse what belongs to language models."""
+        refuse_words(config)
+
+    def prepare(self, config: Config[EnvironmentTask, NetworkAgent]) -> PreparedNetworks:
+        """Check a configuration against the environment and the device."""
+        env = config.task.environment(seed=config.task_seed)
+        example = _members(config, env, 1, "cpu")[0].state()
+        return PreparedNetworks(config=config, env=env, device=device_of(config), parameters=example["weights"].numel())
+
+    def film(
+        self, config: Config[EnvironmentTask, NetworkAgent], best: Path, folder: Path, episodes: int
+    ) -> tuple[Recorded, ...]:
+        """Record the best member from the first test starts."""
+        with closing(config.task.environment(seed=config.task_seed)) as env:
+            seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]
+            agent = GRPO.load(best)
+            return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
+
+    def uses(self, best: Path) -> dict[str, str]:
+        """Return how the best member acts."""
+        return {"use it": f"evogrpo.GRPO.load({str(best)!r}).predict(observation)"}
+
+    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
+        """Return how to watch the best member."""
+        return {"watch it": ("video", run_dir)}
+
+
+def _members(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups, size: int, device: str) -> Population:
+    return GRPO.population(
+        size,
+        env.observation_space,
+        env.action_space,
+        device=device,
+        **config.agent.settings(),
+        **founder_options(config),
+    )
+
+
+# ---- what one network per policy has in common with one network
+
+
+def refuse_words(config: AnyConfig) -> None:
+    """Refuse with a ValueError a model and completions, where members play."""
+    if config.model is not None:
+        raise ValueError(f"model must be left out where task.{config.task.key} is given, got {config.model!r}")
+    if config.logging.completions:
+        raise ValueError(
+            f"logging.completions must be 0 where task.{config.task.key} is given, as there are none, got "
+            f"{config.logging.completions}"
+        )
+
+
+def device_of(config: AnyConfig) -> str:
+    """Return where small networks learn: the CPU unless the configuration says so; see `choose_device`."""
+    return "cpu" if config.device is None else choose_device(config.device)
+
+
+def small(device: str, parameters: int, observations: Sequence[spaces.Space[Any]]) -> bool:
+    """Tell whether a member's products are so small that one thread does them best."""
+    images = any(Encoding(space).images for space in observations)
+    return torch.device(device).type == "cpu" and parameters <= ONE_THREAD and not images
+
+
+def layers_text(network: NetworkConfig) -> str:
+    """Write an architecture such as `64-64 tanh`."""
+    return f"{'-'.join(map(str, network.hidden))} {network.activation}" if network.hidden else "linear"
+
+
+def normalised_text(agent: NetworkAgent) -> str:
+    """Say that observations are normalised, if they are."""
+    return ", observations normalised" if agent.normalise_observations else ""

@@ -1,0 +1,42 @@
+"""Every kind of run, by the word that journals and checkpoints use, and by the task section of a configuration."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+
+from evogrpo.hyperparameters import unknown_name_error
+from evogrpo.training.configuration.sections import TaskSection
+from evogrpo.training.configuration.typed import build, inside, mapping
+from evogrpo.training.kinds.language import LanguageKind
+from evogrpo.training.kinds.networks import NetworkKind
+from evogrpo.training.kinds.run_kind import AnyKind
+from evogrpo.training.kinds.team import TeamKind
+
+KINDS: Mapping[str, AnyKind] = {kind.word: kind for kind in (LanguageKind(), NetworkKind(), TeamKind())}
+_TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in KINDS.values() for task in kind.tasks}
+_KIND_OF: Mapping[type[TaskSection], AnyKind] = {task: kind for kind in KINDS.values() for task in kind.tasks}
+
+
+def kind_of(task: TaskSection) -> AnyKind:
+    """Return the kind of run that a task asks for."""
+    return _KIND_OF[type(task)]
+
+
+def parse_task(values: object, where: str = "task") -> TaskSection:
+    """Build a task from its section, whose kind shows in the key that names it.
+
+    Raises:
+        ValueError: If the section names no task or several, or a key or a value is refused.
+    """
+    section = mapping(values, where)
+    chosen = [key for key in _TASKS if section.get(key) is not None]
+    if len(chosen) != 1:
+        known = {field.name for task in _TASKS.values() for field in fields(task)}
+        for key in section:
+            if key not in known:
+                raise unknown_name_error(f"key in {where}", key, sorted(known))
+        *others, last = (f"{task.what} ({inside(where, key)})" for key, task in _TASKS.items())
+        raise ValueError(
+            f"{where} must name {', '.join(others)} or {last}: exactly one of them, "
+            f"got {' and '.join(chosen) or 'none'}"
+        )
+    return build(_TASKS[chosen[0]], section, where)

@@ -1,0 +1,140 @@
+"""The protocols of a kind of run, of a run that is prepared, and of the arithmetic that a dry run shows."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from evogrpo.agents.population import Population
+from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.objective import Objective
+from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
+from evogrpo.training.progress import Progress
+from evogrpo.training.rundir import Saved
+from evogrpo.training.video import Recorded
+
+
+class Environment(GroupEnvironment, Protocol):
+    """Where the members of a prepared run act."""
+
+    def close(self) -> None:
+        """Give up processes and windows."""
+        ...
+
+
+class Forecast(Protocol):
+    """What a run will do and cost, in numbers."""
+
+    def rows(self, config: AnyConfig) -> Mapping[str, str]:
+        """Return the numbers in words, by what they are about."""
+        ...
+
+
+class PreparedRun(Protocol):
+    """A configuration checked against the machine, the task and the members, before anything expensive."""
+
+    @property
+    def config(self) -> AnyConfig:
+        """The configuration."""
+        ...
+
+    @property
+    def env(self) -> Environment:
+        """Where members act."""
+        ...
+
+    @property
+    def one_thread(self) -> bool:
+        """Whether the products are so small that further threads of torch mostly wait."""
+        ...
+
+    @property
+    def networks_evolve(self) -> bool:
+        """Whether members' architectures change as well as their hyperparameters."""
+        ...
+
+    def facts(self) -> Mapping[str, str]:
+        """Return who is going to learn what, in words, by what they are about."""
+        ...
+
+    def forecast(self) -> Forecast:
+        """Do the arithmetic of the run."""
+        ...
+
+    def population(self) -> Population:
+        """Make the founders; raises ValueError if a base model's weights cannot be loaded."""
+        ...
+
+    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+        """Bring back the members of a stored run; raises ValueError if it does not belong to this configuration."""
+        ...
+
+
+class RunKind(Protocol[TaskT, AgentT]):
+    """One kind of run: everything above the members that depends on what they are."""
+
+    @property
+    def word(self) -> str:
+        """What journals and checkpoints call it; names its words in `evogrpo.history.words`."""
+        ...
+
+    @property
+    def tasks(self) -> Sequence[type[TaskT]]:
+        """The task sections that are of this kind."""
+        ...
+
+    @property
+    def agent(self) -> type[AgentT]:
+        """The agent section."""
+        ...
+
+    @property
+    def objective(self) -> Objective:
+        """What an objective given in part leaves as it is."""
+        ...
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """The first member's, where they are not the defaults of `Hyperparameters`."""
+        ...
+
+    @property
+    def completions(self) -> int:
+        """How many completions of a learning step are written unless the configuration says so."""
+        ...
+
+    @property
+    def sb3_names(self) -> bool:
+        """Whether a step's numbers are also recorded under the names of Stable-Baselines3."""
+        ...
+
+    def check(self, config: Config[TaskT, AgentT]) -> None:
+        """Refuse with a ValueError sections that do not go together."""
+        ...
+
+    def prepare(self, config: Config[TaskT, AgentT]) -> PreparedRun:
+        """Check a configuration against the device, the members and the task.
+
+        Raises:
+            ValueError: If one of them does not fit, with what to do.
+        """
+        ...
+
+    def film(self, config: Config[TaskT, AgentT], best: Path, folder: Path, episodes: int) -> Sequence[Recorded]:
+        """Record the best member, kept in `best`, from the first test starts.
+
+        Raises:
+            ValueError: If there is nothing to see.
+        """
+        ...
+
+    def uses(self, best: Path) -> Mapping[str, str]:
+        """Return what can be done with the best member in Python: what for -> the expression."""
+        ...
+
+    def commands(self, run_dir: Path) -> Mapping[str, Sequence[str | Path]]:
+        """Return what can be done with the best member on the command line: what for -> the command's words."""
+        ...
+
+
+AnyKind = RunKind[Any, Any]
+"""A kind of run, whichever."""

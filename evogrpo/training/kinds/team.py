@@ -1,0 +1,199 @@
+"""Runs of members that act for several agents of a parallel PettingZoo environment, a small network per policy."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gymnasium import spaces
+
+from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.agents.population import Population
+from evogrpo.envs.control.assignment import Assignment, assign
+from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.history.text import count_text, counted
+from evogrpo.training.configuration.members import NetworkAgent
+from evogrpo.training.configuration.sections import AnyConfig, Config
+from evogrpo.training.configuration.team_tasks import ParallelTask
+from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
+from evogrpo.training.kinds.founding import founder_options
+from evogrpo.training.kinds.networks import UNLIMITED, device_of, layers_text, normalised_text, refuse_words, small
+from evogrpo.training.progress import Progress
+from evogrpo.training.rundir import Saved
+from evogrpo.training.video import Recorded
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeamForecast:
+    """The numbers of a run of several agents; upper bounds where episodes may end early or evolution may choose.
+
+    Attributes:
+        rounds: How often what happens.
+        episode_steps: Most steps of a joint episode; None if the configuration names no limit, and what follows is not
+            known.
+        joint_steps: Most joint steps of one learning step, all members.
+        transitions: Most actions of single agents in one learning step, all members.
+        optimizer_steps: Most per learning step and member, by policy.
+        parameters: Of one member's networks as they start.
+    """
+
+    rounds: Rounds
+    episode_steps: int | None
+    joint_steps: int | None
+    transitions: int | None
+    optimizer_steps: Mapping[str, int]
+    parameters: int
+
+    def rows(self, config: AnyConfig) -> dict[str, str]:
+        """Return the numbers in words."""
+        optimizer = ", ".join(f"at most {most} of {policy}" for policy, most in self.optimizer_steps.items())
+        return {
+            "samples": samples_row(config, "joint episodes"),
+            "groups": self.rounds.groups_row(),
+            "environment": UNLIMITED
+            if self.joint_steps is None
+            else f"at most {count_text(self.joint_steps)} joint steps a learning step, all members, for episodes of "
+            f"{self.episode_steps}: {count_text(self.transitions)} actions of single agents",
+            "optimizer": f"{optimizer} per member and learning step" if optimizer else UNLIMITED,
+            "steps": self.rounds.steps_row(config, "joint episodes from held-out starts"),
+            "parameters": f"{count_text(self.parameters)} in each member's networks as they start",
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedTeam:
+    """Everything about a run of several agents but the networks themselves.
+
+    Attributes:
+        config: The configuration.
+        env: Where members act.
+        assignment: Which policy acts for which agent.
+        device: Where members will live.
+        parameters: Of one member's networks, as they start.
+    """
+
+    config: Config[ParallelTask, NetworkAgent]
+    env: PettingZooGroups
+    assignment: Assignment
+    device: str
+    parameters: int
+
+    @property
+    def one_thread(self) -> bool:
+        """Whether the products are so small that further threads of torch mostly wait: short vectors, on the CPU."""
+        return small(self.device, self.parameters, [role.observation_space for role in self.assignment.roles.values()])
+
+    @property
+    def networks_evolve(self) -> bool:
+        """Whether members' architectures change as well as their hyperparameters."""
+        return self.config.agent.evolve_network is not None
+
+    def facts(self) -> dict[str, str]:
+        """Name the environment, its agents, the policies with their spaces, and the members."""
+        config, roles = self.config, self.assignment.roles
+        policies = (
+            f"{policy} for {', '.join(role.agents)} "
+            f"(sees {_space(role.observation_space)}, acts in {_space(role.action_space)})"
+            for policy, role in roles.items()
+        )
+        return {
+            "environment": f"{config.task.label}: {sizes_text(self.env)} starts",
+            "agents": f"{len(self.env.agents)}, each learning from what "
+            f"{'all agents earn' if config.task.credit == 'team' else 'it earns itself'}"
+            f"{', told who it is' if config.task.agent_ids else ''}",
+            "policies": "; ".join(policies),
+            "population": f"{counted(config.population.size, 'member')}, each "
+            f"{'a network' if len(roles) == 1 else f'{len(roles)} networks'} "
+            f"({layers_text(config.agent.network)}, {count_text(self.parameters)} parameters in all) on {self.device}"
+            f"{normalised_text(config.agent)}",
+        }
+
+    def forecast(self) -> TeamForecast:
+        """Do the arithmetic of the run, for the agents that are known beforehand."""
+        config, longest, roles = self.config, self.env.max_episode_steps, self.assignment.roles
+        steps = None if longest is None else longest * config.schedule.samples_per_step
+        smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
+        return TeamForecast(
+            rounds=Rounds.of(config, self.env),
+            episode_steps=longest,
+            joint_steps=None if steps is None else steps * config.population.size,
+            transitions=None if steps is None else steps * config.population.size * len(self.env.agents),
+            optimizer_steps={}
+            if steps is None
+            else {policy: epochs * math.ceil(steps * len(role.agents) / smallest) for policy, role in roles.items()},
+            parameters=self.parameters,
+        )
+
+    def population(self) -> Population:
+        """Make the founders."""
+        return _members(self.config, self.env, self.config.population.size, self.device)
+
+    def restore(self, saved: Saved) -> tuple[Population, Progress]:
+        """Make the members of a stored run."""
+        return saved.restore(device=self.device)
+
+
+class TeamKind:
+    """See `evogrpo.training.kinds.run_kind.RunKind`."""
+
+    word = "joint"
+    tasks: Sequence[type[ParallelTask]] = (ParallelTask,)
+    agent = NetworkAgent
+    objective = STEPWISE
+    hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
+    completions = 0
+    sb3_names = True
+
+    def check(self, config: Config[ParallelTask, NetworkAgent]) -> None:
+        """Refuse what belongs to language models."""
+        refuse_words(config)
+
+    def prepare(self, config: Config[ParallelTask, NetworkAgent]) -> PreparedTeam:
+        """Check a configuration against the agents, their spaces and the device."""
+        task, env = config.task, config.task.environment(seed=config.task_seed)
+        example = _members(config, env, 1, "cpu")[0].state()
+        return PreparedTeam(
+            config=config,
+            env=env,
+            assignment=assign(env.observation_spaces, env.action_spaces, task.policies, agent_ids=task.agent_ids),
+            device=device_of(config),
+            parameters=sum(part.numel() for name, part in example.items() if name.rpartition("/")[2] == "weights"),
+        )
+
+    def film(
+        self, config: Config[ParallelTask, NetworkAgent], best: Path, folder: Path, episodes: int
+    ) -> tuple[Recorded, ...]:
+        """Refuse: videos are filmed by Gymnasium, which knows no environments of several agents."""
+        raise ValueError(
+            "videos are made of Gymnasium environments only, and this is a run of several agents: let the best member "
+            f"play where you draw, with {self.uses(best)['use it']}"
+        )
+
+    def uses(self, best: Path) -> dict[str, str]:
+        """Return how the best member acts."""
+        return {"use it": f"evogrpo.MultiAgentGRPO.load({str(best)!r}).get_action(observations, training=False)"}
+
+    def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
+        """Return nothing: there is nothing to export and nothing to watch."""
+        return {}
+
+
+def _members(config: Config[ParallelTask, NetworkAgent], env: PettingZooGroups, size: int, device: str) -> Population:
+    task = config.task
+    return MultiAgentGRPO.population(
+        size,
+        env.observation_spaces,
+        env.action_spaces,
+        policies=task.policies,
+        credit=task.credit,
+        agent_ids=task.agent_ids,
+        device=device,
+        **config.agent.settings(),
+        **founder_options(config),
+    )
+
+
+def _space(space: spaces.Space[Any]) -> str:
+    return f"Box{space.shape}" if isinstance(space, spaces.Box) else str(space)

@@ -1,0 +1,220 @@
+"""Training members that act for several agents from the command line: the same commands, records and ending."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from evogrpo import MultiAgentGRPO, PettingZooGroups, evolve
+from evogrpo.cli import main
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.configuration.record import load_config, parse_config
+from evogrpo.training.evolve import Evolution
+from evogrpo.training.rundir import open_run
+from tests.cli.project import command, prepare
+from tests.envs import joint_probes
+from tests.tiny_training import equal_states
+
+FAVOURS = "tests.envs.joint_probes:Favours"
+SHORT = [
+    "schedule.generations=2",
+    "schedule.steps_per_generation=3",
+    "schedule.samples_per_step=32",
+    "task.validation_size=20",
+    "task.test_size=20",
+    "population.size=3",
+    "hyperparameters.lr=0.02",
+    "hyperparameters.batch_size=32",
+    "evolve.lr.max=0.05",
+    "agent.network.hidden=[16]",
+]
+
+
+def one_line(text):
+    return " ".join(text.split())  # however wide the terminal was
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Train once; returns the run's folder and what was printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    words = ["--parallel-env", FAVOURS, "--run-dir", "team", "task.policies=prefix", *SHORT]
+    process = command("train", *words, cwd=folder)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert errors == ""
+    return folder / "team", one_line(output)
+
+
+def test_a_run_tells_its_story(finished):
+    run_dir, output = finished
+    for text in (
+        f"{FAVOURS}: train 100,000, validation 20, test 20 starts",
+        "3, each learning from what all agents earn",
+        "red for red_0, red_1 (sees Box(3,), acts in Discrete(3))",
+        "blue for blue_0 (sees Box(3,), acts in Discrete(3))",
+        "3 members, each 2 networks (16 tanh, 230 parameters in all) on cpu",  # 2 (3·16 + 16 + 16·3 + 3)
+        "your code " + FAVOURS,
+        "untrained team: fitness",
+        "Generation 2 of 2",
+        "transitions processed",
+        "Test: 20 starts that neither training nor selection saw",
+        "best member team/best",
+        "evogrpo.MultiAgentGRPO.load('team/best').get_action(observations, training=False)",
+        " resume team --generations 4",
+    ):
+        assert text in output, text
+    page = (run_dir / "report.html").read_text()
+    for text in ("adapter", "untrained base", " tokens", " questions"):
+        assert text not in output, text
+        assert text not in page, text
+    assert "untrained team, test" in page
+
+
+def test_a_team_learns_what_pays_its_neighbours(finished):
+    by_name = {event["event"]: event for event in read_journal(finished[0] / "journal.jsonl")}
+    assert by_name["run"]["kind"] == "joint"
+    assert by_name["baseline"]["fitness"] < 1.8  # of 3; chance is 1
+    assert by_name["test"]["after"]["fitness"] > 2.2
+
+
+def test_the_command_trains_what_the_same_settings_train_in_python(finished, tmp_path):
+    config = load_config(finished[0] / "config.yaml")
+    env = PettingZooGroups(joint_probes.Favours, validation_size=20, test_size=20, seed=0)
+    population = MultiAgentGRPO.population(
+        3,
+        env.observation_spaces,
+        env.action_spaces,
+        policies="prefix",
+        hp_config=config.evolve,
+        samples_per_step=32,
+        network=config.agent.network,
+        **config.hyperparameters.to_json(),
+    )
+    schedule = {"generations": 2, "steps_per_generation": 3, "samples_per_step": 32}
+    for _ in evolve(population, env, strategy=config.strategy, run_dir=tmp_path / "run", **schedule):
+        pass
+    assert equal_states(open_run(finished[0]).tensors, open_run(tmp_path / "run").tensors)
+
+
+def test_a_run_goes_on_and_is_reported(finished, capsys):
+    assert main(["resume", str(finished[0]), "--generations", "3"]) == 0
+    kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
+    assert kinds.count("generation") == 3
+    assert kinds[-2:] == ["test", "stopped"]
+    assert main(["report", str(finished[0])]) == 0
+    assert "report.html" in capsys.readouterr().out
+
+
+def test_what_a_team_is_not_made_for_is_refused_with_the_way_to_use_it(finished, here, capsys):
+    assert main(["export", str(finished[0]), "out"]) == 2
+    assert "no adapter: load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
+    assert main(["video", str(finished[0])]) == 2
+    said = one_line(capsys.readouterr().err)
+    assert "a run of several agents" in said
+    assert "MultiAgentGRPO.load(" in said
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["task.max_episode_steps=25"], "at most 6,400 joint steps a learning step"),  # 4 members × 64 × 25
+        (["task.max_episode_steps=25"], "19,200 actions of single agents"),
+        (["task.max_episode_steps=25"], "at most 30 of shared per member and learning step"),  # 6 ceil(64·25·3 / 1024)
+        ([], "unknown, as episodes of this environment have no limit: set task.max_episode_steps"),
+        (["task.agent_ids=true"], "told who it is"),
+        (["task.agent_ids=true"], "shared for agent_0, agent_1, agent_2 (sees Box(21,), acts in Discrete(5))"),
+        (["task.credit=agent"], "3, each learning from what it earns itself"),
+        (["task.policies=independent"], "4 members, each 3 networks"),
+        ([], "5,696 joint episodes from held-out starts"),  # 64 (1 + 4 × 20) + 2 × 256
+    ],
+)
+def test_a_dry_run_shows_agents_policies_and_steps_and_touches_nothing(here, capsys, options, said):
+    assert main(["train", "--parallel-env", "mpe2.simple_spread_v3", "--dry-run", *options]) == 0
+    assert said in one_line(capsys.readouterr().out)
+    assert list(here.iterdir()) == []
+
+
+def test_the_forecast_is_an_upper_bound_of_what_is_spent():
+    values = {
+        "task": {"parallel_env": FAVOURS, "policies": "prefix", "max_episode_steps": 1, "validation_size": 2},
+        "schedule": {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0},
+        "hyperparameters": {"batch_size": 5, "update_epochs": 3},
+        "population": {"size": 2},
+    }
+    prepared = prepare(parse_config(values))
+    bound = prepared.forecast()
+    assert (bound.joint_steps, bound.transitions) == (16, 48)  # 2 × 8 × 1, three agents
+    assert bound.optimizer_steps == {"red": 12, "blue": 6}  # 3 epochs × ceil(16 / 5), ceil(8 / 5)
+    schedule, strategy = prepared.config.schedule, prepared.config.strategy
+    run = Evolution(prepared.population(), prepared.env, schedule=schedule, strategy=strategy)
+    steps = [member for report in run.reports() for member in getattr(report, "learned", {}).values()]
+    assert steps
+    assert all(0 < step.metrics["optimizer_steps"] <= sum(bound.optimizer_steps.values()) for step in steps)
+
+
+def test_simple_spread_trains_from_a_configuration_file(here):
+    values = {
+        "task": {"parallel_env": "mpe2.simple_spread_v3", "agent_ids": True, "env_kwargs": {"max_cycles": 5}}
+        | {"validation_size": 4, "test_size": 4},
+        "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8},
+        "population": {"size": 2},
+        "agent": {"normalise_observations": True, "evolve_network": {"max_units": 64}},
+    }
+    Path("spread.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", "spread.yaml"]) == 0
+    stored = yaml.safe_load(Path("runs/spread/config.yaml").read_text())
+    assert (stored["task"]["credit"], stored["task"]["policies"]) == ("team", "shared")
+    assert parse_config(stored) == load_config(Path("runs/spread/config.yaml"))
+    best = MultiAgentGRPO.load("runs/spread/best")
+    env = PettingZooGroups(joint_probes.Favours)
+    with pytest.raises(ValueError, match="observation_spaces"):
+        best.test(env)
+
+
+def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch):
+    Path("own").mkdir()
+    Path("own/team.py").write_text("from tests.envs.joint_probes import Contest as make\n")
+    values = {
+        "task": {"parallel_env": "team.py:make", "credit": "agent", "validation_size": 2, "test_size": 2},
+        "schedule": {"generations": 1, "samples_per_step": 8},
+    }
+    Path("own/team.yaml").write_text(yaml.safe_dump(values))
+    config = load_config(Path("own/team.yaml"))
+    assert config.task.parallel_env == f"{here / 'own' / 'team.py'}:make"
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert prepare(config).env.agents == ("red_0", "red_1", "blue_0")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["mpe2.simple_spred_v3"], "No module named 'mpe2.simple_spred_v3'"),
+        (["json"], "json has no function parallel_env: name a module that has one"),
+        (["tests.envs.joint_probes:Favoors"], "has no function 'Favoors'"),
+        (["gymnasium:make", "task.env_kwargs={id: CartPole-v1}"], "env must make a pettingzoo ParallelEnv"),
+        ([FAVOURS, "task.env_kwargs={bad: 1}"], "cannot be made"),
+        ([FAVOURS, "task.credit=taem"], "did you mean 'team'?"),
+        ([FAVOURS, "task.policies=all"], "unknown value of task.policies"),
+        ([FAVOURS, "task.lanes=0"], "lanes must be at least 1"),
+        ([FAVOURS, "model=smollm2-135m"], "model must be left out where task.parallel_env is given"),
+        ([FAVOURS, "logging.completions=4"], "logging.completions must be 0 where task.parallel_env is given"),
+        ([FAVOURS, "task.parallel_env=json"], "already says what to train on"),
+        ([FAVOURS, "task.env=CartPole-v1"], "exactly one of them, got env and parallel_env"),
+        ([FAVOURS, "agent.objective.dynamic_sampling=1"], "dynamic_sampling replaces single groups"),
+        ([FAVOURS, "agent.lora.r=3"], "unknown key in agent 'lora'"),
+        (["mpe2.simple_tag_v3"], "agents of one policy must have the same observation space"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, words, said):
+    assert main(["train", "--parallel-env", *words]) == 2
+    assert said in one_line(capsys.readouterr().err)
+    assert list(here.iterdir()) == []
+
+
+def test_one_environment_is_enough(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--env", "CartPole-v1", "--parallel-env", FAVOURS])
+    assert "not allowed with" in capsys.readouterr().err
