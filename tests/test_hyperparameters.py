@@ -18,6 +18,7 @@ from evogrpo.hyperparameters import (
     HyperparameterConfig,
     Hyperparameters,
     RLParameter,
+    check_group_size,
     feasible_group_sizes,
     is_categorical,
     is_integer,
@@ -291,6 +292,15 @@ class TestGroupSizeLadder:
     def test_a_step_without_a_group_is_refused(self, samples_per_step):
         with pytest.raises(ValueError, match="samples_per_step must be"):
             feasible_group_sizes(samples_per_step)
+
+    @pytest.mark.parametrize("samples_per_step", [2, 12, 13, 64])
+    def test_exactly_the_feasible_group_sizes_pass(self, samples_per_step):
+        for size in range(2, samples_per_step + 3):
+            if size in feasible_group_sizes(samples_per_step):
+                check_group_size(size, samples_per_step)
+            else:
+                with pytest.raises(ValueError, match=rf"={samples_per_step},.*got {size} \(member 7\): use one of"):
+                    check_group_size(size, samples_per_step, whose="member 7")
 
     def test_choices_that_do_not_divide_are_refused_with_the_valid_ladder(self):
         space = HyperparameterConfig(group_size=RLParameter(choices=[4, 6, 8]))

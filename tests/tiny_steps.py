@@ -71,7 +71,7 @@ def resumed_step_run(folder: Path, *, env: GymnasiumGroups | None = None, **sche
         population,
         env or cart_pole(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
-        strategy=saved.strategy,
+        strategy=saved.strategy(),
         run_dir=saved.run_dir(folder),
         progress=progress,
     )

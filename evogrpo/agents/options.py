@@ -109,7 +109,9 @@ class Options(CommonOptions, total=False):
         reduce_memory_peak: Compute log-probabilities over a few hundred tokens' logits at a time, with the same
             results; True by default.
         min_output_tokens: Ends of sequence are ruled out for that many first tokens; 0 by default.
-        max_output_tokens: Most tokens of a completion; 128 by default.
+        max_output_tokens: Most tokens of a completion, or of one turn of a conversation; 128 by default.
+        max_episode_tokens: Most tokens of a conversation, said and heard together; by default what the model's context
+            takes.
         eos_token_ids: Tokens that end a completion; the model's generation config names them by default.
         lora_config: What to adapt; rank 16 on all linear layers by default.
         micro_batch_tokens: Most tokens in one forward pass with gradients, the knob between memory and speed; 1024 by
@@ -122,6 +124,7 @@ class Options(CommonOptions, total=False):
     reduce_memory_peak: bool
     min_output_tokens: int
     max_output_tokens: int
+    max_episode_tokens: int | None
     eos_token_ids: tuple[int, ...]
     lora_config: LoraConfig | None
     micro_batch_tokens: int
@@ -149,6 +152,7 @@ LANGUAGE_ONLY = (
     "reduce_memory_peak",
     "min_output_tokens",
     "max_output_tokens",
+    "max_episode_tokens",
     "eos_token_ids",
     "lora_config",
     "micro_batch_tokens",

@@ -110,7 +110,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         origin = "a founder" if child.parent is None else f"a clone of #{child.parent}"
         line = Text.assemble((f"selection: {gone}#{child.index}", "cyan"), f", {origin}")
         changes = changes_text(child.changes)
-        lines.append(line.append(f" with {changes}" if changes else ", unchanged"))
+        same = "" if child.parent is None else ", unchanged"
+        lines.append(line.append(f" with {changes}" if changes else same))
     return lines
 
 

@@ -10,6 +10,7 @@ __all__ = [
     "Filtered",
     "GroupEnvironment",
     "HuggingFaceGym",
+    "MultiTurnGym",
     "RewardError",
     "Scores",
     "Split",
@@ -25,6 +26,7 @@ _HOMES = {
     "Filtered": "prompts.splits",
     "GroupEnvironment": "groups",
     "HuggingFaceGym": "prompts.huggingface",
+    "MultiTurnGym": "prompts.conversations",
     "RewardError": "prompts.reward_functions",
     "Scores": "groups",
     "Split": "groups",
@@ -36,6 +38,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Scores, Split, deal_starts
     from evogrpo.envs.prompts.builtin import TASKS, Task
+    from evogrpo.envs.prompts.conversations import MultiTurnGym
     from evogrpo.envs.prompts.huggingface import HuggingFaceGym
     from evogrpo.envs.prompts.reward_functions import RewardError
     from evogrpo.envs.prompts.splits import Filtered

@@ -40,11 +40,6 @@ class PolicyBank(Protocol):
         ...
 
     @property
-    def sampler_is_exact(self) -> bool:
-        """Whether the sampler's log-probabilities are those of `log_probs`, up to rounding in float32."""
-        ...
-
-    @property
     def rows_are_transitions(self) -> bool:
         """Whether actions are scored one by one, so that an episode may be taken apart into rows of one action each.
 

@@ -10,8 +10,7 @@ from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
-from evogrpo.evolution.lineage import Child
-from evogrpo.evolution.plans import Plan
+from evogrpo.evolution import Child, Plan
 from evogrpo.functional.advantages import advantages
 from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.objective import Objective

@@ -81,6 +81,39 @@ def test_a_founder_without_parent_starts_afresh(population):
     assert equal_states(state_of(population[2]), state_of(tiny_agent()))
 
 
+def test_a_retired_slot_holds_nobody_until_a_child_fills_it(population):
+    before = [state_of(agent) for agent in population]
+    lineage = population.lineage
+    population.apply(make_plan([0, None, 2, None], []))
+    assert [agent.retired for agent in population] == [False, True, False, True]
+    assert population.lineage is not lineage
+    assert population.lineage == lineage
+    assert len(population) == len(list(population)) == 4
+    assert [agent.slot for agent in population.healthy] == [0, 2]
+    for slot in (0, 2):
+        assert equal_states(state_of(population[slot]), before[slot])
+    for slot in (1, 3):
+        assert equal_states(state_of(population[slot]), state_of(tiny_agent()))
+    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).batch
+    assert batch.member_ids.unique().tolist() == [0, 2]
+    assert sorted(population.learn(batch, step=0)) == [0, 2]
+    population.evaluate(tiny_env())
+    assert [agent.fitness is None for agent in population] == [False, True, False, True]
+    assert population.best.slot in (0, 2)
+    learnt = state_of(population[2])
+    founder = Child(slot=1, index=4, parent=None, hyperparameters=population[0].hyperparameters)
+    population.apply(make_plan([0, None, 2, 2], [founder, child(population, 3, 5, 2)]))
+    assert not any(agent.retired for agent in population)
+    assert equal_states(state_of(population[3]), learnt)
+    assert population.lineage.ancestors(5) == (2,)
+
+
+def test_a_retired_member_that_had_failed_is_no_failure_any_more(population):
+    population[1].failed = "for a reason"
+    population.apply(make_plan([0, None, 2, 3], []))
+    assert (population[1].retired, population[1].failed, population[1].fitness) == (True, None, None)
+
+
 def test_a_mutated_survivor_is_a_birth_that_keeps_its_state(population):
     before = state_of(population[0])
     population.apply(make_plan([0, 1, 2, 3], [child(population, 0, 4, 0, lr=0.5)]))

@@ -29,13 +29,15 @@ def test_a_population_comes_back_whole(tmp_path):
     population.evaluate(tiny_env())
     population.learn(population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience, step=0)
     population[1].failed = "for a reason"
+    population[2].retired = True
     tensors, record = population_state(population)
     write_checkpoint(tmp_path / "population", tensors, record)
     again = restore_population(GRPO, *read_checkpoint(tmp_path / "population"), tiny_model(), tmp_path / "population")
     for agent, twin in zip(population, again, strict=True):
         assert equal_states(state_of(agent), state_of(twin))
         assert twin.record() == agent.record()
-        assert (twin.fitness, twin.failed, twin.steps) == (agent.fitness, agent.failed, agent.steps)
+        assert (twin.fitness, twin.failed, twin.retired) == (agent.fitness, agent.failed, agent.retired)
+        assert twin.steps == agent.steps
     assert (again.lineage, again.next_index) == (population.lineage, population.next_index)
     assert dict(again.space) == dict(population.space)
     env = tiny_env()
@@ -71,6 +73,14 @@ def test_a_population_may_lie_in_several_tensor_files(tmp_path):
     assert len(list((tmp_path / "p").glob("population-*.safetensors"))) > 3
     again = restore_population(GRPO, *read_checkpoint(tmp_path / "p"), shared_model(), tmp_path / "p")
     assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, again, strict=True))
+
+
+def test_members_of_a_version_that_retired_nobody_are_not_retired():
+    tensors, record = population_state(tiny_population(2))
+    for member in record["members"]:
+        del member["retired"]
+    again = restore_population(GRPO, tensors, record, shared_model(), "somewhere")
+    assert [agent.retired for agent in again] == [False, False]
 
 
 @pytest.mark.parametrize("part", ["shared", "members", "lineage", "next_index"])

@@ -19,7 +19,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 class SamplerTestCase(ABC):
-    """The contract of Sampler, for one that writes completions for the members of an AdapterBank.
+    """The contract of Sampler, for one that writes completions for the members of an AdapterBank or the like.
 
     Attributes:
         heeds_uniforms: Whether uniforms, where they are given, name the draw.

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from evogrpo.envs import HuggingFaceGym, StepRewards
+from evogrpo.envs import HuggingFaceGym, MultiTurnGym, StepRewards
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.envs.prompts.arithmetic import two_digit_sums
@@ -25,6 +25,10 @@ def last_digit(completion, answer, question):
 
 def length(completions, **columns):
     return [None if len(text) % 3 == 0 else float(len(text)) for text in completions]
+
+
+def spoken(completions, **columns):
+    return [float(sum(len(message["content"]) for message in said)) for said in completions]
 
 
 def steps(completion_ids, **columns):
@@ -58,6 +62,26 @@ def arithmetic(seed):
 class TestArithmetic(Asked):
     def make_env(self, seed=0):
         return arithmetic(seed)  # 8190 questions take a while to tokenise
+
+
+def reply(row, messages):
+    said = messages[-1]["content"]
+    return None if said.endswith("0") else f"{len(messages)} {said} {row['answer']}"
+
+
+class TestConversations(Asked):
+    def make_env(self, seed=0):
+        rows = [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in ROWS]
+        return MultiTurnGym(
+            rows,
+            None,
+            TOKENIZER,
+            reply=reply,
+            max_turns=3,
+            reward_funcs=[spoken, steps],
+            reward_weights=[1, 2],
+            seed=seed,
+        )
 
 
 class TestTwoTurns(Asked):

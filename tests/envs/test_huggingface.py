@@ -152,7 +152,7 @@ def test_a_failing_reward_can_be_excluded(tokenizer, encode):
     ("starts", "completions", "message"),
     [
         ([0], [], "1 starts for 0 completions"),
-        ([], [], "at least one conversation to score, got none"),
+        ([], [], "at least one conversation, got none"),
         ([2], [[1]], r"\[0, 1\], got \[2\]"),
         ([-1], [[1]], r"got \[-1\]"),
     ],

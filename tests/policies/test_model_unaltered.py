@@ -145,6 +145,49 @@ def test_one_bank_may_work_inside_anothers_loss():
     assert bank.update(batch, nested, HYPERPARAMETERS) == control.update(batch, loss, HYPERPARAMETERS)
 
 
+def test_a_bank_may_score_inside_its_own_loss():
+    bank, control = (different_members(tiny_model("llama"), 2, micro_batch_tokens=40) for _ in range(2))
+    batch = sampled_batch(bank)
+    expected, reference = bank.log_probs(batch), bank.reference_log_probs(batch)
+    loss = grpo_loss(batch)
+
+    def nested(rows, log_probs, entropies):
+        assert torch.equal(bank.log_probs(batch), expected)
+        assert torch.equal(bank.reference_log_probs(batch), reference)
+        return loss(rows, log_probs, entropies)
+
+    assert bank.update(batch, nested, {0: HYPERPARAMETERS[0]}) == control.update(batch, loss, {0: HYPERPARAMETERS[0]})
+
+
+def test_adapters_act_in_the_banks_own_passes_alone():
+    """A loss may run the base, which has no adapters then."""
+    model = tiny_model("llama").eval()
+    bank = different_members(model, 2)
+    batch, expected = sampled_batch(bank), logits(model)
+    seen = []
+
+    def loss(rows, log_probs, entropies):
+        with torch.no_grad():
+            seen.append(model(input_ids=IDS).logits)
+        return log_probs.sum(1)
+
+    bank.update(batch, loss, HYPERPARAMETERS)
+    torch.testing.assert_close(seen[0], expected)
+
+
+def test_the_model_is_made_ready_once_however_many_micro_batches_there_are(monkeypatch):
+    model = tiny_model("llama")
+    bank = different_members(model, 2, micro_batch_tokens=1)
+    batch = sampled_batch(bank)
+    hooked = []
+    register = torch.nn.Module.register_forward_hook
+    monkeypatch.setattr(
+        torch.nn.Module, "register_forward_hook", lambda self, hook: [hooked.append(self), register(self, hook)][1]
+    )
+    bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
+    assert len(hooked) == len(bank.weights.targets)
+
+
 def test_dropout_of_the_base_never_acts_in_the_bank():
     model = tiny_model("gpt2").train()
     assert model.config.resid_pdrop > 0

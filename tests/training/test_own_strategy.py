@@ -234,13 +234,27 @@ class Opaque(NoEvolution):
         return {"seen": {1, 2}}
 
 
+class Named(NoEvolution):
+    """One of its settings is called like what its class is stored under."""
+
+    def __init__(self, name="mine"):
+        object.__setattr__(self, "name", name)
+
+    def to_json(self):
+        return {"name": self.name}
+
+
 class Relative(Tournament):
     """A tournament by another name."""
 
 
 @pytest.mark.parametrize(
     ("strategy", "message"),
-    [(Forgetful(), "must return the arguments that build an equal"), (Opaque(), "is a set, which JSON cannot hold")],
+    [
+        (Forgetful(), "must return the arguments that build an equal"),
+        (Opaque(), "is a set, which JSON cannot hold"),
+        (Named(), "no setting called name"),
+    ],
 )
 def test_what_could_not_be_brought_back_is_refused(tmp_path, strategy, message):
     with pytest.raises(ValueError, match=message):

@@ -98,7 +98,7 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
     present = {policy: set(batch.member_ids.tolist()) for policy, batch in experience.items()}
     everyone = set[int]().union(*present.values())
     wanted = {source for each in learners for source in each.sources or (each.slot,)}
-    if everyone != wanted:
+    if not wanted <= everyone <= wanted | set(by_slot):
         raise ValueError(
             f"a batch must hold rows of every member that learns, got slots {sorted(everyone)} for {sorted(wanted)}"
         )

@@ -22,7 +22,8 @@ from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.experiences import Experiences, as_batch, as_completions, prompt_tokens
 from evogrpo.agents.members.language_settings import LanguageSettings
 from evogrpo.agents.members.members import CheckpointFiles
-from evogrpo.agents.members.token_batches import completions_of, token_batch
+from evogrpo.agents.members.token_batches import token_batch
+from evogrpo.agents.rollout.conversing import converse
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.groups import Conversations, GroupEnvironment, Split
 from evogrpo.hyperparameters import HyperparameterConfig
@@ -33,7 +34,6 @@ from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, Rows
-from evogrpo.records.transcripts import in_one_turn
 
 
 class LanguageMembers:
@@ -158,25 +158,33 @@ class LanguageMembers:
         return opened
 
     def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
-        """Sample one completion for each row, and have it rewarded."""
+        """Sample one completion for each row, or hold one conversation, and have it rewarded.
+
+        Row r, token t of a member's turn k is drawn with number `[r, t]` of the stream (seed, purpose, step, index),
+        from the second turn on under the purpose's name with the turn's number.
+        """
         opened = self._open(env, "train", starts)
-        draws = [
-            generator(self.settings.seed, wanted.purpose, *stream).random(
-                (count, self.settings.max_output_tokens), dtype=np.float32
-            )
-            for stream, count in zip(wanted.streams, wanted.counts, strict=True)
-        ]
-        uniforms = torch.from_numpy(np.concatenate(draws))
-        rows = self._rows(opened, wanted.start_ids, wanted.member_ids, wanted.temperature, uniforms)
-        rollout = self._engine().sample(rows)
-        scores = opened.score(in_one_turn(wanted.start_ids.tolist(), completions_of(rollout)))
-        batch = token_batch(self.settings, rows, rollout, scores, group_ids=wanted.group_ids)
+
+        def draws(turn: int) -> Tensor:
+            purpose = wanted.purpose if not turn else f"{wanted.purpose} turn {turn}"
+            parts = [
+                generator(self.settings.seed, purpose, *stream).random(
+                    (count, self.settings.max_output_tokens), dtype=np.float32
+                )
+                for stream, count in zip(wanted.streams, wanted.counts, strict=True)
+            ]
+            return torch.from_numpy(np.concatenate(parts))
+
+        rows = self._rows(opened, wanted.start_ids, wanted.member_ids, wanted.temperature, draws(0))
+        conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened))
+        scores = opened.score(conversed.transcripts)
+        batch = token_batch(self.settings, rows, conversed, scores, group_ids=wanted.group_ids)
         return Collected(
             experience={DEFAULT: batch},
             scores=replace(scores, step_rewards=None),
             member_ids=wanted.member_ids,
             start_ids=wanted.start_ids,
-            truncated=rollout.truncated,
+            truncated=conversed.rollout.truncated,
             tokens=self.bank.cost(batch),
             questions=tuple(opened.questions),
         )
@@ -190,8 +198,17 @@ class LanguageMembers:
         member_ids = torch.tensor(list(slots)).repeat_interleave(count)
         nothing = torch.zeros(len(start_ids), self.settings.max_output_tokens)
         rows = self._rows(opened, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
-        rollout = self._engine().sample(rows, base=base)
-        return opened.score(in_one_turn(start_ids.tolist(), completions_of(rollout))).rewards
+        conversed = converse(
+            self._engine(), opened, rows, draws=lambda turn: nothing, room=self._room(opened), base=base
+        )
+        return opened.score(conversed.transcripts).rewards
+
+    def _room(self, opened: Conversations) -> int | None:
+        """Return the most tokens after a prompt: what the settings allow and the model's context leaves."""
+        bounds = [self.settings.max_episode_tokens]
+        if self.bank.base.context is not None:
+            bounds.append(self.bank.base.context - max(map(len, opened.prompts)))
+        return min((bound for bound in bounds if bound is not None), default=None)
 
     def absorb(self, observed: Sequence[Observed]) -> None:
         """Do nothing: prompts have no running statistics."""

@@ -15,8 +15,11 @@ class LanguageSettings:
     Attributes:
         pad_token_id: Token used for padding.
         eos_token_ids: Tokens that end a completion.
-        max_output_tokens: Most tokens of a completion.
-        min_output_tokens: Ends of sequence are ruled out for that many first tokens, while sampling and learning.
+        max_output_tokens: Most tokens of a completion; of a conversation, of each of its turns.
+        min_output_tokens: Ends of sequence are ruled out for that many first tokens of a completion or turn, while
+            sampling and learning.
+        max_episode_tokens: Most tokens of a conversation, said and heard together: it goes on while a whole further
+            turn fits. None = as many as the model's context takes.
         objective: The loss.
         optimizer: AdamW settings.
         seed: Root of every random stream.
@@ -29,6 +32,7 @@ class LanguageSettings:
     eos_token_ids: tuple[int, ...]
     max_output_tokens: int = 128
     min_output_tokens: int = 0
+    max_episode_tokens: int | None = None
     objective: Objective = field(default_factory=Objective)
     optimizer: Optimizer = field(default_factory=Optimizer)
     seed: int = 0
@@ -44,6 +48,11 @@ class LanguageSettings:
                 f"min_output_tokens must lie in [0, max_output_tokens = {self.max_output_tokens}], "
                 f"got {self.min_output_tokens}"
             )
+        if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_output_tokens:
+            raise ValueError(
+                f"max_episode_tokens must be at least max_output_tokens = {self.max_output_tokens}, so that a first "
+                f"turn fits, got {self.max_episode_tokens}"
+            )
         buffer = self.objective.overlong_buffer
         if buffer is not None and buffer > self.max_output_tokens:
             raise ValueError(
@@ -57,7 +66,7 @@ class LanguageSettings:
     @property
     def max_actions(self) -> int:
         """The most actions of a row that is learnt from."""
-        return self.max_output_tokens
+        return self.max_episode_tokens or self.max_output_tokens
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -169,7 +169,7 @@ def play_episodes(
             order = np.lexsort((rows, wanted.member_ids[rows]))
             lanes.select(order)
             rows, t = rows[order], t[order]
-        rows, t = _without(lanes, lanes.deserted(), rows, t)
+        rows, t = _without(lanes, lanes.deserted(), rows, t)  # some may be over before anybody acts
         if not len(rows):
             if len(queue):
                 continue

@@ -1,38 +1,22 @@
 """HuggingFaceGym: a prompt dataset and reward functions as a group environment."""
 
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-import gymnasium
 from torch import Tensor
 
-from evogrpo.envs.groups import SPLITS, Split, deal_starts
+from evogrpo.envs.groups import Split
 from evogrpo.envs.prompts.facade import Facade, PromptTensors, StepResult
 from evogrpo.envs.prompts.opened import OpenedPrompts
+from evogrpo.envs.prompts.questions import QuestionGroups
 from evogrpo.envs.prompts.reasoning import reasoning_tables
-from evogrpo.envs.prompts.reward_functions import (
-    OnRewardError,
-    RewardFn,
-    RewardFunc,
-    make_rewards,
-    make_runner,
-)
-from evogrpo.envs.prompts.splits import Table, check_table, make_splits
-from evogrpo.envs.prompts.templates import (
-    Message,
-    Prompt,
-    Tokenizer,
-    check_messages,
-    check_template,
-    fill_template,
-    tokenize,
-)
-from evogrpo.envs.prompts.verifiers.pool import VerifierPool
+from evogrpo.envs.prompts.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
+from evogrpo.envs.prompts.splits import Table
+from evogrpo.envs.prompts.templates import Message, Tokenizer, check_template
 
 
-class HuggingFaceGym:
+class HuggingFaceGym(QuestionGroups):
     """A prompt dataset and reward functions as an environment: one completion answers one prompt.
 
     Rewards come in exactly one of two forms. AgileRL's: columns `question` and `answer`, and
@@ -106,40 +90,33 @@ class HuggingFaceGym:
         reward_workers: int | None = None,
         seed: int = 0,
     ) -> None:
-        if tokenizer is None:
-            raise ValueError("tokenizer must be given: the environment turns prompts into token ids and back")
-        _check_options(on_reward_error, max_prompt_length, data_batch_size, data_batch_size_per_gpu)
-        self.tokenizer = tokenizer
-        self.seed = seed
-        self._on_reward_error: OnRewardError = on_reward_error
-        self._rewards = make_rewards(reward_fn, reward_funcs, reward_weights)
-        self._runner = make_runner(self._rewards, reward_timeout, reward_workers)
-        self._columns = ("prompt",) if reward_fn is None else ("question", "answer")
-        self._template = _template(conversation_template, tokenizer, asked=reward_fn is not None)
-        given = zip(SPLITS, (train_dataset, validation_dataset, test_dataset), strict=True)
-        tables = {split: table for split, table in given if table is not None}
-        for split, table in tables.items():
-            check_table(table, self._columns, f"{split}_dataset")
-        sizes: dict[Split, int | None] = {"validation": validation_size, "test": test_size}
-        for split, size in sizes.items():
-            if size is not None and split in tables:
-                raise ValueError(f"{split}_size says how many questions to draw where {split}_dataset is not given")
-        self._splits, self.filtered = make_splits(
-            tables, self._tokens, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+        if data_batch_size is not None and data_batch_size_per_gpu is not None:
+            raise ValueError(
+                "data_batch_size_per_gpu is another name for data_batch_size, "
+                f"got both ({data_batch_size_per_gpu} and {data_batch_size}): give one of the two"
+            )
+        asked = reward_fn is not None
+        super().__init__(
+            {"train": train_dataset, "validation": validation_dataset, "test": test_dataset},
+            tokenizer,
+            rewards=make_rewards(reward_fn, reward_funcs, reward_weights),
+            template=_template(conversation_template, tokenizer, asked=asked),
+            columns=("question", "answer") if asked else ("prompt",),
+            sizes={"validation": validation_size, "test": test_size},
+            max_prompt_length=max_prompt_length,
+            on_reward_error=on_reward_error,
+            reward_timeout=reward_timeout,
+            reward_workers=reward_workers,
+            seed=seed,
         )
         self._facade = Facade(
             self,
             batch_size=next((size for size in (data_batch_size, data_batch_size_per_gpu) if size is not None), 8),
             group_size=group_size,
             seed=seed,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.tokenizer.pad_token_id,
         )
-        vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
-        self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
-        self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
-        if isinstance(self._runner, VerifierPool):
-            self._runner.check()  # it has been starting since its making
 
     @classmethod
     def from_reasoning_gym(
@@ -188,33 +165,13 @@ class HuggingFaceGym:
         """Return the number of questions of the split being served: train, unless inside `eval_mode`."""
         return self.size(self._facade.split)
 
-    def size(self, split: Split) -> int:
-        """Return the number of distinct questions of a split."""
-        return len(self._splits[split].rows)
-
-    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
-        """Return the first `count` training questions of learning step `step`; see `deal_starts`."""
-        return deal_starts(self.seed, self.size("train"), step, count, block)
-
     def open(self, split: Split, starts: Sequence[int]) -> OpenedPrompts:
         """Open questions of a split, each in [0, size(split)).
 
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        if split not in SPLITS:
-            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
-        questions = self._splits[split]
-        if not all(0 <= start < len(questions.rows) for start in starts):
-            raise ValueError(f"starts of {split} must lie in [0, {len(questions.rows) - 1}], got {list(starts)}")
-        return OpenedPrompts(
-            prompts=tuple(questions.prompts[start].tolist() for start in starts),
-            rows=[questions.table[questions.rows[start]] for start in starts],
-            rewards=self._rewards,
-            runner=self._runner,
-            tokenizer=self.tokenizer,
-            on_reward_error=self._on_reward_error,
-        )
+        return OpenedPrompts(**self._opened(split, starts))
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -230,49 +187,9 @@ class HuggingFaceGym:
         """Serve a held-out split from its first question inside a `with`; the training cursor does not move."""
         return self._facade.eval_mode(split)
 
-    def close(self) -> None:
-        """End the worker processes of reward functions; the next score would start new ones."""
-        self._runner.close()
-
-    def _tokens(self, split: Split, table: Table) -> "Sequence[array[int]]":
-        return tokenize(self._prompts(table, f"{split}_dataset"), self.tokenizer, f"{split}_dataset")
-
-    def _prompts(self, table: Table, where: str) -> Iterator[Prompt]:
-        columns = set(table[0])
-        for number in range(len(table)):
-            row = table[number]
-            if set(row) != columns:
-                raise ValueError(
-                    f"every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}"
-                )
-            if self._columns == ("prompt",):
-                prompt = row["prompt"]
-                yield prompt if isinstance(prompt, str) else check_messages(prompt, f"prompt {number} of {where}")
-            elif self._template is None:
-                yield str(row["question"])
-            else:
-                yield fill_template(self._template, row["question"], row["answer"])
-
-
-def _check_options(
-    on_reward_error: str,
-    max_prompt_length: int | None,
-    data_batch_size: int | None,
-    data_batch_size_per_gpu: int | None,
-) -> None:
-    if on_reward_error not in ("raise", "exclude"):
-        raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}')
-    if max_prompt_length is not None and max_prompt_length < 1:
-        raise ValueError(f"max_prompt_length must be at least 1 token or None, got {max_prompt_length}")
-    if data_batch_size is not None and data_batch_size_per_gpu is not None:
-        raise ValueError(
-            "data_batch_size_per_gpu is another name for data_batch_size, "
-            f"got both ({data_batch_size_per_gpu} and {data_batch_size}): give one of the two"
-        )
-
 
 def _template(
-    template: Sequence[Mapping[str, str]] | None, tokenizer: Tokenizer, *, asked: bool
+    template: Sequence[Mapping[str, str]] | None, tokenizer: Tokenizer | None, *, asked: bool
 ) -> tuple[Message, ...] | None:
     """Return the checked conversation template, or None where questions are plain texts or prompts are given."""
     if template is not None and not asked:

@@ -27,6 +27,7 @@ class OpenedPrompts:
         runner: Calls them.
         tokenizer: Decodes completions.
         on_reward_error: What happens where a reward function fails.
+        max_turns: Most completions in one conversation.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -35,18 +36,14 @@ class OpenedPrompts:
     runner: Runner
     tokenizer: Tokenizer
     on_reward_error: OnRewardError
+    max_turns: int = 1
 
     @property
     def questions(self) -> tuple[str, ...]:
         """The question of each opened start; of a conversation, what the user said last."""
         return tuple(_question(row, "prompt" if self.rewards[0].batched else "question") for row in self.rows)
 
-    @property
-    def max_turns(self) -> int:
-        """One: a completion answers a prompt."""
-        return 1
-
-    def respond(self, transcripts: Sequence[Transcript]) -> list[list[int] | None]:
+    def respond(self, transcripts: Sequence[Transcript]) -> Sequence[Sequence[int] | None]:
         """Reply nothing."""
         return [None] * len(transcripts)
 
@@ -82,17 +79,14 @@ class OpenedPrompts:
     def _check(self, transcripts: Sequence[Transcript]) -> None:
         starts = sorted({transcript.start for transcript in transcripts})
         if not starts:
-            raise ValueError("there must be at least one conversation to score, got none")
+            raise ValueError("there must be at least one conversation, got none")
         if starts[0] < 0 or starts[-1] >= len(self.prompts):
             raise ValueError(f"starts must lie in [0, {len(self.prompts) - 1}], got {starts}")
 
     def _step_rewards(
         self, evaluated: Evaluated, answers: Answers, transcripts: Sequence[Transcript]
     ) -> NDArray[np.float64]:
-        """Return [n, t] what was earned at each token: a reward for a whole conversation stands at the last one said.
-
-        What is earned at a token of a reply belongs to the token that was said before it.
-        """
+        """Return [n, t] what was earned at each token said; a whole conversation's reward stands at the last one."""
         table = np.full((len(answers.texts), max(1, *map(len, answers.token_ids))), np.nan)
         said = [_said_before(transcript.sampled) for transcript in transcripts]
         for reward in self.rewards:

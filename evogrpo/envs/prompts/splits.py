@@ -167,4 +167,4 @@ def _warn(filtered: Mapping[Split, Filtered]) -> None:
         for split in SPLITS
         if (counts := filtered[split]) != Filtered()
     ]
-    warnings.warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})", UserWarning, stacklevel=4)
+    warnings.warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})", UserWarning, stacklevel=5)

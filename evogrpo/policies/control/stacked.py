@@ -49,7 +49,6 @@ class StackedBank:
         ValueError: If a space is not supported, or the network does not fit it.
     """
 
-    sampler_is_exact = True
     rows_are_transitions = True
 
     def __init__(

@@ -30,8 +30,8 @@ def check_resumable(strategy: Strategy) -> None:
     """Refuse, before a run is recorded, a strategy that could not be brought back from the record.
 
     Raises:
-        ValueError: If its class cannot be found by name, if its settings or its state are not plain JSON values, or if
-            the settings do not build its like.
+        ValueError: If its class cannot be found by name, if its settings or its state are not plain JSON values, if the
+            settings do not build its like, or if one of them is called name.
     """
     kind, record = type(strategy), strategy_record(strategy)
     if kind.__module__ == "__main__" or not _is_found(kind):
@@ -39,6 +39,8 @@ def check_resumable(strategy: Strategy) -> None:
             f"the class of a strategy must be found by its name when the run is resumed, got {record['name']}: define "
             "it at the top of a module of its own and import it from there, or leave run_dir out"
         )
+    if "name" in strategy.to_json():
+        raise ValueError(f"{kind.__name__} must have no setting called name, which is what its class is stored under")
     stored = _through_json(record)
     again = _through_json(strategy_record(strategy_from_json(stored, kind)))
     if again != stored:

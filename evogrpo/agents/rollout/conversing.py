@@ -1,0 +1,182 @@
+"""Conversations: members and an environment that answers take turns; a single completion is the case of one turn."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from evogrpo.envs.groups import Conversations
+from evogrpo.policies.sampler import Sampler
+from evogrpo.records import Rollout, Rows, Transcript
+from evogrpo.records.transcripts import in_one_turn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversed:
+    """Conversations in the order of their rows.
+
+    Attributes:
+        rollout: `[n, t]` everything after the prompts; what was heard is present, but does not count as action. A
+            conversation is truncated if its last turn ran out of tokens or a further one had no room.
+        transcripts: The same by turns.
+        turn_lengths: `[n, k]` tokens said in each turn; 0 where there was none.
+        turn_places: `[n, t]` place of each token within its turn, counted from 0; None = all had a single turn.
+    """
+
+    rollout: Rollout
+    transcripts: tuple[Transcript, ...]
+    turn_lengths: Tensor
+    turn_places: Tensor | None = None
+
+
+@dataclass(kw_only=True)
+class _Talk:
+    """One conversation under way."""
+
+    said: list[list[int]] = field(default_factory=list)
+    heard: list[list[int]] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)
+    truncated: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens up to the last that was said."""
+        return sum(map(len, self.said)) + sum(map(len, self.heard[: len(self.said) - 1]))
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        parts = [part for pair in zip(self.said, [*self.heard, []], strict=False) for part in pair]
+        return tuple(token for part in parts for token in part)
+
+
+def converse(
+    sampler: Sampler,
+    opened: Conversations,
+    rows: Rows,
+    *,
+    draws: Callable[[int], Tensor | None],
+    room: int | None,
+    base: bool = False,
+) -> Conversed:
+    """Hold one conversation for each row.
+
+    Members say at most `rows.max_new_tokens` tokens a turn. The environment is asked for a reply wherever a turn ended
+    by itself; a conversation goes on where it replies and a whole further turn has room.
+
+    Args:
+        sampler: Who speaks for members.
+        opened: What they speak about; `rows.prompt_ids` are positions of its starts.
+        rows: The first turn.
+        draws: Number of a further turn, from 1 -> uniforms `[n, t]` of all rows; None = the sampler draws by itself.
+        room: Most tokens after a prompt, said and heard together; None = no bound.
+        base: Whether the untrained base speaks.
+
+    Raises:
+        ValueError: If the environment gives another number of replies than it was asked for, or an empty one.
+    """
+    several = opened.max_turns > 1
+    said = sampler.sample(replace(rows, keep=True) if several else rows, base=base)
+    if not several:
+        lengths = said.present.sum(1, keepdim=True)
+        starts = rows.prompt_ids.tolist()
+        return Conversed(rollout=said, transcripts=in_one_turn(starts, _tokens(said)), turn_lengths=lengths)
+    talks = [_Talk() for _ in range(len(rows))]
+    exact, speaking = said.exact, list(range(len(rows)))
+    _record(talks, speaking, said)
+    for turn in range(1, opened.max_turns):
+        waiting = [row for row in speaking if not talks[row].truncated]
+        going = _answered(opened, rows, talks, waiting, None if room is None else room - rows.max_new_tokens)
+        if not going:
+            break
+        place = {row: number for number, row in enumerate(speaking)}
+        chosen, uniforms = torch.tensor(going), draws(turn)
+        part = replace(
+            rows.select(chosen),
+            uniforms=None if uniforms is None else uniforms[chosen],
+            history=tuple(talks[row].history for row in going),
+            keep=turn + 1 < opened.max_turns,
+            kept=said.kept,
+            kept_rows=None if said.kept is None else torch.tensor([place[row] for row in going]),
+        )
+        said, speaking = sampler.sample(part, base=base), going
+        exact = exact and said.exact
+        _record(talks, speaking, said)
+    return _laid_out(rows, talks, said, exact)
+
+
+def _tokens(rollout: Rollout) -> list[list[int]]:
+    """Return the sampled token ids of each row, without padding."""
+    lengths = rollout.present.sum(1).tolist()
+    return [row[:length] for row, length in zip(rollout.actions.tolist(), lengths, strict=True)]
+
+
+def _record(talks: Sequence[_Talk], speaking: Sequence[int], said: Rollout) -> None:
+    cut_off = said.truncated.tolist()
+    for number, (row, tokens) in enumerate(zip(speaking, _tokens(said), strict=True)):
+        talks[row].said.append(tokens)
+        talks[row].log_probs.append(said.log_probs[number, : len(tokens)])
+        talks[row].truncated = cut_off[number]
+
+
+def _answered(
+    opened: Conversations, rows: Rows, talks: Sequence[_Talk], waiting: Sequence[int], room: int | None
+) -> list[int]:
+    """Ask for replies, and return the rows that go on: those that got one and have room for a further turn."""
+    if not waiting:
+        return []
+    replies = opened.respond([_transcript(rows, talks[row], row) for row in waiting])
+    if len(replies) != len(waiting):
+        raise ValueError(f"respond must return one entry per conversation, got {len(replies)} for {len(waiting)}")
+    going = []
+    for row, reply in zip(waiting, replies, strict=True):
+        if reply is None:
+            continue
+        if not len(reply):
+            raise ValueError("a reply must hold at least one token, got none: return None where a conversation is over")
+        talks[row].heard.append([int(token) for token in reply])
+        if room is not None and len(talks[row].history) > room:
+            talks[row].truncated = True
+        else:
+            going.append(row)
+    return going
+
+
+def _transcript(rows: Rows, talk: _Talk, row: int) -> Transcript:
+    return Transcript(
+        row=row, start=int(rows.prompt_ids[row]), said=tuple(map(tuple, talk.said)), heard=tuple(map(tuple, talk.heard))
+    )
+
+
+def _laid_out(rows: Rows, talks: Sequence[_Talk], like: Rollout, exact: bool) -> Conversed:
+    """Put the turns of each conversation next to each other."""
+    device, width = like.actions.device, max(talk.length for talk in talks)
+    actions = torch.zeros((len(talks), width), dtype=torch.long)
+    counted, present = (torch.zeros((len(talks), width), dtype=torch.bool) for _ in range(2))
+    log_probs = torch.zeros((len(talks), width), device=device)
+    places = torch.zeros((len(talks), width), dtype=torch.long)
+    lengths = torch.zeros((len(talks), max(len(talk.said) for talk in talks)), dtype=torch.long)
+    for row, talk in enumerate(talks):
+        at = 0
+        for turn, tokens in enumerate(talk.said):
+            own = slice(at, at + len(tokens))
+            actions[row, own], counted[row, own] = torch.tensor(tokens), True
+            places[row, own], log_probs[row, own] = torch.arange(len(tokens)), talk.log_probs[turn]
+            lengths[row, turn] = len(tokens)
+            at = own.stop
+            for reply in talk.heard[turn : len(talk.said) - 1][:1]:  # nothing follows a last reply, so it is left out
+                actions[row, at : at + len(reply)] = torch.tensor(reply)
+                at += len(reply)
+        present[row, :at] = True
+    rollout = Rollout(
+        actions=actions.to(device),
+        present=present.to(device),
+        log_probs=log_probs,
+        truncated=torch.tensor([talk.truncated for talk in talks], device=device),
+        exact=exact,
+        action_mask=counted.to(device),
+    )
+    transcripts = tuple(_transcript(rows, talk, row) for row, talk in enumerate(talks))
+    return Conversed(
+        rollout=rollout, transcripts=transcripts, turn_lengths=lengths.to(device), turn_places=places.to(device)
+    )

@@ -1,0 +1,122 @@
+"""What environments of questions have in common: three disjoint splits of a dataset, and reward functions."""
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import gymnasium
+
+from evogrpo.envs.groups import SPLITS, Split, deal_starts
+from evogrpo.envs.prompts.reward_functions import OnRewardError, Reward, make_runner
+from evogrpo.envs.prompts.splits import Table, check_table, make_splits
+from evogrpo.envs.prompts.templates import Message, Prompt, Tokenizer, check_messages, fill_template, tokenize
+from evogrpo.envs.prompts.verifiers.pool import VerifierPool
+
+
+class QuestionGroups:
+    """Questions of a dataset and reward functions; subclasses say what is opened at them.
+
+    Args:
+        tables: The given datasets; "train" is required.
+        tokenizer: A transformers tokenizer.
+        rewards: The reward functions.
+        template: Messages that ask a row's `question`; None where rows bring a `prompt`, or are asked as plain text.
+        columns: What every row must have.
+        sizes: How many questions to draw for a held-out split that is not given.
+        max_prompt_length: Longest prompt used, in tokens; None keeps all.
+        on_reward_error: "raise" or "exclude".
+        reward_timeout: Seconds that one call of a reward function may take; None = no limit.
+        reward_workers: Processes in which rewards are computed; see `make_runner`.
+        seed: Seed of the training order and of drawn splits.
+
+    Raises:
+        ValueError: If an argument, a column or a split does not fit.
+    """
+
+    def __init__(
+        self,
+        tables: Mapping[Split, Table | None],
+        tokenizer: Tokenizer | None,
+        *,
+        rewards: Sequence[Reward],
+        template: Sequence[Message] | None,
+        columns: Sequence[str],
+        sizes: Mapping[Split, int | None],
+        max_prompt_length: int | None,
+        on_reward_error: OnRewardError,
+        reward_timeout: float | None,
+        reward_workers: int | None,
+        seed: int,
+    ) -> None:
+        if tokenizer is None:
+            raise ValueError("tokenizer must be given: the environment turns prompts into token ids and back")
+        if on_reward_error not in ("raise", "exclude"):
+            raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}')
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ValueError(f"max_prompt_length must be at least 1 token or None, got {max_prompt_length}")
+        self.tokenizer = tokenizer
+        self.seed = seed
+        self._on_reward_error: OnRewardError = on_reward_error
+        self._rewards, self._template, self._columns = rewards, template, tuple(columns)
+        self._runner = make_runner(rewards, reward_timeout, reward_workers)
+        given = {split: table for split, table in tables.items() if table is not None}
+        for split, table in given.items():
+            check_table(table, self._columns, f"{split}_dataset")
+        for split, size in sizes.items():
+            if size is not None and split in given:
+                raise ValueError(f"{split}_size says how many questions to draw where {split}_dataset is not given")
+        self._splits, self.filtered = make_splits(
+            given, self._tokens, max_prompt_length=max_prompt_length, sizes=sizes, seed=seed
+        )
+        vocabulary = gymnasium.spaces.Discrete(len(tokenizer))
+        self.observation_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
+        self.action_space: gymnasium.Space[Any] = gymnasium.spaces.Sequence(vocabulary)
+        if isinstance(self._runner, VerifierPool):
+            self._runner.check()  # it has been starting since its making
+
+    def size(self, split: Split) -> int:
+        """Return the number of distinct questions of a split."""
+        return len(self._splits[split].rows)
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        """Return the first `count` training questions of learning step `step`; see `deal_starts`."""
+        return deal_starts(self.seed, self.size("train"), step, count, block)
+
+    def close(self) -> None:
+        """End the worker processes of reward functions; the next score would start new ones."""
+        self._runner.close()
+
+    def _opened(self, split: Split, starts: Sequence[int]) -> dict[str, Any]:
+        """Return the fields of `OpenedPrompts` for questions of a split, or say which does not exist."""
+        if split not in SPLITS:
+            raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
+        questions = self._splits[split]
+        if not all(0 <= start < len(questions.rows) for start in starts):
+            raise ValueError(f"starts of {split} must lie in [0, {len(questions.rows) - 1}], got {list(starts)}")
+        return {
+            "prompts": tuple(questions.prompts[start].tolist() for start in starts),
+            "rows": [questions.table[questions.rows[start]] for start in starts],
+            "rewards": self._rewards,
+            "runner": self._runner,
+            "tokenizer": self.tokenizer,
+            "on_reward_error": self._on_reward_error,
+        }
+
+    def _tokens(self, split: Split, table: Table) -> "Sequence[array[int]]":
+        return tokenize(self._prompts(table, f"{split}_dataset"), self.tokenizer, f"{split}_dataset")
+
+    def _prompts(self, table: Table, where: str) -> Iterator[Prompt]:
+        columns = set(table[0])
+        for number in range(len(table)):
+            row = table[number]
+            if set(row) != columns:
+                raise ValueError(
+                    f"every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}"
+                )
+            if self._columns == ("prompt",):
+                prompt = row["prompt"]
+                yield prompt if isinstance(prompt, str) else check_messages(prompt, f"prompt {number} of {where}")
+            elif self._template is None:
+                yield str(row["question"])
+            else:
+                yield fill_template(self._template, row["question"], row["answer"])

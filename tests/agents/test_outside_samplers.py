@@ -1,0 +1,73 @@
+"""A sampler from outside: another process that holds PEFT adapters trains members with importance correction."""
+
+import pytest
+import torch
+
+from evogrpo import GRPO, Objective
+from tests.outside_sampler import GenerateSampler
+from tests.tiny_models import tiny_model
+from tests.tiny_steps import step_population
+from tests.tiny_training import scatter, tiny_env, tiny_options
+
+
+@pytest.fixture
+def outside(tmp_path):
+    """Return a population of two whose completions another process samples, and that sampler."""
+    model = tiny_model()
+    objective = Objective(importance_correction="token_truncate", importance_cap=2.0)
+    population = GRPO.population(2, actor_network=model, objective=objective, **tiny_options(lr=3e-3))
+    for agent in population:
+        scatter(agent, agent.slot, std=0.05)
+    sampler = GenerateSampler(population, model, tmp_path)
+    population.sample_with(sampler)
+    yield population, sampler
+    sampler.close()
+
+
+def test_members_learn_from_what_another_process_samples_and_are_loaded_again_when_they_have(outside):
+    population, sampler = outside
+    env = tiny_env()
+    collected = population.collect(env, step=0, samples_per_step=16, block=4)
+    batch = collected.experience["default"]
+    assert not batch.exact
+    trainer = population.members.banks["default"].log_probs(batch)
+    gap = (trainer - batch.sampler_log_probs)[batch.action_mask].abs()
+    assert 0 < float(gap.max()) < 1.0  # half precision against float32
+    assert float(gap.mean()) < 0.1
+    before = [agent.state()["adapter"] for agent in population]
+    reports = population.learn(collected.experience, step=0)
+    for slot, report in reports.items():
+        assert report.failed is None
+        assert report.metrics["sampling/sampling_logp_difference/max"] == pytest.approx(
+            float(gap[batch.member_ids[batch.action_mask.nonzero()[:, 0]] == slot].max()), abs=1e-4
+        )
+        assert report.metrics["sampling/importance_sampling_ratio/max"] <= 2.0
+        assert not torch.equal(population[slot].state()["adapter"], before[slot])
+    population.evaluate(env)
+    assert [agent.fitness is not None for agent in population] == [True, True]
+    # Told of all at first, of both after learning, of nobody where nothing has changed.
+    population.collect(env, step=1, samples_per_step=16, block=4)
+    assert sampler.loaded == [[0, 1], [0, 1], []]
+    population.members.banks.inherit([0, 0])
+    population.baseline(env, "validation")
+    assert sampler.loaded[-1] == [1]
+
+
+def test_an_outside_sampler_teaches_what_is_rewarded(outside):
+    population, _ = outside
+
+    def early(completion, answer, question):
+        return 1.0 / (1 + len(completion))
+
+    env = tiny_env(reward_fn=early)
+    population[0].lr, population[1].lr = 3e-2, 0.0001
+    first = population.collect(env, step=0, samples_per_step=16, block=4).scores.rewards[:16].mean()
+    for step in range(12):
+        population.learn(population.collect(env, step=step, samples_per_step=16, block=4).experience, step=step)
+    last = population.collect(env, step=12, samples_per_step=16, block=4)
+    assert last.scores.rewards[:16].mean() > first + 0.2
+
+
+def test_small_networks_take_no_sampler():
+    with pytest.raises(ValueError, match="a sampler writes completions of language models"):
+        step_population(2).sample_with(object())

@@ -1,0 +1,169 @@
+"""MultiTurnGym: what stands between completions, who sees what, and where rewards land."""
+
+import numpy as np
+import pytest
+
+from evogrpo.envs import MultiTurnGym, StepRewards
+from evogrpo.envs.prompts.conversations import TurnMarkers
+from evogrpo.records import Transcript
+from tests.envs.conftest import CHAT, build
+
+CLOSED = (  # every turn is closed, as in ChatML
+    "{% for m in messages %}{{ {'system': '<s>', 'user': '<u>', 'assistant': '<a>'}[m.role] + m.content }}<eos>\n"
+    "{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+)
+FORGETFUL = (  # what the assistant said before the last question is left out
+    "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.role[0] + m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+ROWS = [{"prompt": [{"role": "user", "content": f"guess {n}"}], "digit": n % 10} for n in range(30)]
+
+
+def hint(row, messages):
+    """Tell how far a guess is off, until it is right."""
+    guess = messages[-1]["content"]
+    if guess == str(row["digit"]):
+        return None
+    return f"no: {guess} is not it\nafter {len(messages)}"
+
+
+def right(completions, digit, **columns):
+    return [float(said[-1]["content"] == str(own)) for said, own in zip(completions, digit, strict=True)]
+
+
+def gym(template=CLOSED, **options):
+    defaults = {"reply": hint, "max_turns": 3, "reward_funcs": right, "validation_size": 4, "test_size": 4}
+    return MultiTurnGym(ROWS, None, build(template), **(defaults | options))
+
+
+def encoded(env, text):
+    return tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def talk(env, *completions):
+    """Say completions in turn about training question 0, and return what the last reply made of the conversation."""
+    opened, heard = env.open("train", [0]), []
+    said = tuple(encoded(env, text) for text in completions)
+    for turn in range(len(said)):
+        transcript = Transcript(row=0, start=0, said=said[: turn + 1], heard=tuple(heard))
+        (reply,) = opened.respond([transcript])
+        if reply is not None:
+            heard.append(reply)
+    return opened, Transcript(row=0, start=0, said=said, heard=tuple(heard))
+
+
+@pytest.mark.parametrize("ending", ["<eos>", ""])
+def test_a_model_reads_what_the_chat_template_renders(ending):
+    env = gym()
+    opened, transcript = talk(env, f"x{ending}", f"yy{ending}")
+    question = opened.rows[0]["prompt"][0]["content"]
+    rendered = env.tokenizer.apply_chat_template(
+        [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "no: x is not it\nafter 2"},
+            {"role": "assistant", "content": "yy"},
+            {"role": "user", "content": "no: yy is not it\nafter 4"},
+        ],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert (*opened.prompts[0], *transcript.tokens) == encoded(env, rendered)
+
+
+def test_a_template_that_closes_no_turn_is_followed_too():
+    env = gym(CHAT)
+    opened, transcript = talk(env, "x")
+    text = env.tokenizer.decode([*opened.prompts[0], *transcript.tokens])
+    assert text == f"<u>{opened.questions[0]}<eos><a>x<u>no: x is not it\nafter 2<eos><a>"
+
+
+def test_replies_are_given_the_row_and_the_messages_so_far():
+    asked = []
+
+    def reply(row, messages):
+        asked.append((row, messages))
+        return "more" if len(asked) == 1 else None
+
+    opened, transcript = talk(gym(reply=reply), "x<eos>", "y")
+    question = opened.rows[0]["prompt"]
+    assert [row for row, _ in asked] == [opened.rows[0]] * 2
+    first = [*question, {"role": "assistant", "content": "x"}]
+    assert asked[0][1] == first
+    assert asked[1][1] == [*first, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y"}]
+    assert len(transcript.heard) == 1
+
+
+def test_rewards_see_messages_and_every_token():
+    seen = []
+
+    def reward(prompts, completions, completion_ids, digit, **columns):
+        seen.append((prompts, completions, completion_ids, digit))
+        return [1.0]
+
+    env = gym(reward_funcs=reward)
+    opened, transcript = talk(env, "x<eos>", "y")
+    scores = opened.score([transcript])
+    ((prompts, completions, ids, digits),) = seen
+    assert (prompts, digits) == ([opened.rows[0]["prompt"]], [opened.rows[0]["digit"]])
+    assert completions == [
+        [
+            {"role": "assistant", "content": "x"},
+            {"role": "user", "content": "no: x is not it\nafter 2"},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "no: y is not it\nafter 4"},
+        ]
+    ]
+    assert ids == [list(transcript.tokens)]
+    assert scores.completions == ("x\n>>> no: x is not it\n>>> after 2\ny\n>>> no: y is not it\n>>> after 4\n",)
+
+
+def test_the_right_answer_ends_a_conversation():
+    env = gym()
+    digit = env.open("train", [0]).rows[0]["digit"]
+    opened, transcript = talk(env, f"{(digit + 1) % 10}<eos>", f"{digit}<eos>")
+    assert (len(transcript.said), len(transcript.heard)) == (2, 1)
+    assert opened.score([transcript]).rewards.tolist() == [1.0]
+
+
+def test_what_is_earned_at_a_reply_belongs_to_the_token_said_before_it():
+    def everywhere(completion_ids, **columns):
+        return [StepRewards([1.0] * len(ids), range(len(ids))) for ids in completion_ids]
+
+    env = gym(reward_funcs=[everywhere, right])
+    opened, transcript = talk(env, "abc<eos>", "de")
+    (steps,) = opened.score([transcript]).step_rewards
+    first, second = (len(part) for part in transcript.heard)
+    blank = [np.nan]
+    expected = [1.0, 1.0, 1.0, 1.0 + first, *blank * first, 1.0, 1.0 + second + 0.0, *blank * second]
+    np.testing.assert_array_equal(steps, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_turns": 1}, "max_turns must be at least 2, got 1: HuggingFaceGym"),
+        ({"reply": "no"}, "reply must be a function"),
+        ({"template": None}, "no chat_template"),
+        ({"template": FORGETFUL}, "set a chat_template that leaves earlier turns as they are"),
+    ],
+)
+def test_what_cannot_be_talked_about_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        gym(**options)
+
+
+def test_texts_are_no_conversations():
+    rows = [{"prompt": f"guess {n}"} for n in range(30)]
+    with pytest.raises(ValueError, match="must be lists of messages, got 'guess 0'"):
+        MultiTurnGym(rows, None, build(CLOSED), reply=hint, max_turns=2, reward_funcs=right)
+    with pytest.raises(ValueError, match="need a tokenizer with a chat_template"):
+        TurnMarkers(tokenizer=build(None))
+
+
+def test_what_is_no_reply_is_refused():
+    with pytest.raises(ValueError, match="must return a text, or None to end the conversation, got 7"):
+        talk(gym(reply=lambda row, messages: 7), "x")
+    env = gym()
+    with pytest.raises(ValueError, match="`respond` returned to the same opening"):
+        env.open("train", [0]).score([Transcript(row=0, start=0, said=((9,), (9,)), heard=((9,),))])
