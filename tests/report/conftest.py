@@ -90,9 +90,8 @@ def write_fake_run(
          "hyperparameters": {name: first_values(parameter, rng) for name, parameter in space.items()}}
         for slot in range(size)
     ]  # fmt: skip
-    clock = iter(range(1_760_000_000, 1_770_000_000, 47))
     next_index, best = size, None
-    with Journal(run_dir / "journal.jsonl", clock=lambda: float(next(clock))) as journal:
+    with Journal(run_dir / "journal.jsonl") as journal:
         journal.append(
             "run", version="0.1.0", seed=seed, population_size=size, samples_per_step=64, steps_per_generation=5,
             evolvable=space, strategy={"name": "Tournament", "size": 2, "z": 1.0}, task=task, model="smollm2-135m",
