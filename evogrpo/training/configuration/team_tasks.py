@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from evogrpo.agents.members.team_settings import Credit
+from evogrpo.agents.members.control.team_settings import Credit
 from evogrpo.envs.control.assignment import Policies
 from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.training.configuration.sources import load_module, load_named

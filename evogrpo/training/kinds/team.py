@@ -8,7 +8,7 @@ from typing import Any
 
 from gymnasium import spaces
 
-from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.assignment import Assignment, assign

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from evogrpo.agents.checkpoints.stored_spaces import space_from_json, space_to_json
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.banks import Banks
+from evogrpo.agents.members.control.stacked_policy import StackedPolicy
+from evogrpo.agents.members.control.step_experiences import tensors_of
+from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.members import CheckpointFiles
-from evogrpo.agents.members.stacked_policy import StackedPolicy
-from evogrpo.agents.members.step_experiences import tensors_of
-from evogrpo.agents.members.team_settings import TeamSettings
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.assignment import Assignment, assign

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import nn
 
-from evogrpo.agents.members.network_settings import NetworkSettings
+from evogrpo.agents.members.control.network_settings import NetworkSettings
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import flatten, unflatten
 from evogrpo.evolution.lineage import ArchitectureChange

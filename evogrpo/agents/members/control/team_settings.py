@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from evogrpo.agents.members.network_settings import NetworkSettings
+from evogrpo.agents.members.control.network_settings import NetworkSettings
 from evogrpo.envs.control.assignment import Policies
 
 Credit = Literal["team", "agent"]
