@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
-from evogrpo.policies.bank import LossFunction
+from evogrpo.policies.bank import LossFunction, Policy
 from evogrpo.policies.tokens.engine.causal import CausalModel
 from evogrpo.policies.tokens.micro_batches import share_prefixes
 from evogrpo.policies.tokens.passes import TokenPasses
@@ -253,9 +253,9 @@ class AdapterBank:
         """Return a member as PEFT stores it: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
         return self.weights.files(slot, self.base.model.name_or_path or None)
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module whose call gives one member's logits; it reads the bank, and holds no weights of its own."""
-        return MemberPolicy(self, slot)
+        return MemberPolicy(self, slot, base=base)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the base model, so that the next call compiles it again."""
@@ -268,12 +268,14 @@ class MemberPolicy(nn.Module):
     Args:
         bank: Where the member's weights live.
         slot: Which member.
+        base: The untrained base instead, whatever the slot.
     """
 
-    def __init__(self, bank: AdapterBank, slot: int) -> None:
+    def __init__(self, bank: AdapterBank, slot: int, *, base: bool = False) -> None:
         super().__init__()
         self._bank = (bank,)  # in a tuple, so that the base does not become a submodule
         self.slot = slot
+        self._policy: Policy = "base" if base else "weights"
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits `[n, t, v]` of tokens `[n, t]`, without gradient.
@@ -284,6 +286,6 @@ class MemberPolicy(nn.Module):
         """
         (bank,) = self._bank
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        view = bank.weights.route("weights")(torch.full((len(input_ids),), self.slot))
+        view = bank.weights.route(self._policy)(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast():
             return bank.base.head(bank.base.run(input_ids, mask.bool(), None, view))

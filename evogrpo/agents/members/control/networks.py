@@ -207,9 +207,9 @@ class NetworkMembers:
 
     # ---- the network
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module that gives what parametrises actions; see `StackedPolicy.module`."""
-        return self.networks.module(slot)
+        return self.networks.module(slot, base=base)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the caller's module."""

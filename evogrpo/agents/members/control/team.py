@@ -272,9 +272,10 @@ class TeamMembers:
 
     # ---- the networks
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a member's policies as modules, by name: see `StackedPolicy.module`."""
-        return nn.ModuleDict({name.replace(".", "_"): policy.module(slot) for name, policy in self.policies.items()})
+        modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
+        return nn.ModuleDict({name.replace(".", "_"): module for name, module in modules.items()})
 
     def recompile(self) -> None:
         """Do nothing: no policy is a module of the caller's."""

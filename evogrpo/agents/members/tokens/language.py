@@ -271,9 +271,9 @@ class LanguageMembers:
 
     # ---- the network
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module `policy(input_ids, attention_mask)` that gives logits `[n, t, v]`."""
-        return self.bank.policy(slot)
+        return self.bank.policy(slot, base=base)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the base model."""
