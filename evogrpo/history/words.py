@@ -46,9 +46,10 @@ TEAM = Words(
     best="best member",
 )
 
-_BY_KIND: Mapping[str, Words] = {"language": LANGUAGE, "networks": NETWORKS, "joint": TEAM}
+WORDS: Mapping[str, Words] = {"language": LANGUAGE, "networks": NETWORKS, "joint": TEAM}
+"""By kind of members, as the run event of a journal names it."""
 
 
 def words_of(kind: object) -> Words:
     """Return the words for a kind of members, as the run event of a journal names it; language models by default."""
-    return _BY_KIND.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
+    return WORDS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE

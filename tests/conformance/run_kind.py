@@ -1,0 +1,123 @@
+"""What every RunKind promises: subclass the test case, say what a tiny configuration looks like, inherit every test."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evogrpo.history.words import words_of
+from evogrpo.persistence.journal import read_journal
+from evogrpo.report.summary import summarise
+from evogrpo.training.configuration.record import CONFIG_FILE, load_config, parse_config, write_config
+from evogrpo.training.kinds.registry import KINDS, kind_of
+from evogrpo.training.kinds.run_kind import AnyKind, PreparedRun
+from evogrpo.training.launch import read_resumable, resume, start
+from evogrpo.training.rundir import open_run
+
+
+class RunKindTestCase(ABC):
+    """Inherit from this, and name the class Test...; the suite of every kind is what its runs are tried with."""
+
+    @abstractmethod
+    def values(self, folder: Path) -> dict[str, Any]:
+        """Return a configuration as YAML gives it, with `schedule.generations` of 1; files may be put into a folder."""
+
+    @pytest.fixture
+    def given(self, tmp_path: Path) -> dict[str, Any]:
+        return self.values(tmp_path)
+
+    @pytest.fixture
+    def kind(self, given: Mapping[str, Any]) -> AnyKind:
+        return kind_of(parse_config(given).task)
+
+    @pytest.fixture
+    def prepared(self, kind: AnyKind, given: Mapping[str, Any]) -> PreparedRun:
+        return kind.prepare(parse_config(given))
+
+    def test_it_is_found_by_its_word_and_by_its_tasks(self, kind):
+        assert KINDS[kind.word] is kind
+        assert kind.tasks
+        for other in KINDS.values():
+            shared = {task.key for task in kind.tasks} & {task.key for task in other.tasks}
+            assert other is kind or not shared
+        assert all(task.what for task in kind.tasks)
+
+    def test_what_is_left_out_is_its_own_default_and_reads_back_equal(self, kind, given, tmp_path):
+        config = parse_config({**given, "agent": {}, "hyperparameters": {}})
+        assert isinstance(config.agent, kind.agent)
+        assert config.agent.objective == kind.objective
+        assert {name: getattr(config.hyperparameters, name) for name in kind.hyperparameters} == kind.hyperparameters
+        assert config.logging.completions == kind.completions
+        write_config(config, tmp_path)
+        assert load_config(tmp_path / CONFIG_FILE) == config
+
+    def test_an_objective_given_in_part_keeps_the_rest(self, kind, given):
+        config = parse_config({**given, "agent": {"objective": {"advantage_eps": 1e-5}}})
+        assert config.agent.objective == replace(kind.objective, advantage_eps=1e-5)
+
+    def test_what_is_going_to_happen_is_said_in_words(self, prepared, given):
+        config = prepared.config
+        for rows in (prepared.facts(), prepared.forecast().rows(config), config.task.facts()):
+            assert all(name and words and "\n" not in words for name, words in rows.items())
+        assert any(config.task.label in words for words in prepared.facts().values())
+        assert "population" in prepared.facts()
+        assert {"samples", "groups", "steps"} <= set(prepared.forecast().rows(config))
+
+    def test_founders_are_of_the_kind_and_as_many_as_asked_for(self, kind, prepared):
+        population = prepared.population()
+        assert len(population) == prepared.config.population.size
+        assert population.members.kind == kind.word
+        population.check(prepared.env)
+
+    def test_the_same_configuration_makes_the_same_founders(self, kind, prepared, given):
+        one, other = prepared.population(), kind.prepare(parse_config(given)).population()
+        for mine, yours in zip(one, other, strict=True):
+            assert mine.hyperparameters == yours.hyperparameters
+            assert mine.state().keys() == yours.state().keys()
+            assert all(torch.equal(mine.state()[name], yours.state()[name]) for name in mine.state())
+
+    def test_a_run_goes_through_its_life(self, kind, prepared, given, tmp_path):
+        """It trains, is stored, comes back with the states it had, trains on, and is reported in its own words."""
+        folder = tmp_path / "run"
+        with closing(prepared.env):
+            run = start(prepared, folder)
+            for report in run.reports():
+                assert report.to_json()
+            states = [agent.state() for agent in run.population]
+        resumable = read_resumable(folder, ["generations=2"])
+        again = kind.prepare(resumable.config)
+        with closing(again.env):
+            resumed = resume(again, resumable, folder)
+            for agent, state in zip(resumed.population, states, strict=True):
+                assert all(torch.equal(value, agent.state()[name]) for name, value in state.items())
+            assert [report.generation for report in resumed] == [2]
+        assert open_run(folder).base["kind"] == kind.word
+        journal = read_journal(folder / "journal.jsonl")
+        summary = summarise(journal)
+        assert summary.facts["kind"] == kind.word
+        assert summary.words is words_of(kind.word)
+        assert len(summary.generations) == 2
+        names = {
+            name for event in journal if event["event"] == "step" for member in event["members"] for name in member
+        }
+        assert ("time/total_timesteps" in names) == kind.sb3_names
+        assert (folder / "completions").is_dir() == (kind.completions > 0)
+
+    def test_what_can_be_done_with_the_best_member_can_be_done(self, kind, tmp_path):
+        from evogrpo.cli.arguments import make_parser
+
+        assert kind.uses(tmp_path) or kind.commands(tmp_path)
+        for expression in kind.uses(tmp_path).values():
+            assert compile(expression, "expression", "eval")
+            assert str(tmp_path) in expression
+        for words in kind.commands(tmp_path).values():
+            assert make_parser().parse_args([str(word) for word in words]).command
+
+    def test_a_device_that_is_not_there_is_refused(self, kind, given):
+        with pytest.raises(ValueError, match="'cuda:99' cannot be used"):
+            kind.prepare(parse_config({**given, "device": "cuda:99"}))

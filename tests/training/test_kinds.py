@@ -1,0 +1,57 @@
+"""Every kind of run keeps the promises of `RunKind`; what only one of them promises is tested with its commands."""
+
+import pytest
+
+from evogrpo.history.words import WORDS
+from evogrpo.training.configuration.record import parse_config
+from evogrpo.training.kinds.registry import KINDS, parse_task
+from tests.cli.project import CONFIG, write_project
+from tests.conformance.run_kind import RunKindTestCase
+
+SCHEDULE = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8}
+
+
+class TestLanguage(RunKindTestCase):
+    def values(self, folder):
+        write_project(folder)
+        task = {**CONFIG["task"], "dataset": {"train": str(folder / "train.jsonl")}, "validation_size": 4}
+        task |= {"reward": f"{folder / 'rewards.py'}:score", "test_size": 4}
+        parts = {"hyperparameters": {"group_size": 4}, "agent": {"max_output_tokens": 4}, "population": {"size": 2}}
+        return {"model": str(folder / "model"), "task": task, "schedule": SCHEDULE, **parts}
+
+
+class TestNetworks(RunKindTestCase):
+    def values(self, folder):
+        task = {"env": "CartPole-v1", "max_episode_steps": 10, "validation_size": 2, "test_size": 2}
+        return {"task": task, "schedule": SCHEDULE, "population": {"size": 2}}
+
+
+class TestTeam(RunKindTestCase):
+    def values(self, folder):
+        task = {"parallel_env": "tests.envs.joint_probes:Favours", "policies": "prefix"}
+        task |= {"validation_size": 2, "test_size": 2}
+        return {"task": task, "schedule": SCHEDULE, "population": {"size": 2}}
+
+
+def test_every_kind_of_ours_is_tried_and_has_words():
+    tried = {TestLanguage: "language", TestNetworks: "networks", TestTeam: "joint"}
+    assert set(tried.values()) == set(KINDS) == set(WORDS)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS.values() if kind.word != "language"], ids=lambda kind: kind.word
+)
+def test_members_that_play_take_no_model_and_write_no_completions(kind):
+    (task,) = kind.tasks
+    values = {"task": {task.key: "CartPole-v1"}, "schedule": SCHEDULE}
+    with pytest.raises(ValueError, match=rf"model must be left out where task\.{task.key} is given, got 'some'"):
+        parse_config({**values, "model": "some"})
+    with pytest.raises(ValueError, match=rf"logging\.completions must be 0 where task\.{task.key} is given"):
+        parse_config({**values, "logging": {"completions": 3}})
+
+
+def test_a_task_names_one_kind():
+    every = {task.key for kind in KINDS.values() for task in kind.tasks}
+    with pytest.raises(ValueError, match="exactly one of them, got none") as refusal:
+        parse_task({})
+    assert all(f"task.{key}" in str(refusal.value) for key in every)
