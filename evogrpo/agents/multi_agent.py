@@ -10,7 +10,7 @@ from evogrpo.agents.options import TeamOptions, founders_samples, open_team
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.wanted import Collected
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 
 
 class MultiAgentGRPO(GRPO):

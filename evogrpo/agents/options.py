@@ -21,7 +21,7 @@ from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import Members, Settings
 from evogrpo.agents.members.tokens.language import LanguageMembers
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
-from evogrpo.envs.control.assignment import Policies
+from evogrpo.envs.control.joint.assignment import Policies
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
     AdvantageType,

@@ -20,11 +20,11 @@ from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
-from evogrpo.envs.control.assignment import Assignment, assign
 from evogrpo.envs.control.draws import AgentDraws
-from evogrpo.envs.control.joint_episodes import AgentEpisodes
+from evogrpo.envs.control.joint.assignment import Assignment, assign
+from evogrpo.envs.control.joint.joint_episodes import AgentEpisodes
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.trees import flatten, stack, unflatten
 from evogrpo.envs.groups import Scores, Split
 from evogrpo.evolution.lineage import ArchitectureChange

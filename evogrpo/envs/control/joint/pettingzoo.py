@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pettingzoo import ParallelEnv
 
-from evogrpo.envs.control.assignment import Assignment, assign
 from evogrpo.envs.control.draws import AgentUniforms, of_entries
-from evogrpo.envs.control.joint_episodes import JointPlayed, JointRecord
-from evogrpo.envs.control.joint_lanes import JointLane, JointLanes
+from evogrpo.envs.control.joint.assignment import Assignment, assign
+from evogrpo.envs.control.joint.joint_episodes import JointPlayed, JointRecord
+from evogrpo.envs.control.joint.joint_lanes import JointLane, JointLanes
 from evogrpo.envs.control.making import Distinct
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.starts import SeededGroups
