@@ -92,11 +92,6 @@ class TokenBank(Generic[W]):
 
     # ---- sampling
 
-    @property
-    def sampler_is_exact(self) -> bool:
-        """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
-        return self.base.exact
-
     def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
         """Sample one completion per row; rows may come in any order.
 
