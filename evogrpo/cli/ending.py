@@ -8,9 +8,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from evogrpo.cli.tables import changes_text
 from evogrpo.history.records import MemberReport
-from evogrpo.history.text import number_text, printable, score_text
+from evogrpo.history.text import changes_text, number_text, printable, score_text
 from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import Ancestor, ancestors, winner
