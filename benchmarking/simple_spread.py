@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from evogrpo.agents.multi_agent import MultiAgentGRPO
-from evogrpo.envs.control.assignment import Assignment, assign
 from evogrpo.envs.control.draws import AgentDraws
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.assignment import Assignment, assign
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.randomness import generator
 from evogrpo.records import Acted
 

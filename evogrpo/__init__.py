@@ -35,10 +35,10 @@ _HOMES = {
     "MultiAgentGRPO": "evogrpo.agents.multi_agent",
     "NetworkConfig": "evogrpo.policies.control.architecture",
     "Objective": "evogrpo.objective.record",
-    "PettingZooGroups": "evogrpo.envs.control.pettingzoo",
+    "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
     "Population": "evogrpo.agents.population",
     "RLParameter": "evogrpo.hyperparameters.space",
-    "StepRewards": "evogrpo.envs.prompts.step_rewards",
+    "StepRewards": "evogrpo.envs.prompts.rewards.step_rewards",
     "Tournament": "evogrpo.evolution.strategies",
     "evolve": "evogrpo.training.evolve",
     "record_video": "evogrpo.training.video",
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
     from evogrpo.agents.multi_agent import MultiAgentGRPO
     from evogrpo.agents.population import Population
     from evogrpo.envs.control.gymnasium import GymnasiumGroups
-    from evogrpo.envs.control.pettingzoo import PettingZooGroups
+    from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
     from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-    from evogrpo.envs.prompts.step_rewards import StepRewards
+    from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
     from evogrpo.evolution.strategies import Tournament
     from evogrpo.hyperparameters.space import HyperparameterConfig, RLParameter
     from evogrpo.hyperparameters.values import Hyperparameters

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
 from evogrpo.agents.agent import EvolvableAlgorithm
-from evogrpo.agents.members.experiences import as_batch
+from evogrpo.agents.members.tokens.experiences import as_batch
 from evogrpo.envs.prompts.templates import Tokenizer
 from evogrpo.evolution import Strategy
 from evogrpo.persistence.journal import latest_generations, read_journal

@@ -16,10 +16,13 @@ class NetworkGroup:
     """Which of an agent's networks is evaluated as its policy.
 
     Attributes:
-        eval_network: A name among `evolvable_attributes(networks_only=True)`.
+        eval_network: "actor", the network that learns, or "base", what it was before it had learnt anything.
     """
 
     eval_network: str
+
+
+_NETWORKS = ("actor", "base")
 
 
 class AgileRLAgent(EvolvableAlgorithm):
@@ -61,14 +64,13 @@ class AgileRLAgent(EvolvableAlgorithm):
         return {**arguments, **{name: getattr(agent, name) for name in state}}
 
     def register_network_group(self, group: NetworkGroup) -> None:
-        """Set which network `get_policy` returns.
+        """Set which network `get_policy` returns and `test` evaluates; the actor learns all the same.
 
         Raises:
             ValueError: If the agent has no network of that name.
         """
-        names = self.evolvable_attributes(networks_only=True)
-        if group.eval_network not in names:
-            raise unknown_name_error("network", group.eval_network, names)
+        if group.eval_network not in _NETWORKS:
+            raise unknown_name_error("network", group.eval_network, _NETWORKS)
         self._evaluated = group.eval_network
 
     @staticmethod

@@ -189,7 +189,8 @@ class GRPO(AgileRLAgent):
             raise ValueError(f"loop must be at least 1, got {loop}")
         self.members.check(env)
         check_groups(env)
-        return float(np.mean([evaluate(self.members, [self.slot], env, split) for _ in range(loop)]))
+        base = self._evaluated == "base"
+        return float(np.mean([evaluate(self.members, [self.slot], env, split, base=base) for _ in range(loop)]))
 
     # ---- the network
 
@@ -199,7 +200,7 @@ class GRPO(AgileRLAgent):
         For a language model `policy(input_ids, attention_mask)` gives logits `[n, t, v]`; for a small network
         `policy(observations)` gives the numbers `[m, o]` that parametrise its actions (see `StackedPolicy.module`).
         """
-        return self.members.policy(self.slot)
+        return self.members.policy(self.slot, base=self._evaluated == "base")
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the base model, so that the next call compiles it again.

@@ -5,12 +5,12 @@ from typing import Any, Unpack
 
 from evogrpo.agents.agent import EvolvableAlgorithm
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.team import AgentSpaces
+from evogrpo.agents.members.control.team import AgentSpaces
 from evogrpo.agents.options import TeamOptions, founders_samples, open_team
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.wanted import Collected
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 
 
 class MultiAgentGRPO(GRPO):

@@ -12,16 +12,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evogrpo.agents.learning.shaping import refuse_for_transitions
+from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, NetworkSettings
+from evogrpo.agents.members.control.networks import NetworkMembers
+from evogrpo.agents.members.control.stacked_policy import StackedPolicy
+from evogrpo.agents.members.control.team import AgentSpaces, TeamMembers
+from evogrpo.agents.members.control.team_settings import Credit, TeamSettings
 from evogrpo.agents.members.devices import device_of
-from evogrpo.agents.members.language import LanguageMembers
-from evogrpo.agents.members.language_settings import LanguageSettings
 from evogrpo.agents.members.members import Members, Settings
-from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, NetworkSettings
-from evogrpo.agents.members.networks import NetworkMembers
-from evogrpo.agents.members.stacked_policy import StackedPolicy
-from evogrpo.agents.members.team import AgentSpaces, TeamMembers
-from evogrpo.agents.members.team_settings import Credit, TeamSettings
-from evogrpo.envs.control.assignment import Policies
+from evogrpo.agents.members.tokens.language import LanguageMembers
+from evogrpo.agents.members.tokens.language_settings import LanguageSettings
+from evogrpo.envs.control.joint.assignment import Policies
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
     AdvantageType,
@@ -40,7 +40,7 @@ class CommonOptions(TypedDict, total=False):
 
     Some defaults are others for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
     of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
-    `evogrpo.agents.members.network_settings`).
+    `evogrpo.agents.members.control.network_settings`).
 
     Attributes:
         hp_config: What evolution may change; nothing by default.

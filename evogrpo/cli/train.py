@@ -21,7 +21,7 @@ from evogrpo.cli.console import clean_warnings, make_console, say_error, say_war
 from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.cli.live import RunDisplay, outcome_lines
-from evogrpo.envs.prompts.reward_functions import RewardError
+from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.strategies import NoEvolution
 from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.training.configuration.environment_tasks import reward_threshold

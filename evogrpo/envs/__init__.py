@@ -27,10 +27,10 @@ _HOMES = {
     "GroupEnvironment": "groups",
     "HuggingFaceGym": "prompts.huggingface",
     "MultiTurnGym": "prompts.conversations",
-    "RewardError": "prompts.reward_functions",
+    "RewardError": "prompts.rewards.reward_functions",
     "Scores": "groups",
     "Split": "groups",
-    "StepRewards": "prompts.step_rewards",
+    "StepRewards": "prompts.rewards.step_rewards",
     "Task": "prompts.builtin",
     "deal_starts": "groups",
 }
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from evogrpo.envs.prompts.builtin import TASKS, Task
     from evogrpo.envs.prompts.conversations import MultiTurnGym
     from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-    from evogrpo.envs.prompts.reward_functions import RewardError
+    from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+    from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
     from evogrpo.envs.prompts.splits import Filtered
-    from evogrpo.envs.prompts.step_rewards import StepRewards
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 
     def __getattr__(name: str) -> object:

@@ -12,7 +12,7 @@ LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
 `[k]` weighted losses, to be summed. Entropies carry a gradient only in `update(..., entropy_gradient=True)`."""
 
-Policy = Literal["weights", "reference", "base"]
+PolicyVersion = Literal["weights", "reference", "base"]
 """What members are, what beta holds them to, or the untrained policy that all share."""
 
 State = dict[str, Tensor]

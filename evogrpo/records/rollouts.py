@@ -66,9 +66,9 @@ class Rows:
         def some(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[rows]
 
-        kept_rows = self.kept_rows
-        if self.kept is not None:
-            kept_rows = rows if kept_rows is None else kept_rows[rows]
+        kept_rows = some(self.kept_rows)
+        if self.kept is not None and kept_rows is None:
+            kept_rows = rows
         return replace(
             self,
             prompt_ids=self.prompt_ids[rows],

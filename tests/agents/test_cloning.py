@@ -183,8 +183,17 @@ def test_assignments_are_checked(agent):
         assert agent.hyperparameters is before
 
 
-def test_the_evaluated_network_is_one_that_the_agent_has(agent):
+def test_the_evaluated_network_is_the_one_that_was_registered(agent):
+    ids, env = torch.tensor([[8, 9, 10]]), tiny_env()
+    own, score = agent.get_policy()(ids), agent.test(env)
+    agent.register_network_group(NetworkGroup(eval_network="base"))
+    assert torch.equal(agent.get_policy()(ids), shared_model()(ids).logits)
+    fresh = tiny_agent()
+    assert agent.test(env) == fresh.test(env)
     agent.register_network_group(NetworkGroup(eval_network="actor"))
+    assert torch.equal(agent.get_policy()(ids), own)
+    assert agent.test(env) == score
+    assert not torch.equal(own, fresh.get_policy()(ids))
     with pytest.raises(ValueError, match="did you mean 'actor'"):
         agent.register_network_group(NetworkGroup(eval_network="actr"))
 

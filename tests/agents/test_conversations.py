@@ -7,7 +7,7 @@ import torch
 
 from evogrpo import GRPO, Objective
 from evogrpo.agents.learning.step import learn
-from evogrpo.agents.members.token_batches import PENALTY
+from evogrpo.agents.members.tokens.token_batches import PENALTY
 from evogrpo.agents.rollout.collecting import collect
 from tests.rounding import assert_gradients_agree
 from tests.tiny_models import EOS

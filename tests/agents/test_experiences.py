@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.agents.members.experiences import as_batch, as_completions
+from evogrpo.agents.members.tokens.experiences import as_batch, as_completions
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.records import Rollout
 from tests.oracles.peft_members import PeftMember

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.step import minibatches
-from evogrpo.agents.members.experiences import as_batch
+from evogrpo.agents.members.tokens.experiences import as_batch
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.randomness import generator
 from tests.oracles.scalar_grpo import advantages

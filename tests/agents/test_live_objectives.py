@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from evogrpo.agents.members.experiences import as_batch
+from evogrpo.agents.members.tokens.experiences import as_batch
 from tests.oracles.objective_by_hand import ByHand
 from tests.tiny_routes import DECAY, answered, same
 from tests.tiny_training import flat_gradient, peft_twin, state_of

@@ -9,7 +9,7 @@ from evogrpo.agents.checkpoints.saving import population_state, restore_populati
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution import Child, Plan
 from evogrpo.functional.advantages import advantages
 from evogrpo.hyperparameters import HyperparameterConfig, RLParameter

@@ -9,7 +9,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter, evolve
-from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator

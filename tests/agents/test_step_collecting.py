@@ -8,7 +8,7 @@ import torch
 
 from evogrpo import HyperparameterConfig, Objective, RLParameter
 from evogrpo.agents.learning.step import learn
-from evogrpo.agents.members.network_settings import STEPWISE
+from evogrpo.agents.members.control.network_settings import STEPWISE
 from evogrpo.agents.rollout.collecting import collect, evaluate
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.randomness import generator

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from evogrpo.envs.control.actions import mask_sizes
-from evogrpo.envs.control.assignment import assign
 from evogrpo.envs.control.draws import AgentDraws, StepDraws
+from evogrpo.envs.control.joint.assignment import assign
 from evogrpo.envs.control.trees import flatten
 from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Scores, Split
 from evogrpo.randomness import generator
@@ -342,7 +342,7 @@ class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
 
 
 class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Environments whose `play` is that of `evogrpo.envs.control.pettingzoo.JointEpisodes`."""
+    """Environments whose `play` is that of `evogrpo.envs.control.joint.pettingzoo.JointEpisodes`."""
 
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool

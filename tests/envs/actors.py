@@ -18,8 +18,6 @@ def flat(observations):
 class Scrambler:
     """Acts by a number in [0, 1) that mixes observation, member and draw; equal rows act alike in any company."""
 
-    uniforms_per_action = 1
-
     def __init__(self, space):
         self.space = space
         self.rows = []
@@ -56,8 +54,6 @@ class Scrambler:
 
 class Rule:
     """Acts by a function of the observations alone."""
-
-    uniforms_per_action = 1
 
     def __init__(self, rule):
         self.rule = rule

@@ -4,7 +4,7 @@ from functools import cache
 
 from evogrpo.envs import HuggingFaceGym, MultiTurnGym, StepRewards
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.envs.prompts.arithmetic import two_digit_sums
 from tests.conformance.environments import (
     AskedEnvironmentTestCase,

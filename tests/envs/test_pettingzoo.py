@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from pettingzoo.test import parallel_api_test
 
-from evogrpo.envs.control.assignment import assign
 from evogrpo.envs.control.draws import AgentDraws
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.assignment import assign
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.envs.groups import SPLITS
 from tests.envs import joint_probes
 from tests.envs.actors import Rule, Scrambler

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.envs.prompts.reward_functions import Answers, RewardError, make_rewards
-from evogrpo.envs.prompts.scoring import evaluate
+from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards
+from evogrpo.envs.prompts.rewards.scoring import evaluate
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 

@@ -8,8 +8,8 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from evogrpo import HuggingFaceGym, StepRewards
-from evogrpo.envs.prompts.reward_functions import RewardError
-from evogrpo.envs.prompts.step_rewards import character_ends, token_positions
+from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.envs.prompts.rewards.step_rewards import character_ends, token_positions
 from evogrpo.records.transcripts import in_one_turn
 
 ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(6) for b in range(5)]

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.prompts.reward_functions import Answers, RewardError, make_rewards, make_runner
-from evogrpo.envs.prompts.scoring import evaluate
-from evogrpo.envs.prompts.verifiers.pool import VerifierPool
+from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards, make_runner
+from evogrpo.envs.prompts.rewards.scoring import evaluate
+from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
 from evogrpo.records.transcripts import in_one_turn
 from evogrpo.training.configuration.sources import load_function
 from tests.envs import verifier_functions as functions
@@ -344,8 +344,8 @@ PROGRAM = """
 import os, signal, sys, time, warnings
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore Ctrl-C, which is inherited
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.prompts.reward_functions import Answers, make_rewards, make_runner
-from evogrpo.envs.prompts.scoring import evaluate
+from evogrpo.envs.prompts.rewards.reward_functions import Answers, make_rewards, make_runner
+from evogrpo.envs.prompts.rewards.scoring import evaluate
 
 def reward(completions, **_):
     if completions[0] == "hang":

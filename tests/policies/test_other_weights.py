@@ -6,9 +6,8 @@ from torch.func import functional_call
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
+from evogrpo.policies.tokens.bank import TokenBank
 from evogrpo.policies.tokens.engine.causal import CausalModel
-from evogrpo.policies.tokens.passes import TokenPasses
-from evogrpo.policies.tokens.sampling import sample
 from evogrpo.policies.tokens.weights.states import LearnerStates
 from tests.conformance.sampler import SamplerTestCase
 from tests.tiny_batches import as_batch, make_rows
@@ -54,37 +53,20 @@ class ScalingWeights(LearnerStates):
         return {name: values.detach() * own.get(name, 1.0) for name, values in parameters.items()}
 
 
-class Population:
-    """A sampler and trainer of members that scale; what the sampler's contract needs of a bank."""
-
-    def __init__(self, model, size, ends):
-        self.weights = ScalingWeights(model, size)
-        self.base = CausalModel(model, PAD, changed=self.weights.modules)
-        self.end_ids = torch.tensor(ends)
-        self.passes = TokenPasses(self.base, self.weights, self.end_ids, micro_batch_tokens=100, logits_rows=256)
-        generator = torch.Generator().manual_seed(0)
-        self.weights.weights.copy_(0.3 * torch.randn(self.weights.weights.shape, generator=generator))
-
-    def inherit(self, parents):
-        self.weights.inherit(parents)
-
-    def log_probs(self, batch, *, base=False):
-        with self.base.working():
-            return self.passes.score(batch, "base" if base else "weights")[0]
-
-    def sample(self, rows, *, base=False):
-        with torch.no_grad(), self.base.working():
-            return sample(self.base, self.weights, rows, self.end_ids, base=base)
-
-    def sync(self, changed):
-        pass
+def scaling_bank(model, ends=(EOS,)):
+    """Build a bank of members that scale, all different."""
+    weights = ScalingWeights(model, SIZE)
+    generator = torch.Generator().manual_seed(0)
+    weights.weights.copy_(0.3 * torch.randn(weights.weights.shape, generator=generator))
+    return TokenBank(
+        CausalModel(model, PAD, changed=weights.modules), weights, eos_token_ids=ends, micro_batch_tokens=100
+    )
 
 
 class TestMembersThatScaleSample(SamplerTestCase):
     def make_bank(self):
-        bank = Population(tiny_model("llama"), SIZE, [EOS])
-        tokens = bank.sample(make_rows(range(SIZE), tokens=8)).actions[:, 1:].flatten()
-        return Population(tiny_model("llama"), SIZE, tokens.bincount().argsort(descending=True)[:3].tolist())
+        tokens = scaling_bank(tiny_model("llama")).sample(make_rows(range(SIZE), tokens=8)).actions[:, 1:].flatten()
+        return scaling_bank(tiny_model("llama"), tokens.bincount().argsort(descending=True)[:3].tolist())
 
     def make_sampler(self, bank):
         return bank
@@ -93,7 +75,7 @@ class TestMembersThatScaleSample(SamplerTestCase):
 @pytest.mark.parametrize("shared", [True, False])
 def test_gradients_and_steps_are_those_of_a_model_of_its_own(shared):
     model = tiny_model("llama")
-    bank = Population(model, SIZE, [EOS])
+    bank = scaling_bank(model)
     bank.base.shares_prefix = shared
     rows = make_rows(range(SIZE))
     batch = as_batch(rows, bank.sample(rows))
@@ -122,6 +104,10 @@ def test_gradients_and_steps_are_those_of_a_model_of_its_own(shared):
         torch.testing.assert_close(
             gradient, factors.grad, rtol=1e-3, atol=1e-4 * float(factors.grad.abs().max()), msg=str(slot)
         )
-    report = bank.weights.step(1, found[1][0], Hyperparameters(lr=1e-2), 0.0)
-    assert report.step == 1
-    assert torch.equal(bank.weights.leaves[1], bank.weights.weights[1])  # the next pass runs with what was learnt
+    before = bank.log_probs(batch)
+    report = bank.update(batch, loss, {1: Hyperparameters(lr=1e-3, max_grad_norm=1e9)})[1]
+    assert report.grad_norm == pytest.approx(float(found[1][0].norm()), rel=1e-4)
+    mine = batch.member_ids == 1
+    after = bank.log_probs(batch)
+    assert float((signs * after)[mine].sum()) < float((signs * before)[mine].sum())
+    assert torch.equal(after[~mine], before[~mine])

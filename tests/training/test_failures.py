@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo import Tournament
-from evogrpo.envs.prompts.reward_functions import RewardError
+from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution import NoEvolution
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.journal import read_journal

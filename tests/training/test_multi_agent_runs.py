@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evogrpo.agents.multi_agent import MultiAgentGRPO
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution.strategies import Tournament
 from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.persistence.journal import read_journal

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
-from evogrpo.agents.members.network_settings import STEPWISE
+from evogrpo.agents.members.control.network_settings import STEPWISE
 from evogrpo.evolution import NoEvolution
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint

@@ -234,14 +234,15 @@ class _MemberTensors(Mapping[str, Tensor]):
 
     def __init__(self, members: Members) -> None:
         self._banks, self._shared = members.banks, _named(members.constants())
-        parts = list(self._banks.state(0))
-        self._places = {f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in parts}
+        self._places = {
+            f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in self._banks.parts
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._shared:
             return self._shared[name]
         slot, part = self._places[name]
-        return self._banks.state(slot)[part]
+        return self._banks.part(slot, part)
 
     def __iter__(self) -> Iterator[str]:
         yield from self._places

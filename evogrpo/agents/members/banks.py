@@ -53,6 +53,16 @@ class Banks(Mapping[str, PolicyBank]):
             bank.inherit(parents)  # the banks are of one size, so that the first refuses what any would
         self.changed.update(slot for slot, parent in enumerate(parents) if parent != slot)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a learner state consists of, by name: the keys of `state`, the same for all members."""
+        return tuple(_key(policy, name) for policy, bank in self._banks.items() for name in bank.parts)
+
+    def part(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one part of what the member in `slot` has learnt."""
+        policy, _, own = name.rpartition("/")
+        return self._banks[policy or DEFAULT].part(slot, own)
+
     def state(self, slot: int) -> State:
         """Return copies of everything the member in `slot` has learnt; of several policies as "policy/name"."""
         return {

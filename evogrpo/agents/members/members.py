@@ -136,8 +136,8 @@ class Members(Protocol):
 
     # ---- the network
 
-    def policy(self, slot: int) -> nn.Module:
-        """Return a member's policy as a module."""
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return a member's policy as a module, or the untrained base."""
         ...
 
     def recompile(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from evogrpo.envs.groups import Split
 from evogrpo.envs.prompts.opened import OpenedPrompts
 from evogrpo.envs.prompts.questions import QuestionGroups
-from evogrpo.envs.prompts.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
+from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
 from evogrpo.envs.prompts.splits import Table
 from evogrpo.envs.prompts.templates import Message, Tokenizer
 from evogrpo.records import Transcript

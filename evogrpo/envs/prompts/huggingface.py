@@ -11,7 +11,7 @@ from evogrpo.envs.prompts.facade import Facade, PromptTensors, StepResult
 from evogrpo.envs.prompts.opened import OpenedPrompts
 from evogrpo.envs.prompts.questions import QuestionGroups
 from evogrpo.envs.prompts.reasoning import reasoning_tables
-from evogrpo.envs.prompts.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
+from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
 from evogrpo.envs.prompts.splits import Table
 from evogrpo.envs.prompts.templates import Message, Tokenizer, check_template
 

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.groups import REPLY, Scores
-from evogrpo.envs.prompts.reward_functions import Answers, OnRewardError, Reward
-from evogrpo.envs.prompts.scoring import Evaluated, evaluate
-from evogrpo.envs.prompts.step_rewards import token_positions
+from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward
+from evogrpo.envs.prompts.rewards.scoring import Evaluated, evaluate
+from evogrpo.envs.prompts.rewards.step_rewards import token_positions
+from evogrpo.envs.prompts.rewards.verifiers.calling import Runner
 from evogrpo.envs.prompts.templates import Tokenizer
-from evogrpo.envs.prompts.verifiers.calling import Runner
 from evogrpo.records import Transcript
 
 

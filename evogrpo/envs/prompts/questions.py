@@ -7,10 +7,10 @@ from typing import Any
 import gymnasium
 
 from evogrpo.envs.groups import SPLITS, Split, deal_starts
-from evogrpo.envs.prompts.reward_functions import OnRewardError, Reward, make_runner
+from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, Reward, make_runner
+from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
 from evogrpo.envs.prompts.splits import Table, check_table, make_splits
 from evogrpo.envs.prompts.templates import Message, Prompt, Tokenizer, check_messages, fill_template, tokenize
-from evogrpo.envs.prompts.verifiers.pool import VerifierPool
 
 
 class QuestionGroups:

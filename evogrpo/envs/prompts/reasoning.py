@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evogrpo.envs.groups import SPLITS, Split
-from evogrpo.envs.prompts.reward_functions import RewardFunc
+from evogrpo.envs.prompts.rewards.reward_functions import RewardFunc
 
 DEFAULT_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 256}
 

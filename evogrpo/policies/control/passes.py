@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.policies.bank import LossFunction, Policy
+from evogrpo.policies.bank import LossFunction, PolicyVersion
 from evogrpo.policies.control.distributions import Distribution
 from evogrpo.policies.control.stacked_states import StackedStates
 from evogrpo.policies.control.stacks import IntArray, Layout, Stack, lay_out
@@ -54,7 +54,7 @@ class StackedPasses:
         self._laid_out: tuple[IntArray, tuple[int, bool], list[tuple[Stack, Layout]]] | None = None
 
     @torch.no_grad()
-    def score(self, batch: Batch, name: Policy) -> tuple[Tensor, Tensor]:
+    def score(self, batch: Batch, name: PolicyVersion) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked.
 
         Args:
@@ -105,7 +105,7 @@ class StackedPasses:
                 self.memory //= 2
 
     def _pass(
-        self, batch: Batch, name: Policy, tape: "list[_Recorded] | None", entropy_gradient: bool = False
+        self, batch: Batch, name: PolicyVersion, tape: "list[_Recorded] | None", entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of one pass; with a tape, as functions of what is on it."""
         mask = batch.action_mask

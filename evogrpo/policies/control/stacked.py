@@ -248,9 +248,9 @@ class StackedBank:
         """Move a member's own reference towards its policy; see `StackedStates.mix_reference`."""
         self._states.mix_reference(slot, mixing)
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module whose call gives one member's outputs; it reads the bank, and holds no weights of its own."""
-        return MemberNetwork(self, slot)
+        return MemberNetwork(self, slot, base=base)
 
     def architecture(self, slot: int) -> NetworkConfig | None:
         """Return a member's architecture; None for a module of the caller's."""
@@ -267,11 +267,12 @@ class MemberNetwork(nn.Module):
     Args:
         bank: Where the member's weights live.
         slot: Which member.
+        base: The untrained base instead, whatever the slot.
     """
 
-    def __init__(self, bank: StackedBank, slot: int) -> None:
+    def __init__(self, bank: StackedBank, slot: int, *, base: bool = False) -> None:
         super().__init__()
-        self._bank = bank
+        self._bank, self._base = bank, base
         self.slot = slot
 
     def forward(self, observations: Any) -> Tensor:
@@ -280,7 +281,8 @@ class MemberNetwork(nn.Module):
         Args:
             observations: Tensors or arrays; for Dict and Tuple dicts and tuples of such.
         """
-        stack, row = self._bank._states.place(self.slot)
+        states = self._bank._states
+        stack, row = (states.base, 0) if self._base else states.place(self.slot)
         seen = map_tensors(_tensors(observations), lambda leaf: leaf[None])
         return stack.outputs("weights", np.array([row]), seen)[0]
 

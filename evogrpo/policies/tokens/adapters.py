@@ -1,6 +1,6 @@
 """AdapterBank: one frozen language model and one LoRA adapter per member, sampled and trained together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -8,18 +8,14 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
-from evogrpo.policies.bank import LossFunction
+from evogrpo.policies.bank import PolicyVersion
+from evogrpo.policies.tokens.bank import TokenBank
 from evogrpo.policies.tokens.engine.causal import CausalModel
-from evogrpo.policies.tokens.micro_batches import share_prefixes
-from evogrpo.policies.tokens.passes import TokenPasses
-from evogrpo.policies.tokens.sampling import sample
 from evogrpo.policies.tokens.weights.adapter_weights import AdapterWeights
-from evogrpo.records import Batch, Rollout, Rows, TokenInputs, UpdateReport
 
 
-class AdapterBank:
+class AdapterBank(TokenBank[AdapterWeights]):
     """A population of language models that share one frozen base.
 
     Every member's adapters are one row of a flat matrix `[p, k]`, and so are its AdamW moments: cloning a member copies
@@ -41,13 +37,9 @@ class AdapterBank:
         autocast: Makes the context that forward passes run in, for mixed precision.
         own_reference: Whether every member is compared with a reference of its own, kept by `keep_reference` and moved
             by `mix_reference`, rather than with the base. It costs as much memory as the adapters.
-
-    Attributes:
-        base: The base model, as the bank runs it.
-        weights: What members have learnt.
-        passes: How batches are scored and gradients found.
-        end_ids: As tensor, sorted.
     """
+
+    base: CausalModel
 
     def __init__(
         self,
@@ -65,197 +57,36 @@ class AdapterBank:
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         own_reference: bool = False,
     ) -> None:
-        if size < 1:
-            raise ValueError(f"a bank needs at least 1 member, got size={size}")
-        if not eos_token_ids:
-            raise ValueError("eos_token_ids must name at least one token: otherwise no completion can end")
-        if micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
-        self.weights = AdapterWeights(
+        weights = AdapterWeights(
             model, size, lora_config, optimizer or Optimizer(), seed=seed, own_reference=own_reference
         )
-        self.base = CausalModel(
+        base = CausalModel(
             model,
             pad_token_id,
-            changed=self.weights.modules,
+            changed=weights.modules,
             explicit_positions=explicit_positions,
             autocast=autocast,
         )
-        self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=self.base.device)
-        self.passes = TokenPasses(
-            self.base,
-            self.weights,
-            self.end_ids,
+        super().__init__(
+            base,
+            weights,
+            eos_token_ids=eos_token_ids,
             micro_batch_tokens=micro_batch_tokens,
-            logits_rows=256 if reduce_memory_peak else 1 << 30,
+            reduce_memory_peak=reduce_memory_peak,
         )
-
-    @property
-    def size(self) -> int:
-        """Number of slots."""
-        return self.weights.size
 
     @property
     def lora_config(self) -> LoraConfig:
         """What is adapted, and how."""
         return self.weights.lora_config
 
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Most tokens, padding included, in one forward pass with gradients, after all halvings so far."""
-        return self.passes.micro_batch_tokens
-
-    @micro_batch_tokens.setter
-    def micro_batch_tokens(self, tokens: int) -> None:
-        self.passes.micro_batch_tokens = tokens
-
-    @property
-    def autocast(self) -> Callable[[], AbstractContextManager[None]]:
-        """What makes the context that forward passes run in, for mixed precision."""
-        return self.base.autocast
-
-    @autocast.setter
-    def autocast(self, autocast: Callable[[], AbstractContextManager[None]]) -> None:
-        self.base.autocast = autocast
-
-    # ---- sampling
-
-    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
-        """Sample one completion per row; rows may come in any order.
-
-        Args:
-            rows: Which member completes which prompt; see `Rows`.
-            base: Sample from the untrained base, whatever `rows.member_ids` says.
-
-        Returns:
-            Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
-
-        Raises:
-            ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
-        """
-        with torch.no_grad(), self.base.working(), self.base.autocast():
-            return sample(self.base, self.weights, rows, self.end_ids, base=base)
-
-    def sync(self, changed: Sequence[int]) -> None:
-        """Do nothing: the bank samples from the weights that it trains."""
-
-    # ---- scoring and learning
-
-    def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
-        """Return `[n, t]` log-probabilities of the batch's actions, in nats, without gradient; 0 where masked.
-
-        Args:
-            batch: Rows of any members, in any order.
-            base: Under the untrained base rather than under the members' policies.
-        """
-        with self.base.working():
-            return self.passes.score(batch, "base" if base else "weights")[0]
-
-    def entropies(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` entropies of the distributions sampled from, in nats, without gradient; 0 where masked."""
-        with self.base.working():
-            return self.passes.score(batch, "weights")[1]
-
-    def reference_log_probs(self, batch: Batch) -> Tensor:
-        """Return `[n, t]` log-probabilities under the base without adapters, or under members' own references.
-
-        Without own references, members share each prompt's pass.
-        """
-        with self.base.working():
-            return self.passes.score(batch, "reference" if self.weights.own_reference else "base")[0]
-
-    @property
-    def rows_are_transitions(self) -> bool:
-        """False: a token depends on those before it."""
-        return False
-
-    @property
-    def carried(self) -> Tensor:
-        """`[p, 4]` running statistics; see `evogrpo.policies.bank.CARRIED`."""
-        return self.weights.carried
-
-    def keep_reference(self, slots: Sequence[int]) -> None:
-        """Make the current adapters of these members their own references; see `LearnerStates.keep_reference`."""
-        self.weights.keep_reference(slots)
-
-    def mix_reference(self, slot: int, mixing: float) -> None:
-        """Move a member's own reference towards its adapters; see `LearnerStates.mix_reference`."""
-        self.weights.mix_reference(slot, mixing)
-
-    def update(
-        self,
-        batch: Batch,
-        loss_fn: LossFunction,
-        hyperparameters: Mapping[int, Hyperparameters],
-        *,
-        entropy_gradient: bool = False,
-    ) -> dict[int, UpdateReport]:
-        """Take one AdamW step for every member named in `hyperparameters`.
-
-        The batch runs in micro-batches whose gradients add up. A member without rows steps with a zero gradient; one
-        whose gradient or weights are not finite, or whose single completion does not fit into memory, is reported with
-        a norm of NaN and takes no step.
-
-        Args:
-            batch: Rows of these members.
-            loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
-            hyperparameters: By slot; `lr` and `max_grad_norm` are used.
-            entropy_gradient: Whether the entropies are differentiable; costs a second product with the vocabulary.
-
-        Returns:
-            One report per member, by slot.
-        """
-        reports: dict[int, UpdateReport] = {}
-        with self.base.working():
-            while len(reports) < len(hyperparameters):
-                waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
-                steps = self.passes.gradients(batch, waiting, loss_fn, entropy_gradient=entropy_gradient)
-                try:
-                    for slot, gradient, loss in steps:
-                        reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
-                except torch.OutOfMemoryError:  # never from a micro-batch of one row, so this ends
-                    self.passes.halve()
-        return reports
-
-    def cost(self, batch: Batch) -> dict[int, int]:
-        """Return how many tokens one pass over the batch processes for each member; shared prompts count once."""
-        inputs: TokenInputs = batch.inputs
-        tokens: dict[int, int] = {}
-        pairs, rows = share_prefixes(batch.member_ids.cpu(), inputs.prompt_ids.cpu())
-        for slot, prompt in pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]:
-            tokens[slot] = tokens.get(slot, 0) + len(inputs.prompts[prompt])
-        for slot, length in zip(batch.member_ids.tolist(), batch.present.sum(1).tolist(), strict=True):
-            tokens[slot] += length
-        return tokens
-
-    def inherit(self, parents: Sequence[int | None]) -> None:
-        """Give slot i everything slot parents[i] has learnt; see `LearnerStates.inherit`."""
-        self.weights.inherit(parents)
-
-    @property
-    def parts(self) -> tuple[str, ...]:
-        """What a learner state consists of, by name."""
-        return self.weights.parts
-
-    def part(self, slot: int, name: str) -> Tensor:
-        """Return a copy of one part of a member's learner state."""
-        return self.weights.part(slot, name)
-
-    def state(self, slot: int) -> dict[str, Tensor]:
-        """Return copies of a member's adapters, AdamW moments `[k]` and step count."""
-        return self.weights.state(slot)
-
-    def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put what `state` returned into a slot; see `LearnerStates.load_state`."""
-        self.weights.load_state(slot, state)
-
     def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
         """Return a member as PEFT stores it: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
         return self.weights.files(slot, self.base.model.name_or_path or None)
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module whose call gives one member's logits; it reads the bank, and holds no weights of its own."""
-        return MemberPolicy(self, slot)
+        return MemberPolicy(self, slot, base=base)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the base model, so that the next call compiles it again."""
@@ -268,12 +99,14 @@ class MemberPolicy(nn.Module):
     Args:
         bank: Where the member's weights live.
         slot: Which member.
+        base: The untrained base instead, whatever the slot.
     """
 
-    def __init__(self, bank: AdapterBank, slot: int) -> None:
+    def __init__(self, bank: AdapterBank, slot: int, *, base: bool = False) -> None:
         super().__init__()
         self._bank = (bank,)  # in a tuple, so that the base does not become a submodule
         self.slot = slot
+        self._acts_as: PolicyVersion = "base" if base else "weights"
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return logits `[n, t, v]` of tokens `[n, t]`, without gradient.
@@ -284,6 +117,6 @@ class MemberPolicy(nn.Module):
         """
         (bank,) = self._bank
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        view = bank.weights.route("weights")(torch.full((len(input_ids),), self.slot))
+        view = bank.weights.route(self._acts_as)(torch.full((len(input_ids),), self.slot))
         with torch.no_grad(), bank.base.working(), bank.base.autocast():
             return bank.base.head(bank.base.run(input_ids, mask.bool(), None, view))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evogrpo.policies.bank import LossFunction, Policy
+from evogrpo.policies.bank import LossFunction, PolicyVersion
 from evogrpo.policies.tokens.engine.protocol import TokenModel
 from evogrpo.policies.tokens.micro_batches import lexsort, micro_batches, share_prefixes
 from evogrpo.policies.tokens.weights.protocol import Weights
@@ -34,7 +34,7 @@ class TokenPasses:
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
 
     @torch.no_grad()
-    def score(self, batch: Batch, policy: Policy) -> tuple[Tensor, Tensor]:
+    def score(self, batch: Batch, policy: PolicyVersion) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
         log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
         entropies = torch.zeros_like(log_probs)
@@ -112,7 +112,7 @@ class TokenPasses:
         for slot, value in zip(batch.member_ids[part].tolist(), loss.tolist(), strict=True):
             losses[slot] += value
 
-    def _parts(self, batch: Batch, budget: int, policy: Policy) -> list[Tensor]:
+    def _parts(self, batch: Batch, budget: int, policy: PolicyVersion) -> list[Tensor]:
         """Plan the micro-batches: rows sorted by member and prompt, each with at least one action."""
         inputs: TokenInputs = batch.inputs
         members = _acting(batch, policy)
@@ -124,7 +124,7 @@ class TokenPasses:
         parts = micro_batches(rows, prefixes.tolist(), widths, lengths, budget)
         return [part.to(batch.actions.device) for part in parts]
 
-    def _forward(self, batch: Batch, policy: Policy, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: Batch, policy: PolicyVersion, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of rows sorted by member and prompt, in one forward pass."""
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())
@@ -145,7 +145,7 @@ class TokenPasses:
         log_probs, entropies = (zeros.index_put((rows, columns), values) for values in scores)
         return log_probs, entropies
 
-    def _hidden(self, batch: Batch, used: int, policy: Policy) -> Tensor:
+    def _hidden(self, batch: Batch, used: int, policy: PolicyVersion) -> Tensor:
         """Return the hidden states `[n, used, h]` from which each of the first `used` actions is predicted."""
         inputs: TokenInputs = batch.inputs
         members, route = _acting(batch, policy), self._weights.route(policy)
@@ -156,7 +156,7 @@ class TokenPasses:
         return self._model.extend(prefix, rows, fed, present, route(members))
 
 
-def _acting(batch: Batch, policy: Policy) -> Tensor:
+def _acting(batch: Batch, policy: PolicyVersion) -> Tensor:
     """Return the slots whose weights score the rows: under the base all rows are alike, and share prompts."""
     return torch.zeros_like(batch.member_ids) if policy == "base" else batch.member_ids
 

@@ -151,10 +151,11 @@ def _fresh(model: TokenModel[Any], route: Route, rows: Rows) -> Decoding:
 
 def _resumed(model: TokenModel[Any], route: Route, rows: Rows, kept: KeptRows) -> Decoding:
     """Begin with rows of which everything but their latest tokens has been run."""
-    assert rows.kept_rows is not None
+    assert rows.kept_rows is not None  # `Rows.select` numbers them
+    earlier = rows.kept_rows.cpu()
     wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
-    latest = [whole[len(kept.tokens[row]) :] for row, whole in zip(rows.kept_rows.tolist(), wholes, strict=True)]
-    places = kept.part_of[rows.kept_rows], kept.row_of[rows.kept_rows]
+    latest = [whole[len(kept.tokens[row]) :] for row, whole in zip(earlier.tolist(), wholes, strict=True)]
+    places = kept.part_of[earlier], kept.row_of[earlier]
     prefix = model.resume(kept.parts, *places, latest, rows.member_ids, route)
     every = torch.arange(len(rows), device=model.device)
     return model.decode(prefix, every, rows.member_ids, rows.max_new_tokens - 1, route)

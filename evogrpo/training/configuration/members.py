@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from evogrpo.agents.members.language_settings import LanguageSettings
-from evogrpo.agents.members.network_settings import STEPWISE, NetworkSettings
+from evogrpo.agents.members.control.network_settings import STEPWISE, NetworkSettings
+from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 
@@ -59,7 +59,7 @@ _NOT_SETTINGS = ("lora", "eos_token_ids")
 class NetworkAgent:
     """Of small networks, one or one for each policy; see `evogrpo.agents.options.Options`.
 
-    An objective given in part keeps the rest of the networks' own default, `evogrpo.agents.members.networks.STEPWISE`.
+    An objective given in part keeps the rest of the networks' own default, `STEPWISE`.
     """
 
     network: NetworkConfig = field(default_factory=NetworkConfig)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from evogrpo.envs.groups import SPLITS, Split
 from evogrpo.envs.prompts.builtin import TASKS
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-from evogrpo.envs.prompts.reward_functions import OnRewardError, check_limits
+from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, check_limits
 from evogrpo.envs.prompts.templates import Tokenizer
 from evogrpo.history.text import counted, number_text
 from evogrpo.hyperparameters import refuse_unknown

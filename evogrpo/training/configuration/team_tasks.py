@@ -4,15 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from evogrpo.agents.members.team_settings import Credit
-from evogrpo.envs.control.assignment import Policies
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.agents.members.control.team_settings import Credit
+from evogrpo.envs.control.joint.assignment import Policies
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.training.configuration.sources import load_module, load_named
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelTask:
-    """A parallel environment of several agents; see `evogrpo.envs.control.pettingzoo.PettingZooGroups`.
+    """A parallel environment of several agents; see `evogrpo.envs.control.joint.pettingzoo.PettingZooGroups`.
 
     Attributes:
         parallel_env: What makes it: a module with a function `parallel_env`, such as "mpe2.simple_spread_v3", or

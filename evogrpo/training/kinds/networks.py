@@ -11,7 +11,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.history.text import count_text, counted

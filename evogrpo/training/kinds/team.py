@@ -8,11 +8,11 @@ from typing import Any
 
 from gymnasium import spaces
 
-from evogrpo.agents.members.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.agents.population import Population
-from evogrpo.envs.control.assignment import Assignment, assign
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.assignment import Assignment, assign
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.history.text import count_text, counted
 from evogrpo.training.configuration.members import NetworkAgent
 from evogrpo.training.configuration.sections import AnyConfig, Config

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo.objective import Optimizer
-from evogrpo.policies.bank import Policy
+from evogrpo.policies.bank import PolicyVersion
 from evogrpo.policies.tokens.lora import default_lora_config, find_targets, initial_weights, peft_files, scaling
 from evogrpo.policies.tokens.weights.low_rank import LowRankAdapters
 from evogrpo.policies.tokens.weights.protocol import Route, View
@@ -56,7 +56,7 @@ class AdapterWeights(LearnerStates):
         """Dotted names of the adapted modules."""
         return [target.name for target in self.targets]
 
-    def route(self, policy: Policy) -> Route:
+    def route(self, policy: PolicyVersion) -> Route:
         """Return what directs rows to their members' adapters, or to none for the base."""
         return _no_adapters if policy == "base" else self._adapters[policy].route
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.policies.bank import Policy
+from evogrpo.policies.bank import PolicyVersion
 from evogrpo.records import UpdateReport
 
 
@@ -51,7 +51,7 @@ class Weights(Protocol):
         """Whether every member has a reference of its own; otherwise the reference is the base."""
         ...
 
-    def route(self, policy: Policy) -> Route:
+    def route(self, policy: PolicyVersion) -> Route:
         """Return what directs rows to their members' weights; "reference" only where members have their own."""
         ...
 

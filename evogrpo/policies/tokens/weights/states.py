@@ -28,6 +28,8 @@ class LearnerStates:
     """
 
     def __init__(self, first: Tensor, size: int, optimizer: Optimizer, *, own_reference: bool = False) -> None:
+        if size < 1:
+            raise ValueError(f"a bank needs at least 1 member, got size={size}")
         self._optimizer = optimizer
         at_birth = torch.tensor(CARRIED_AT_BIRTH, dtype=torch.float64)
         self._first = {"adapter": first, "exp_avg": None, "exp_avg_sq": None, "carried": at_birth}
@@ -72,7 +74,11 @@ class LearnerStates:
             )
         changed = {slot: parent for slot, parent in enumerate(parents) if parent != slot}
         # A parent whose own slot is overwritten as well must be read before anything is written.
-        saved = {parent: self.state(parent) for parent in changed.values() if parent is not None and parent in changed}
+        saved = {
+            parent: {name: self.part(parent, name) for name in self.parts}
+            for parent in changed.values()
+            if parent is not None and parent in changed
+        }
         for slot, parent in changed.items():
             self._changes[slot] += 1
             if parent is None:
@@ -110,12 +116,8 @@ class LearnerStates:
         """Return a copy of one part of a member's learner state: a vector `[k]`, its statistics or its step count."""
         return torch.tensor(self._steps[slot]) if name == "step" else self._matrices[name][slot].clone()
 
-    def state(self, slot: int) -> dict[str, Tensor]:
-        """Return copies of all parts of a member's learner state."""
-        return {name: self.part(slot, name) for name in self.parts}
-
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
-        """Put what `state` returned into a slot.
+        """Put the parts of a learner state into a slot.
 
         Raises:
             ValueError: If names, shapes or types differ from this bank's; nothing is changed then.

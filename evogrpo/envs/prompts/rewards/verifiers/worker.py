@@ -38,7 +38,7 @@ def main() -> None:
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's modules run)
         _reply(replies, {"refused": f"{type(error).__name__}: {error}{_line(error)}"})
         return
-    from evogrpo.envs.prompts.verifiers.calling import (  # only now does the path lead there
+    from evogrpo.envs.prompts.rewards.verifiers.calling import (  # only now does the path lead there
         call_async,
         call_plain,
         is_async,

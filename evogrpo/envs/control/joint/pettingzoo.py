@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pettingzoo import ParallelEnv
 
-from evogrpo.envs.control.assignment import Assignment, assign
 from evogrpo.envs.control.draws import AgentUniforms, of_entries
-from evogrpo.envs.control.joint_episodes import JointPlayed, JointRecord
-from evogrpo.envs.control.joint_lanes import JointLane, JointLanes
+from evogrpo.envs.control.joint.assignment import Assignment, assign
+from evogrpo.envs.control.joint.joint_episodes import JointPlayed, JointRecord
+from evogrpo.envs.control.joint.joint_lanes import JointLane, JointLanes
 from evogrpo.envs.control.making import Distinct
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.starts import SeededGroups
@@ -23,7 +23,7 @@ from evogrpo.records import Actor
 
 _LANES = 64
 
-Score = Callable[[Mapping[str, float]], float]
+ScoreFunction = Callable[[Mapping[str, float]], float]
 """(what each agent earned in a joint episode) -> what the episode is worth to whoever selects members."""
 
 
@@ -138,7 +138,7 @@ class PettingZooGroups(SeededGroups):
         env_kwargs: Mapping[str, Any] | None = None,
         max_episode_steps: int | None = None,
         lanes: int = _LANES,
-        score: Score = summed,
+        score: ScoreFunction = summed,
         train_size: int = 100_000,
         validation_size: int = 64,
         test_size: int = 256,

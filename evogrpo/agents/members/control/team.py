@@ -14,17 +14,17 @@ from torch import Tensor, nn
 from evogrpo.agents.checkpoints.stored_spaces import space_from_json, space_to_json
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.banks import Banks
+from evogrpo.agents.members.control.stacked_policy import StackedPolicy
+from evogrpo.agents.members.control.step_experiences import tensors_of
+from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.members import CheckpointFiles
-from evogrpo.agents.members.stacked_policy import StackedPolicy
-from evogrpo.agents.members.step_experiences import tensors_of
-from evogrpo.agents.members.team_settings import TeamSettings
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
-from evogrpo.envs.control.assignment import Assignment, assign
 from evogrpo.envs.control.draws import AgentDraws
-from evogrpo.envs.control.joint_episodes import AgentEpisodes
+from evogrpo.envs.control.joint.assignment import Assignment, assign
+from evogrpo.envs.control.joint.joint_episodes import AgentEpisodes
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
-from evogrpo.envs.control.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.trees import flatten, stack, unflatten
 from evogrpo.envs.groups import Scores, Split
 from evogrpo.evolution.lineage import ArchitectureChange
@@ -272,9 +272,10 @@ class TeamMembers:
 
     # ---- the networks
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a member's policies as modules, by name: see `StackedPolicy.module`."""
-        return nn.ModuleDict({name.replace(".", "_"): policy.module(slot) for name, policy in self.policies.items()})
+        modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
+        return nn.ModuleDict({name.replace(".", "_"): module for name, module in modules.items()})
 
     def recompile(self) -> None:
         """Do nothing: no policy is a module of the caller's."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-from evogrpo.envs.prompts.step_rewards import StepRewards
-from evogrpo.envs.prompts.verifiers.calling import CallFailedError, Function, Job, Outcome
+from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
+from evogrpo.envs.prompts.rewards.verifiers.calling import CallFailedError, Function, Job, Outcome
 
 
 def setup_message(functions: Mapping[str, Function], timeout: float | None) -> bytes:

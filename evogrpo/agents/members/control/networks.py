@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from evogrpo.agents.checkpoints.stored_spaces import space_from_json, space_to_json
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.banks import DEFAULT, Banks
+from evogrpo.agents.members.control.network_settings import NetworkSettings
+from evogrpo.agents.members.control.stacked_policy import StackedPolicy
+from evogrpo.agents.members.control.step_experiences import StepExperiences, as_arrays, as_step_batch, tensors_of
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles
-from evogrpo.agents.members.network_settings import NetworkSettings
-from evogrpo.agents.members.stacked_policy import StackedPolicy
-from evogrpo.agents.members.step_experiences import StepExperiences, as_arrays, as_step_batch, tensors_of
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import StepDraws
@@ -207,9 +207,9 @@ class NetworkMembers:
 
     # ---- the network
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module that gives what parametrises actions; see `StackedPolicy.module`."""
-        return self.networks.module(slot)
+        return self.networks.module(slot, base=base)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the caller's module."""

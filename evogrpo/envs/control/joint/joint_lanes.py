@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
-from evogrpo.envs.control.assignment import Assignment, Role
+from evogrpo.envs.control.joint.assignment import Assignment, Role
 from evogrpo.envs.control.lanes import Seen
 from evogrpo.envs.control.trees import numbers, stack
 

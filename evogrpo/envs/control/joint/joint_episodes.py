@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.actions import policy_action_shape
-from evogrpo.envs.control.assignment import Assignment, Role
-from evogrpo.envs.control.joint_lanes import JointStepped
+from evogrpo.envs.control.joint.assignment import Assignment, Role
+from evogrpo.envs.control.joint.joint_lanes import JointStepped
 from evogrpo.envs.control.playing import Taken
 from evogrpo.envs.control.trees import leaf_spaces, unflatten
 

@@ -5,7 +5,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.agents.members.language_settings import LanguageSettings
+from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.rollout.conversing import Conversed
 from evogrpo.envs.groups import Scores
 from evogrpo.functional.reward_shaping import overlong_penalty

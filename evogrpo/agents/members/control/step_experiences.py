@@ -9,7 +9,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from evogrpo.agents.learning.learner import Learner
-from evogrpo.agents.members.stacked_policy import StackedPolicy
+from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
 from evogrpo.envs.control.normalisation import normalised_leaves, observed
 from evogrpo.envs.control.trees import flatten, leaf_spaces, unflatten

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from evogrpo.agents.members.network_settings import NetworkSettings
-from evogrpo.envs.control.assignment import Policies
+from evogrpo.agents.members.control.network_settings import NetworkSettings
+from evogrpo.envs.control.joint.assignment import Policies
 
 Credit = Literal["team", "agent"]
 
@@ -14,7 +14,7 @@ class TeamSettings(NetworkSettings):
     """Settings of a multi-agent population that do not evolve and that a checkpoint stores; every policy has the rest.
 
     Attributes:
-        policies: Which agents share a policy; see `evogrpo.envs.control.assignment.Assignment`.
+        policies: Which agents share a policy; see `evogrpo.envs.control.joint.assignment.Assignment`.
         credit: What an agent's action is worth: "team" = what all agents earn from then on, "agent" = what it earns
             itself.
         agent_ids: Whether a policy that acts for several agents is told which of them it acts for.

@@ -11,7 +11,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import nn
 
-from evogrpo.agents.members.network_settings import NetworkSettings
+from evogrpo.agents.members.control.network_settings import NetworkSettings
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import flatten, unflatten
 from evogrpo.evolution.lineage import ArchitectureChange
@@ -77,14 +77,14 @@ class StackedPolicy:
         """Choose actions for raw observations; see `evogrpo.records.Actor`."""
         return self.bank.act(self.shown(observations, member_ids), member_ids, **options)
 
-    def module(self, slot: int) -> nn.Module:
+    def module(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module that gives, for raw observations `[m, ...]`, the numbers `[m, o]` that parametrise actions.
 
         For Discrete and MultiDiscrete they are logits, side by side; for MultiBinary the logits of ones; for Box the
         means, in units of half the range from its middle where that is bounded, then the logarithms of the standard
-        deviations, likewise.
+        deviations, likewise. With `base` it is the untrained network, which sees as the member does.
         """
-        return _Shown(self, slot)
+        return _Shown(self, slot, base)
 
     # ---- running statistics of observations
 
@@ -139,10 +139,10 @@ class StackedPolicy:
 class _Shown(nn.Module):
     """A member's network, with the normalisation of its observations."""
 
-    def __init__(self, policy: StackedPolicy, slot: int) -> None:
+    def __init__(self, policy: StackedPolicy, slot: int, base: bool) -> None:
         super().__init__()
         self._policy, self.slot = policy, slot
-        self.network = policy.bank.policy(slot)
+        self.network = policy.bank.policy(slot, base=base)
 
     def forward(self, observations: Any) -> torch.Tensor:
         """Return what parametrises actions `[m, o]`, for raw observations `[m, ...]`."""

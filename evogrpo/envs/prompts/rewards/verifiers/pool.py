@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from evogrpo.envs.prompts.verifiers.calling import (
+from evogrpo.envs.prompts.rewards.verifiers.calling import (
     GRACE_SECONDS,
     CallFailedError,
     CallTimeoutError,
@@ -22,14 +22,14 @@ from evogrpo.envs.prompts.verifiers.calling import (
     failed,
     is_async,
 )
-from evogrpo.envs.prompts.verifiers.messages import (
+from evogrpo.envs.prompts.rewards.verifiers.messages import (
     escaped,
     outcome_of,
     read_message,
     request_message,
     setup_message,
 )
-from evogrpo.envs.prompts.verifiers.process import INSIDE_A_WORKER, WorkerProcess
+from evogrpo.envs.prompts.rewards.verifiers.process import INSIDE_A_WORKER, WorkerProcess
 
 START_SECONDS = 120.0  # for a worker to import what the functions need
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from evogrpo.envs.prompts.step_rewards import StepRewards
-from evogrpo.envs.prompts.verifiers.calling import Call, InProcess, Job, Runner, is_async
-from evogrpo.envs.prompts.verifiers.pool import VerifierPool
+from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
+from evogrpo.envs.prompts.rewards.verifiers.calling import Call, InProcess, Job, Runner, is_async
+from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
 
 OnRewardError = Literal["raise", "exclude"]
 Value = float | StepRewards

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.envs.prompts.reward_functions import Answers, OnRewardError, Reward, RewardError
-from evogrpo.envs.prompts.step_rewards import StepRewards
-from evogrpo.envs.prompts.verifiers.calling import CallFailedError, InProcess, Job, Outcome, Runner
+from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward, RewardError
+from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
+from evogrpo.envs.prompts.rewards.verifiers.calling import CallFailedError, InProcess, Job, Outcome, Runner
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -19,10 +19,10 @@ from evogrpo.agents.checkpoints.stored_base import base_files, check_base, named
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.banks import DEFAULT, Banks
 from evogrpo.agents.members.devices import device_of
-from evogrpo.agents.members.experiences import Experiences, as_batch, as_completions, prompt_tokens
-from evogrpo.agents.members.language_settings import LanguageSettings
 from evogrpo.agents.members.members import CheckpointFiles
-from evogrpo.agents.members.token_batches import token_batch
+from evogrpo.agents.members.tokens.experiences import Experiences, as_batch, as_completions, prompt_tokens
+from evogrpo.agents.members.tokens.language_settings import LanguageSettings
+from evogrpo.agents.members.tokens.token_batches import token_batch
 from evogrpo.agents.rollout.conversing import converse
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.groups import Conversations, GroupEnvironment, Split
@@ -271,9 +271,9 @@ class LanguageMembers:
 
     # ---- the network
 
-    def policy(self, slot: int) -> nn.Module:
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module `policy(input_ids, attention_mask)` that gives logits `[n, t, v]`."""
-        return self.bank.policy(slot)
+        return self.bank.policy(slot, base=base)
 
     def recompile(self) -> None:
         """Forget what torch.compile made of the base model."""

@@ -1,0 +1,1 @@
+"""Members that are small networks, for one agent or several."""

@@ -1,0 +1,1 @@
+"""Members that are language models."""

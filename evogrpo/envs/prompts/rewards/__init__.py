@@ -1,0 +1,1 @@
+"""Reward functions, and what completions earn from them."""

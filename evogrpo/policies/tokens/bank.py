@@ -1,0 +1,227 @@
+"""TokenBank: language models that share one frozen base, sampled and trained together, whatever their weights are."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.policies.bank import LossFunction
+from evogrpo.policies.tokens.engine.protocol import TokenModel
+from evogrpo.policies.tokens.micro_batches import share_prefixes
+from evogrpo.policies.tokens.passes import TokenPasses
+from evogrpo.policies.tokens.sampling import sample
+from evogrpo.policies.tokens.weights.protocol import Weights
+from evogrpo.records import Batch, Rollout, Rows, TokenInputs, UpdateReport
+
+W = TypeVar("W", bound=Weights)
+
+
+class TokenBank(Generic[W]):
+    """A population of language models over one base; see `evogrpo.policies.bank.PolicyBank`.
+
+    It is its own sampler. The base is never changed and may be shared with other banks.
+
+    Args:
+        base: The base model, ready to change the modules that the weights change.
+        weights: What members have learnt.
+        eos_token_ids: Tokens that end a completion.
+        micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
+            runs out.
+        reduce_memory_peak: Hold the logits of a few hundred tokens at a time, rather than of a whole micro-batch.
+            Same results.
+
+    Raises:
+        ValueError: If no token ends a completion, or `micro_batch_tokens` is below 1.
+
+    Attributes:
+        base: As given.
+        weights: As given.
+        passes: How batches are scored and gradients found.
+        end_ids: The tokens that end a completion, sorted.
+    """
+
+    def __init__(
+        self,
+        base: TokenModel[Any],
+        weights: W,
+        *,
+        eos_token_ids: Sequence[int],
+        micro_batch_tokens: int = 1024,
+        reduce_memory_peak: bool = True,
+    ) -> None:
+        if not eos_token_ids:
+            raise ValueError("eos_token_ids must name at least one token: otherwise no completion can end")
+        if micro_batch_tokens < 1:
+            raise ValueError(f"micro_batch_tokens must be at least 1, got {micro_batch_tokens}")
+        self.base: TokenModel[Any] = base
+        self.weights = weights
+        self.end_ids = torch.tensor(sorted(set(eos_token_ids)), device=base.device)
+        self.passes = TokenPasses(
+            base,
+            weights,
+            self.end_ids,
+            micro_batch_tokens=micro_batch_tokens,
+            logits_rows=256 if reduce_memory_peak else 1 << 30,
+        )
+
+    @property
+    def size(self) -> int:
+        """Number of slots."""
+        return self.weights.size
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens, padding included, in one forward pass with gradients, after all halvings so far."""
+        return self.passes.micro_batch_tokens
+
+    @micro_batch_tokens.setter
+    def micro_batch_tokens(self, tokens: int) -> None:
+        self.passes.micro_batch_tokens = tokens
+
+    @property
+    def autocast(self) -> Callable[[], AbstractContextManager[None]]:
+        """What makes the context that forward passes run in, for mixed precision."""
+        return self.base.autocast
+
+    @autocast.setter
+    def autocast(self, autocast: Callable[[], AbstractContextManager[None]]) -> None:
+        self.base.autocast = autocast
+
+    # ---- sampling
+
+    @property
+    def sampler_is_exact(self) -> bool:
+        """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
+        return self.base.exact
+
+    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
+        """Sample one completion per row; rows may come in any order.
+
+        Args:
+            rows: Which member completes which prompt; see `Rows`.
+            base: Sample from the untrained base, whatever `rows.member_ids` says.
+
+        Returns:
+            Completions in the order of `rows`, at most `rows.max_new_tokens` tokens each.
+
+        Raises:
+            ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
+        """
+        with torch.no_grad(), self.base.working(), self.base.autocast():
+            return sample(self.base, self.weights, rows, self.end_ids, base=base)
+
+    def sync(self, changed: Sequence[int]) -> None:
+        """Do nothing: the bank samples from the weights that it trains."""
+
+    # ---- scoring and learning
+
+    def log_probs(self, batch: Batch, *, base: bool = False) -> Tensor:
+        """Return `[n, t]` log-probabilities of the batch's actions, in nats, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            base: Under the untrained base rather than under the members' policies.
+        """
+        with self.base.working():
+            return self.passes.score(batch, "base" if base else "weights")[0]
+
+    def entropies(self, batch: Batch) -> Tensor:
+        """Return `[n, t]` entropies of the distributions sampled from, in nats, without gradient; 0 where masked."""
+        with self.base.working():
+            return self.passes.score(batch, "weights")[1]
+
+    def reference_log_probs(self, batch: Batch) -> Tensor:
+        """Return `[n, t]` log-probabilities under the base without adapters, or under members' own references.
+
+        Without own references, members share each prompt's pass.
+        """
+        with self.base.working():
+            return self.passes.score(batch, "reference" if self.weights.own_reference else "base")[0]
+
+    @property
+    def rows_are_transitions(self) -> bool:
+        """False: a token depends on those before it."""
+        return False
+
+    @property
+    def carried(self) -> Tensor:
+        """`[p, 4]` running statistics; see `evogrpo.policies.bank.CARRIED`."""
+        return self.weights.carried
+
+    def keep_reference(self, slots: Sequence[int]) -> None:
+        """Make the current adapters of these members their own references; see `LearnerStates.keep_reference`."""
+        self.weights.keep_reference(slots)
+
+    def mix_reference(self, slot: int, mixing: float) -> None:
+        """Move a member's own reference towards its adapters; see `LearnerStates.mix_reference`."""
+        self.weights.mix_reference(slot, mixing)
+
+    def update(
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        hyperparameters: Mapping[int, Hyperparameters],
+        *,
+        entropy_gradient: bool = False,
+    ) -> dict[int, UpdateReport]:
+        """Take one AdamW step for every member named in `hyperparameters`.
+
+        The batch runs in micro-batches whose gradients add up. A member without rows steps with a zero gradient; one
+        whose gradient or weights are not finite, or whose single completion does not fit into memory, is reported with
+        a norm of NaN and takes no step.
+
+        Args:
+            batch: Rows of these members.
+            loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
+            hyperparameters: By slot; `lr` and `max_grad_norm` are used.
+            entropy_gradient: Whether the entropies are differentiable; costs a second product with the vocabulary.
+
+        Returns:
+            One report per member, by slot.
+        """
+        reports: dict[int, UpdateReport] = {}
+        with self.base.working():
+            while len(reports) < len(hyperparameters):
+                waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
+                steps = self.passes.gradients(batch, waiting, loss_fn, entropy_gradient=entropy_gradient)
+                try:
+                    for slot, gradient, loss in steps:
+                        reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
+                except torch.OutOfMemoryError:  # never from a micro-batch of one row, so this ends
+                    self.passes.halve()
+        return reports
+
+    def cost(self, batch: Batch) -> dict[int, int]:
+        """Return how many tokens one pass over the batch processes for each member; shared prompts count once."""
+        inputs: TokenInputs = batch.inputs
+        tokens: dict[int, int] = {}
+        pairs, rows = share_prefixes(batch.member_ids.cpu(), inputs.prompt_ids.cpu())
+        for slot, prompt in pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]:
+            tokens[slot] = tokens.get(slot, 0) + len(inputs.prompts[prompt])
+        for slot, length in zip(batch.member_ids.tolist(), batch.present.sum(1).tolist(), strict=True):
+            tokens[slot] += length
+        return tokens
+
+    def inherit(self, parents: Sequence[int | None]) -> None:
+        """Give slot i everything slot parents[i] has learnt; see `LearnerStates.inherit`."""
+        self.weights.inherit(parents)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What a learner state consists of, by name."""
+        return self.weights.parts
+
+    def part(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one part of a member's learner state."""
+        return self.weights.part(slot, name)
+
+    def state(self, slot: int) -> dict[str, Tensor]:
+        """Return copies of all parts of a member's learner state."""
+        return {name: self.part(slot, name) for name in self.parts}
+
+    def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Put what `state` returned into a slot; see `LearnerStates.load_state`."""
+        self.weights.load_state(slot, state)
