@@ -13,6 +13,7 @@ __all__ = [
     "HyperparameterConfig",
     "Hyperparameters",
     "MultiAgentGRPO",
+    "MultiTurnGym",
     "NetworkConfig",
     "Objective",
     "PettingZooGroups",
@@ -33,6 +34,7 @@ _HOMES = {
     "HyperparameterConfig": "evogrpo.hyperparameters.space",
     "Hyperparameters": "evogrpo.hyperparameters.values",
     "MultiAgentGRPO": "evogrpo.agents.multi_agent",
+    "MultiTurnGym": "evogrpo.envs.prompts.conversations",
     "NetworkConfig": "evogrpo.policies.control.architecture",
     "Objective": "evogrpo.objective.record",
     "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from evogrpo.agents.population import Population
     from evogrpo.envs.control.gymnasium import GymnasiumGroups
     from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+    from evogrpo.envs.prompts.conversations import MultiTurnGym
     from evogrpo.envs.prompts.huggingface import HuggingFaceGym
     from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
     from evogrpo.evolution.strategies import Tournament
