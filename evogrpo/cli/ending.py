@@ -8,15 +8,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from evogrpo.cli.tables import changes_text
 from evogrpo.history.records import MemberReport
-from evogrpo.history.text import number_text, printable, score_text
+from evogrpo.history.text import changes_text, number_text, printable, score_text
 from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import Ancestor, ancestors, winner
 from evogrpo.report.html import write_html
 from evogrpo.report.summary import RunSummary, summarise
-from evogrpo.training.kinds.registry import KINDS
+from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.schedule import Schedule
 
 _OTHER_LIMITS = ("max_tokens", "max_seconds", "target_fitness")
@@ -82,7 +81,7 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         rows.append(("report", f"not drawn: {error}"))
     for name, value in rows:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
-    known = KINDS.get(str(kind))
+    known = RUN_KINDS.get(str(kind))
     if best.is_dir() and known is not None:
         for what, expression in known.uses(best).items():
             show_command(console, what, expression)

@@ -1,13 +1,12 @@
 """What a run shows after each step and each generation, as rich renderables."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
 from evogrpo.history.records import GenerationReport, MemberReport, StepReport
-from evogrpo.history.text import count_text, duration_text, number_text, printable, score_text
+from evogrpo.history.text import changes_text, count_text, duration_text, number_text, printable, score_text
 from evogrpo.history.words import Words
 from evogrpo.hyperparameters import Value
 
@@ -113,11 +112,6 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         same = "" if child.parent is None else ", unchanged"
         lines.append(line.append(f" with {changes}" if changes else same))
     return lines
-
-
-def changes_text(changes: Mapping[str, tuple[Any, Any]]) -> str:
-    """Write hyperparameter changes such as `lr 0.0001 → 0.0002, group_size 8 → 4`."""
-    return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
 
 
 def _short_count(count: int) -> str:

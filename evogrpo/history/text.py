@@ -1,6 +1,7 @@
 """Text for readers: untrusted text made visible, numbers made short."""
 
 import unicodedata
+from collections.abc import Mapping
 
 # Control characters, format characters (they reorder text or hide), lone surrogates, private use, line separators.
 _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
@@ -41,6 +42,11 @@ def number_text(value: float | str | None) -> str:
 def count_text(count: float | None) -> str:
     """Write a large count, such as one of tokens, with thousands separated, and a dash for a missing one."""
     return _MISSING if count is None else f"{count:,.0f}"
+
+
+def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | None]]) -> str:
+    """Write changes at a birth, such as `lr 0.0001 → 0.0002, group_size 8 → 4`; nothing where there are none."""
+    return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
 
 
 def counted(number: int, what: str, plural: str = "s") -> str:

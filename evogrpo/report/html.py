@@ -3,14 +3,13 @@
 import base64
 import html
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from evogrpo.history.records import Estimate, Example, GenerationReport
-from evogrpo.history.text import count_text, duration_text, number_text, printable, score_text, shorten
-from evogrpo.hyperparameters import Value
+from evogrpo.history.text import changes_text, count_text, duration_text, number_text, printable, score_text, shorten
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import ancestors, winner
@@ -174,7 +173,7 @@ def _lineage(summary: RunSummary) -> str:
                     f"#{ancestor.index}",
                     "founder" if ancestor.parent is None else f"#{ancestor.parent}",
                     str(first) if first == last else f"{first} to {last}",
-                    changes_text(ancestor.changes),
+                    changes_text(ancestor.changes) or "–",
                     *(number_text(getattr(ancestor.hyperparameters, name)) for name in names),
                     score_text(result.fitness, result.standard_error),
                     ancestor.reason,
@@ -183,11 +182,6 @@ def _lineage(summary: RunSummary) -> str:
         )
     heads = ["member", "parent", "generations", "changed at birth", *names, "fitness at the end", "reason"]
     return f"<h2>How member #{_escape(best)} came to be</h2>\n{_table(heads, rows)}"
-
-
-def changes_text(changes: Mapping[str, tuple[Value, Value]]) -> str:
-    """Write what changed at a birth, such as `lr 0.0001 → 0.00012, group_size 4 → 8`; a dash for nothing."""
-    return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items()) or "–"
 
 
 def _generation(summary: RunSummary, generation: GenerationReport) -> str:

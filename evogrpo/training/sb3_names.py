@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 from evogrpo.agents.population import Population
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.training.kinds.registry import KINDS
+from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.progress import Progress
 
 _SAME = {
@@ -75,7 +75,8 @@ def sb3_names(
     population: Population, progress: Progress, measured: Mapping[int, Mapping[str, float | None]]
 ) -> dict[int, dict[str, float]]:
     """Return `names_of` the members of a counted learning step, by slot; none for members that write."""
-    if not KINDS[population.members.kind].sb3_names:
+    kind = RUN_KINDS.get(population.members.kind)
+    if kind is None or not kind.sb3_names:
         return {slot: {} for slot in measured}
     return {
         slot: names_of(

@@ -14,7 +14,7 @@ from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.summary import summarise
 from evogrpo.training.configuration.record import CONFIG_FILE, load_config, parse_config, write_config
-from evogrpo.training.kinds.registry import KINDS, kind_of
+from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
 from evogrpo.training.kinds.run_kind import AnyKind, PreparedRun
 from evogrpo.training.launch import read_resumable, resume, start
 from evogrpo.training.rundir import open_run
@@ -40,9 +40,9 @@ class RunKindTestCase(ABC):
         return kind.prepare(parse_config(given))
 
     def test_it_is_found_by_its_word_and_by_its_tasks(self, kind):
-        assert KINDS[kind.word] is kind
+        assert RUN_KINDS[kind.word] is kind
         assert kind.tasks
-        for other in KINDS.values():
+        for other in RUN_KINDS.values():
             shared = {task.key for task in kind.tasks} & {task.key for task in other.tasks}
             assert other is kind or not shared
         assert all(task.what for task in kind.tasks)

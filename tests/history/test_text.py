@@ -5,7 +5,16 @@ import unicodedata
 
 import pytest
 
-from evogrpo.history.text import count_text, duration_text, number_text, printable, score_text, shorten
+from evogrpo.history.text import (
+    changes_text,
+    count_text,
+    counted,
+    duration_text,
+    number_text,
+    printable,
+    score_text,
+    shorten,
+)
 
 
 @pytest.mark.parametrize(
@@ -56,3 +65,16 @@ def test_numbers():
 def test_shortening_says_how_much_is_missing():
     assert shorten("abc", 3) == "abc"
     assert shorten("abcdef", 3) == "abc… (3 more characters)"
+
+
+def test_changes_are_written_with_old_and_new_value_and_safe_to_print():
+    changes = {"lr": (1e-4, 2e-4), "loss_type": ("grpo", "dapo"), "clip_low": (None, 0.2), "network": ("64", "\x1b[0m")}
+    expected = r"lr 0.0001 → 0.0002, loss_type grpo → dapo, clip_low – → 0.2, network 64 → \x1b[0m"
+    assert changes_text(changes) == expected
+    assert changes_text({}) == ""
+
+
+def test_counts_have_their_plural():
+    assert counted(1, "group") == "1 group"
+    assert counted(1200, "group") == "1,200 groups"
+    assert counted(2, "worker process", "es") == "2 worker processes"

@@ -4,7 +4,7 @@ import pytest
 
 from evogrpo.history.words import WORDS
 from evogrpo.training.configuration.record import parse_config
-from evogrpo.training.kinds.registry import KINDS, parse_task
+from evogrpo.training.kinds.registry import RUN_KINDS, parse_task
 from tests.cli.project import CONFIG, write_project
 from tests.conformance.run_kind import RunKindTestCase
 
@@ -35,11 +35,11 @@ class TestTeam(RunKindTestCase):
 
 def test_every_kind_of_ours_is_tried_and_has_words():
     tried = {TestLanguage: "language", TestNetworks: "networks", TestTeam: "joint"}
-    assert set(tried.values()) == set(KINDS) == set(WORDS)
+    assert set(tried.values()) == set(RUN_KINDS) == set(WORDS)
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS.values() if kind.word != "language"], ids=lambda kind: kind.word
+    "kind", [kind for kind in RUN_KINDS.values() if kind.word != "language"], ids=lambda kind: kind.word
 )
 def test_members_that_play_take_no_model_and_write_no_completions(kind):
     (task,) = kind.tasks
@@ -51,7 +51,7 @@ def test_members_that_play_take_no_model_and_write_no_completions(kind):
 
 
 def test_a_task_names_one_kind():
-    every = {task.key for kind in KINDS.values() for task in kind.tasks}
+    every = {task.key for kind in RUN_KINDS.values() for task in kind.tasks}
     with pytest.raises(ValueError, match="exactly one of them, got none") as refusal:
         parse_task({})
     assert all(f"task.{key}" in str(refusal.value) for key in every)

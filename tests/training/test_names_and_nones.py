@@ -6,8 +6,9 @@ import json
 import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
-from evogrpo.cli.tables import changes_text, generation_table, member_note
+from evogrpo.cli.tables import generation_table, member_note
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.history.text import changes_text
 from evogrpo.history.words import LANGUAGE
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.html import write_html

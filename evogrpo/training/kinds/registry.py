@@ -11,9 +11,9 @@ from evogrpo.training.kinds.networks import NetworkKind
 from evogrpo.training.kinds.run_kind import AnyKind
 from evogrpo.training.kinds.team import TeamKind
 
-KINDS: Mapping[str, AnyKind] = {kind.word: kind for kind in (LanguageKind(), NetworkKind(), TeamKind())}
-_TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in KINDS.values() for task in kind.tasks}
-_KIND_OF: Mapping[type[TaskSection], AnyKind] = {task: kind for kind in KINDS.values() for task in kind.tasks}
+RUN_KINDS: Mapping[str, AnyKind] = {kind.word: kind for kind in (LanguageKind(), NetworkKind(), TeamKind())}
+_TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in RUN_KINDS.values() for task in kind.tasks}
+_KIND_OF: Mapping[type[TaskSection], AnyKind] = {task: kind for kind in RUN_KINDS.values() for task in kind.tasks}
 
 
 def kind_of(task: TaskSection) -> AnyKind:
