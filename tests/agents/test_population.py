@@ -94,9 +94,9 @@ def test_a_retired_slot_holds_nobody_until_a_child_fills_it(population):
         assert equal_states(state_of(population[slot]), before[slot])
     for slot in (1, 3):
         assert equal_states(state_of(population[slot]), state_of(tiny_agent()))
-    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).batch
+    batch = population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience["default"]
     assert batch.member_ids.unique().tolist() == [0, 2]
-    assert sorted(population.learn(batch, step=0)) == [0, 2]
+    assert sorted(population.learn({"default": batch}, step=0)) == [0, 2]
     population.evaluate(tiny_env())
     assert [agent.fitness is None for agent in population] == [False, True, False, True]
     assert population.best.slot in (0, 2)

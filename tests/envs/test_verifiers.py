@@ -20,7 +20,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, 
 from evogrpo.envs.prompts.rewards.scoring import evaluate
 from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
 from evogrpo.records.transcripts import in_one_turn
-from evogrpo.training.configuration.sources import load_function
+from evogrpo.training.configuration.sources import load_named
 from tests.envs import verifier_functions as functions
 
 ROOT = Path(__file__).parents[2]
@@ -181,7 +181,7 @@ def test_a_call_that_is_slow_only_with_many_completions_is_told_as_such(verified
         "    return [1.0] * len(completions)\n"
     )
     with pytest.raises(RewardError, match=r"took longer than 0.3 s .*2 completions at once; alone, none fails"):
-        verified(load_function(f"{path}:slow"), timeout=0.3, workers=1)("a", "b")
+        verified(load_named(f"{path}:slow", "reward function"), timeout=0.3, workers=1)("a", "b")
 
 
 # ---- dying
@@ -258,7 +258,9 @@ def test_functions_of_a_file_are_found_again(verified, tmp_path):
         "        return [VALUE] * len(completions)\njudge = Judge()\ndef other(completions, **_):\n"
         "    return [VALUE + 1] * len(completions)\n"
     )
-    earned = verified(load_function(f"{path}:judge"), load_function(f"{path}:other"))("x")
+    earned = verified(load_named(f"{path}:judge", "reward function"), load_named(f"{path}:other", "reward function"))(
+        "x"
+    )
     assert earned.rewards.tolist() == [15.0]
 
 
@@ -269,7 +271,7 @@ def test_a_module_that_cannot_be_loaded_in_a_worker_is_reported_up_front(tmp_pat
         "def f(completions, **_):\n    return [0.0]\n"
     )
     with pytest.raises(ValueError, match=r"cannot load the reward functions: OSError: no display \(.*picky.py, line 3"):
-        Verified(load_function(f"{path}:f"))
+        Verified(load_named(f"{path}:f", "reward function"))
 
 
 def test_a_worker_that_dies_while_loading_is_reported_up_front(tmp_path):
@@ -278,7 +280,7 @@ def test_a_worker_that_dies_while_loading_is_reported_up_front(tmp_path):
         "import os\nif 'EVOGRPO_VERIFIER' in os.environ:\n    os._exit(9)\ndef f(completions, **_):\n    return [0.0]\n"
     )
     with pytest.raises(ValueError, match=r"cannot load the reward functions: it ended \(exit code 9\)"):
-        Verified(load_function(f"{path}:f"))
+        Verified(load_named(f"{path}:f", "reward function"))
 
 
 def test_columns_that_cannot_be_sent_are_reported(verified):
