@@ -36,7 +36,7 @@ _HOMES = {
     "MultiAgentGRPO": "evogrpo.agents.multi_agent",
     "MultiTurnGym": "evogrpo.envs.prompts.conversations",
     "NetworkConfig": "evogrpo.policies.control.architecture",
-    "Objective": "evogrpo.objective.record",
+    "Objective": "evogrpo.objective.objective",
     "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
     "Population": "evogrpo.agents.population",
     "RLParameter": "evogrpo.hyperparameters.space",
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from evogrpo.evolution.strategies import Tournament
     from evogrpo.hyperparameters.space import HyperparameterConfig, RLParameter
     from evogrpo.hyperparameters.values import Hyperparameters
-    from evogrpo.objective.record import Objective
+    from evogrpo.objective.objective import Objective
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.training.evolve import evolve, resume
     from evogrpo.training.video import record_video

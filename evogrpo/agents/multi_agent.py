@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 from evogrpo.agents.agent import EvolvableAlgorithm
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.control.team import AgentSpaces
+from evogrpo.agents.members.control.team_members import AgentSpaces
 from evogrpo.agents.options import TeamOptions, founders_samples, open_team
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect

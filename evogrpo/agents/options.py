@@ -12,14 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from evogrpo.agents.learning.shaping import refuse_for_transitions
+from evogrpo.agents.members.control.network_members import NetworkMembers
 from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, NetworkSettings
-from evogrpo.agents.members.control.networks import NetworkMembers
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
-from evogrpo.agents.members.control.team import AgentSpaces, TeamMembers
+from evogrpo.agents.members.control.team_members import AgentSpaces, TeamMembers
 from evogrpo.agents.members.control.team_settings import Credit, TeamSettings
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import Members, Settings
-from evogrpo.agents.members.tokens.language import LanguageMembers
+from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.envs.control.joint.assignment import Policies
 from evogrpo.hyperparameters import (

@@ -59,7 +59,7 @@ def tasks(chosen: argparse.Namespace) -> int:
 
 def video(chosen: argparse.Namespace) -> int:
     """Record the run's best member from the first starts of the test split."""
-    from evogrpo.training.configuration.record import CONFIG_FILE, load_config
+    from evogrpo.training.configuration.reading import CONFIG_FILE, load_config
     from evogrpo.training.kinds.registry import kind_of
 
     folder: Path = chosen.folder or chosen.run_dir / "videos"
@@ -86,7 +86,7 @@ def video(chosen: argparse.Namespace) -> int:
 
 def export(chosen: argparse.Namespace) -> int:
     """Copy the two files that PEFT needs, after checking that they are whole."""
-    from evogrpo.agents.members.kinds import KINDS
+    from evogrpo.agents.members.by_kind import MEMBERS
     from evogrpo.persistence.checkpoint import read_checkpoint
     from evogrpo.persistence.durable import make_folder, write_synced
     from evogrpo.persistence.placement import stored_at
@@ -99,7 +99,7 @@ def export(chosen: argparse.Namespace) -> int:
         raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
     _, record = read_checkpoint(chosen.run_dir / "best", kind="agent")
     if not (best / PEFT_FILES[0]).is_file():
-        loading = f"{KINDS[record['shared']['kind']].agent_class}.load({str(best)!r})"
+        loading = f"{MEMBERS[record['shared']['kind']].agent_class}.load({str(best)!r})"
         raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
     make_folder(folder)
     for name in PEFT_FILES:

@@ -17,7 +17,7 @@ from evogrpo.history.records import GenerationReport, Report, StepReport
 from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.history.text import count_text, decimals, duration_text, score_text
 from evogrpo.history.words import Words, words_of
-from evogrpo.training.evolve import Evolution
+from evogrpo.training.run import Evolution
 
 SECONDS_BETWEEN_LINES = 1.0  # of a log: the steps of small networks take a fraction of that
 SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")

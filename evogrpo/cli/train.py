@@ -25,14 +25,14 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.strategies import NoEvolution
 from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.training.configuration.environment_tasks import reward_threshold
-from evogrpo.training.configuration.record import load_config
+from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.sources import user_line
-from evogrpo.training.evolve import AllFailedError, Evolution
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import free_run_dir, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
+from evogrpo.training.run import AllFailedError, Evolution
 from evogrpo.training.rundir import RunDir
 
 TERMINATED = 128 + signal.SIGTERM

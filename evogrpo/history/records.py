@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from evogrpo.evolution.plans import Plan
-from evogrpo.history.fields import REMEDY, JournalFields
+from evogrpo.history.checked_fields import REMEDY, JournalFields
 from evogrpo.hyperparameters import Hyperparameters, Value
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 
 from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.interop.fields import Fields, Reading, read_schedule, training_argument_names
+from evogrpo.interop.foreign_fields import Fields, Reading, read_schedule, training_argument_names
 from evogrpo.interop.roll_keys import (
     CRITIC,
     DEFAULTS,

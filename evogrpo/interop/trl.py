@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from evogrpo.interop.fields import Fields, Reading, read_schedule, training_argument_names
+from evogrpo.interop.foreign_fields import Fields, Reading, read_schedule, training_argument_names
 from evogrpo.interop.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
 
 

@@ -1,7 +1,7 @@
 """How members learn: the frozen records of the loss and of the optimiser, shared by a whole population."""
 
+from evogrpo.objective.objective import Imported, Objective
 from evogrpo.objective.optimizer import Optimizer, Schedule
-from evogrpo.objective.record import Imported, Objective
 
 __all__ = [
     "Imported",

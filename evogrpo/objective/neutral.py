@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.kinds import LOSS_TYPES
 from evogrpo.objective.compatibility import highest, lowest, possible
-from evogrpo.objective.record import Objective
+from evogrpo.objective.objective import Objective
 
 CLIPS = ("clip_coef", "clip_low", "clip_high")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evogrpo.history.fields import JournalFields
+from evogrpo.history.checked_fields import JournalFields
 from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, refuse_unknown

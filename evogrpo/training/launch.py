@@ -10,13 +10,13 @@ from evogrpo.agents.population import Population
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.training.configuration.record import CONFIG_FILE, override, parse_config, write_config
+from evogrpo.training.configuration.reading import CONFIG_FILE, override, parse_config, write_config
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file
 from evogrpo.training.configuration.typed import typed
-from evogrpo.training.evolve import Evolution
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.progress import Progress
+from evogrpo.training.run import Evolution
 from evogrpo.training.rundir import JOURNAL, RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import evogrpo
 from evogrpo.agents.checkpoints.saving import learnt, population_state, restore_population, save_agent
-from evogrpo.agents.kinds import agent_class
+from evogrpo.agents.classes import agent_class
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy

@@ -12,8 +12,8 @@ import yaml
 from evogrpo import GRPO, GymnasiumGroups, Population, evolve
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.configuration.record import load_config, parse_config
-from evogrpo.training.evolve import Evolution
+from evogrpo.training.configuration.reading import load_config, parse_config
+from evogrpo.training.run import Evolution
 from evogrpo.training.rundir import open_run
 from tests.cli.project import command, prepare
 from tests.tiny_training import equal_states

@@ -15,8 +15,8 @@ from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.records.transcripts import in_one_turn
 from evogrpo.training import launch
-from evogrpo.training.configuration.record import load_config
-from evogrpo.training.kinds import language
+from evogrpo.training.configuration.reading import load_config
+from evogrpo.training.kinds import language_runs as language
 from tests.cli.project import CONFIG, command, prepare
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from evogrpo.history.fields import JournalFields
+from evogrpo.history.checked_fields import JournalFields
 from evogrpo.history.records import BaselineReport, Example, GenerationReport, StepReport, TestReport
 from evogrpo.persistence.journal import read_journal
 from tests.tiny_training import finish, tiny_run

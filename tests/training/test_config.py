@@ -8,7 +8,7 @@ import yaml
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Objective
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask
-from evogrpo.training.configuration.record import CONFIG_FILE, load_config, override, parse_config, write_config
+from evogrpo.training.configuration.reading import CONFIG_FILE, load_config, override, parse_config, write_config
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.strict_yaml import read_yaml, read_yaml_file
 

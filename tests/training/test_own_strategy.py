@@ -19,7 +19,7 @@ from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.html import write_html
 from evogrpo.report.summary import summarise
-from evogrpo.training.configuration.record import load_config, parse_config
+from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.rundir import open_run

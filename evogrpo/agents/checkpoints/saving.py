@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from evogrpo.agents.members.kinds import KINDS
+from evogrpo.agents.members.by_kind import MEMBERS
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
@@ -61,14 +61,14 @@ def load_agent(
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
         stored = record["shared"]["kind"]
-        known = {each.agent_class for each in KINDS.values()}
+        known = {each.agent_class for each in MEMBERS.values()}
         own = next(
             base.__name__ for base in kind.__mro__ if base.__name__ in known
         )  # users derive classes of their own
-        if stored in KINDS and KINDS[stored].agent_class != own:
+        if stored in MEMBERS and MEMBERS[stored].agent_class != own:
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, not one of {kind.__name__}: bring it back with "
-                f"{KINDS[stored].agent_class}.load"
+                f"{MEMBERS[stored].agent_class}.load"
             )
         folder = stored_at(Path(path))
         network = _as_saved(actor_network, tensors, path)
@@ -85,7 +85,7 @@ def read_agent(agent: "EvolvableAlgorithm", path: str | Path) -> None:
         stored = record["shared"]["kind"]
         members = agent.members
         if stored != members.kind:
-            made_by = KINDS[stored].agent_class if stored in KINDS else "its own class"
+            made_by = MEMBERS[stored].agent_class if stored in MEMBERS else "its own class"
             raise CheckpointError(
                 f"{path} holds an agent of kind {stored!r}, but this one is of kind {members.kind!r}: bring the saved "
                 f"one back with {made_by}.load"
@@ -186,11 +186,11 @@ def _open(
     accelerator: Accelerator | None,
 ) -> Members:
     """Build the members of a checkpoint, fresh."""
-    if record["kind"] not in KINDS:
-        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], KINDS)
+    if record["kind"] not in MEMBERS:
+        raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], MEMBERS)
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
-    return KINDS[record["kind"]].stored(
+    return MEMBERS[record["kind"]].stored(
         record, size, folder, hp_config, actor_network=actor_network, device=device, accelerator=accelerator
     )
 

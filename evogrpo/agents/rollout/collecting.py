@@ -6,8 +6,8 @@ import numpy as np
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import Members
-from evogrpo.agents.rollout.groups import Groups, sample_groups
 from evogrpo.agents.rollout.refilling import refill
+from evogrpo.agents.rollout.rounds import Groups, sample_groups
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.hyperparameters import check_group_size

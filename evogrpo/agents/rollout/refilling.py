@@ -6,7 +6,7 @@ import torch
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import Members
-from evogrpo.agents.rollout.groups import Groups, joined, sample_groups
+from evogrpo.agents.rollout.rounds import Groups, joined, sample_groups
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.functional.advantages import zero_variance_groups

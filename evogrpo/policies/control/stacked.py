@@ -15,7 +15,7 @@ from evogrpo.policies.bank import CARRIED, LossFunction
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.distributions import distribution_for
 from evogrpo.policies.control.networks import DefaultNetwork, ModuleNetwork, Network
-from evogrpo.policies.control.passes import StackedPasses, lay_out_slots
+from evogrpo.policies.control.stacked_passes import StackedPasses, lay_out_slots
 from evogrpo.policies.control.stacked_states import StackedStates
 from evogrpo.policies.control.stacks import IntArray, Layout, Stack
 from evogrpo.records import Acted, Batch, UpdateReport, map_tensors

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import LossFunction
-from evogrpo.policies.tokens.engine.protocol import TokenModel
+from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import share_prefixes
-from evogrpo.policies.tokens.passes import TokenPasses
 from evogrpo.policies.tokens.sampling import sample
-from evogrpo.policies.tokens.weights.protocol import Weights
+from evogrpo.policies.tokens.token_passes import TokenPasses
+from evogrpo.policies.tokens.weights.weights import Weights
 from evogrpo.records import Batch, Rollout, Rows, TokenInputs, UpdateReport
 
 W = TypeVar("W", bound=Weights)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits
-from evogrpo.policies.tokens.engine.protocol import Decoding, TokenModel
+from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.records import Rollout, Rows
 
 ROWS_OF_LOGITS = 128

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evogrpo.policies.tokens.engine.protocol import Decoding, TokenModel
+from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.policies.tokens.generation import generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
-from evogrpo.policies.tokens.weights.protocol import Route, Weights
+from evogrpo.policies.tokens.weights.weights import Route, Weights
 from evogrpo.records import Rollout, Rows
 
 CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept

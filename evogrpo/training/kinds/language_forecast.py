@@ -10,7 +10,7 @@ from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.history.text import count_text
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.sampling import CACHED_TOKENS
-from evogrpo.training.configuration.members import LanguageAgent
+from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row

@@ -6,10 +6,10 @@ from dataclasses import fields
 from evogrpo.hyperparameters import unknown_name_error
 from evogrpo.training.configuration.sections import TaskSection
 from evogrpo.training.configuration.typed import build, inside, mapping
-from evogrpo.training.kinds.language import LanguageKind
-from evogrpo.training.kinds.networks import NetworkKind
+from evogrpo.training.kinds.language_runs import LanguageKind
+from evogrpo.training.kinds.network_runs import NetworkKind
 from evogrpo.training.kinds.run_kind import AnyKind
-from evogrpo.training.kinds.team import TeamKind
+from evogrpo.training.kinds.team_runs import TeamKind
 
 RUN_KINDS: Mapping[str, AnyKind] = {kind.word: kind for kind in (LanguageKind(), NetworkKind(), TeamKind())}
 _TASKS: Mapping[str, type[TaskSection]] = {task.key: task for kind in RUN_KINDS.values() for task in kind.tasks}

@@ -15,7 +15,7 @@ from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
 from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
 from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
 from evogrpo.policies.tokens.engine.heads import close, find_head
-from evogrpo.policies.tokens.weights.protocol import Route, View
+from evogrpo.policies.tokens.weights.weights import Route, View
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
 

@@ -8,14 +8,14 @@ from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
 from evogrpo.policies.tokens.engine.cache import Context, GrowingCache, Prefix, Prompts
-from evogrpo.policies.tokens.weights.protocol import Route, View
+from evogrpo.policies.tokens.weights.weights import Route, View
 
 Run = Callable[[Tensor, Tensor, Cache | None, View | None], Tensor]
 """(token ids `[n, t]`, mask `[n, P + t]`, what they continue, their weights) -> hidden states `[n, t, h]`."""
 
 
 class CachedDecoding:
-    """Decoding on top of prompts that have been run; see `evogrpo.policies.tokens.engine.protocol.Decoding`.
+    """Decoding on top of prompts that have been run; see `evogrpo.policies.tokens.engine.token_model.Decoding`.
 
     Args:
         run: Runs tokens through the model.

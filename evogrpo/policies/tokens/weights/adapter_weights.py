@@ -12,12 +12,12 @@ from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import PolicyVersion
 from evogrpo.policies.tokens.lora import default_lora_config, find_targets, initial_weights, peft_files, scaling
 from evogrpo.policies.tokens.weights.low_rank import LowRankAdapters
-from evogrpo.policies.tokens.weights.protocol import Route, View
 from evogrpo.policies.tokens.weights.states import LearnerStates
+from evogrpo.policies.tokens.weights.weights import Route, View
 
 
 class AdapterWeights(LearnerStates):
-    """One LoRA adapter per member; see `evogrpo.policies.tokens.weights.protocol.Weights`.
+    """One LoRA adapter per member; see `evogrpo.policies.tokens.weights.weights.Weights`.
 
     Args:
         model: The base model; only its modules' names and shapes are read.

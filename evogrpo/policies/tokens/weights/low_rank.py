@@ -46,7 +46,7 @@ class LowRankAdapters:
 
 
 class RoutedAdapters:
-    """The adapters that the rows of one forward pass act with; see `evogrpo.policies.tokens.weights.protocol.View`.
+    """The adapters that the rows of one forward pass act with; see `evogrpo.policies.tokens.weights.weights.View`.
 
     Args:
         adapters: Of all members.

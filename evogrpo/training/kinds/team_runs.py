@@ -14,12 +14,12 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.control.joint.assignment import Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.history.text import count_text, counted
-from evogrpo.training.configuration.members import NetworkAgent
+from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.configuration.team_tasks import ParallelTask
 from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
 from evogrpo.training.kinds.founding import founder_options
-from evogrpo.training.kinds.networks import UNLIMITED, device_of, layers_text, normalised_text, refuse_words, small
+from evogrpo.training.kinds.network_runs import UNLIMITED, device_of, layers_text, normalised_text, refuse_words, small
 from evogrpo.training.progress import Progress
 from evogrpo.training.rundir import Saved
 from evogrpo.training.video import Recorded

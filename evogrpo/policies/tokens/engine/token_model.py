@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from evogrpo.policies.tokens.weights.protocol import Route, View
+from evogrpo.policies.tokens.weights.weights import Route, View
 
 P = TypeVar("P")
 

@@ -17,8 +17,8 @@ from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.history.text import count_text, counted
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.encoding import Encoding
+from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
-from evogrpo.training.configuration.members import NetworkAgent
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
 from evogrpo.training.kinds.founding import choose_device, founder_options

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
-from evogrpo.interop.fields import Reading
+from evogrpo.interop.foreign_fields import Reading
 from evogrpo.interop.roll import read_roll
 from evogrpo.interop.trl import read_trl
 from evogrpo.objective.compatibility import check_combination, check_space

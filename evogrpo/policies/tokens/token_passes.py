@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from evogrpo.policies.bank import LossFunction, PolicyVersion
-from evogrpo.policies.tokens.engine.protocol import TokenModel
+from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import lexsort, micro_batches, share_prefixes
-from evogrpo.policies.tokens.weights.protocol import Weights
+from evogrpo.policies.tokens.weights.weights import Weights
 from evogrpo.records import Batch, TokenInputs
 
 NO_GRAD_FACTOR = 4  # a pass without gradients keeps no activations, so its parts may be larger

@@ -14,7 +14,7 @@ from evogrpo.history.text import counted
 from evogrpo.objective import Objective
 from evogrpo.policies.tokens.lora import Target, check_supported, find_targets, lora_from_json
 from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
-from evogrpo.training.configuration.members import LanguageAgent
+from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.typed import plain

@@ -1,0 +1,324 @@
+"""The loop: collect, learn, evaluate, select, record; a run that can be stopped anywhere and resumed exactly."""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeGuard
+
+from evogrpo.agents.population import Population
+from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.strategies import Strategy
+from evogrpo.history.records import BaselineReport, GenerationReport, MemberStep, Report, StepReport, TestReport
+from evogrpo.records import LearnReport
+from evogrpo.training.completions import examples_of, first_of_each
+from evogrpo.training.configuration.own_strategies import check_resumable, strategy_record
+from evogrpo.training.observing import estimate, finite_metrics, generation_of, member_reports, step_costs
+from evogrpo.training.progress import Best, Progress
+from evogrpo.training.rundir import RunDir
+from evogrpo.training.sb3_names import sb3_names
+from evogrpo.training.schedule import Schedule
+
+STOPPED = "stopped by the user"
+
+
+class AllFailedError(RuntimeError):
+    """Every member failed, so there is nobody to clone."""
+
+
+class Evolution:
+    """A run, step by step.
+
+    Args:
+        population: The members; changed in place.
+        env: Where they act.
+        schedule: How long and at what cost.
+        strategy: The rule of selection and mutation.
+        run_dir: Where records go; None = nowhere.
+        progress: Where the run stands; a fresh start by default.
+        description: Further facts for the journal's first event, such as task and model.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        env: GroupEnvironment,
+        *,
+        schedule: Schedule,
+        strategy: Strategy,
+        run_dir: RunDir | None = None,
+        progress: Progress | None = None,
+        description: dict[str, Any] | None = None,
+    ) -> None:
+        if not isinstance(population, Population):
+            raise ValueError(
+                f"a population is what evolves, got {type(population).__name__}: for one agent make "
+                "GRPO.population(1, ...)"
+            )
+        population.check(env)
+        self.population, self.env = population, env
+        self.schedule, self.strategy = schedule, strategy
+        self.run_dir = run_dir
+        self.progress = progress or Progress(members=len(population))
+        self._set_budgets(None, None)
+        self._description = description or {}
+        self._stopping = False
+        if progress is None:
+            schedule.warn_neutral(population)
+            if run_dir is not None:
+                check_resumable(strategy)
+                run_dir.create()
+
+    def stop(self) -> None:
+        """Stop after the current learning step, with a checkpoint from which the run resumes exactly."""
+        self._stopping = True
+
+    def reports(self) -> Iterator[Report]:
+        """Run to the end of the schedule, yielding a report after every step, every generation and the test."""
+        progress = self.progress
+        self._open()
+        while not self.finished():
+            if self._stopping:  # asked for while answering validation questions: the checkpoint is already written
+                self._record("stopped", reason=STOPPED)
+                return
+            self._next_generation()
+            while progress.step_in_generation < progress.steps_per_generation:
+                spent = self.schedule.spent(tokens=progress.tokens, seconds=progress.seconds)
+                if progress.step_in_generation and spent is not None:
+                    break
+                began = time.monotonic()
+                collected = self._collect()
+                learned = self.population.learn(collected.experience, step=progress.step)
+                yield self._close_step(collected, learned, began)
+                if self._stopping:
+                    self._save(STOPPED)
+                    return
+            yield self._close_generation()
+        if self._stopping:
+            self._record("stopped", reason=STOPPED)
+            return
+        if self.schedule.test_questions != 0 and progress.best is not None:
+            yield self._test()
+        self._record("stopped", reason=self.ended())
+
+    def __iter__(self) -> Iterator[GenerationReport]:
+        """Run to the end of the schedule, yielding the generations' reports only."""
+        return filter(_closes_a_generation, self.reports())
+
+    # ---- the parts of a run
+
+    def _open(self) -> None:
+        """Record the start: the untrained base's fitness and a checkpoint of the founders, or that the run resumed."""
+        progress = self.progress
+        if progress.baseline is not None:
+            self._record("resumed", generation=progress.generation, step=progress.step)
+            return
+        began = time.monotonic()
+        self._save()
+        self._record(
+            "run",
+            **self._description,
+            kind=self.population.members.kind,
+            seed=self.population.members.settings.seed,
+            population_size=len(self.population),
+            samples_per_step=self.schedule.samples_per_step,
+            steps_per_generation=self.schedule.steps_per_generation,
+            schedule=self.schedule.to_json(),
+            evolvable=self.population.space.to_json(),
+            strategy=strategy_record(self.strategy),
+            members=[
+                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+                for a in self.population.agents
+            ],
+        )
+        questions = self.schedule.validation_questions
+        progress.baseline = self.population.baseline(self.env, "validation", questions=questions)
+        progress.seconds += time.monotonic() - began
+        self._write(BaselineReport(questions=len(progress.baseline.scores), fitness=estimate(progress.baseline)))
+        self._save()
+
+    def finished(self) -> bool:
+        """Tell whether no further generation is to be started; the test split may still wait for its answers."""
+        progress = self.progress
+        if progress.generation == 0 or progress.step_in_generation:
+            return False
+        return self.ended() is not None
+
+    def ended(self) -> str | None:
+        """Return in words which limit of the schedule has been reached; None if none has."""
+        progress = self.progress
+        return self.schedule.ended_by(
+            generation=progress.generation,
+            tokens=progress.tokens,
+            seconds=progress.seconds,
+            fitness=None if progress.best is None else progress.best.fitness.mean,
+        )
+
+    def _next_generation(self) -> None:
+        """Carry out the plan that the last generation is still waiting for, if there is one to make."""
+        progress = self.progress
+        if progress.unplanned:
+            if not progress.history:  # a checkpoint of an earlier version, which kept none
+                progress.history.append(generation_of(self.population, progress))
+            self._carry_out(self.population.plan(self.strategy, progress.history))
+
+    def _carry_out(self, plan: Plan) -> None:
+        self.population.apply(plan)
+        self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
+        self.progress.unplanned = False
+
+    def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
+        """Set what the next generations spend; None = as before, at first as scheduled."""
+        progress, schedule = self.progress, self.schedule
+        progress.samples_per_step = samples_per_step or progress.samples_per_step or schedule.samples_per_step
+        progress.steps_per_generation = (
+            steps_per_generation or progress.steps_per_generation or schedule.steps_per_generation
+        )
+        # Kept when members with the smallest groups are gone: it decides the order of questions.
+        needed = replace(schedule, samples_per_step=progress.samples_per_step).block(self.population)
+        progress.block = max(progress.block, needed)
+
+    def _collect(self) -> Collected:
+        """Let the members act; if that fails, what they have learnt so far is kept."""
+        progress = self.progress
+        self._require_healthy()
+        try:
+            return self.population.collect(
+                self.env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
+            )
+        except Exception as error:
+            # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
+            # reward function raised, and the run goes on once it is mended.
+            self._save(f"{type(error).__name__} while collecting step {progress.step}")
+            raise
+
+    def _close_step(self, collected: Collected, learned: Mapping[int, LearnReport], began: float) -> StepReport:
+        """Count a learning step and record it."""
+        progress, seconds = self.progress, time.monotonic() - began
+        tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
+        indices = {slot: self.population.agents[slot].index for slot in learned}
+        most = 0 if self.run_dir is None else self.run_dir.completions.most
+        table = examples_of(collected, indices, learned, step=progress.step, most=most)
+        progress.examples = first_of_each(table)
+        step = progress.step
+        measured = {slot: finite_metrics(each) for slot, each in learned.items()}
+        epochs = {slot: self.population.agents[slot].hyperparameters.update_epochs for slot in learned}
+        progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs)
+        spent, renamed = step_costs(progress, seconds, tokens), sb3_names(self.population, progress, measured)
+        logged = {slot: {**each, **spent[slot], **renamed[slot]} for slot, each in measured.items()}
+        report = StepReport(
+            step=step,
+            generation=progress.generation + 1,
+            learned={
+                slot: MemberStep(
+                    index=indices[slot],
+                    metrics=each,
+                    samples=len(learned[slot].advantages),
+                    failed=learned[slot].failed,
+                )
+                for slot, each in logged.items()
+            },
+            seconds=seconds,
+            tokens=sum(tokens.values()),
+            examples=progress.examples,
+        )
+        self._write(report)
+        if self.run_dir is not None:
+            self.run_dir.completions.write(step, table)
+            self.run_dir.log_scalars(step, logged)
+        return report
+
+    def _close_generation(self) -> GenerationReport:
+        """Evaluate, plan, record and checkpoint."""
+        progress, population, began = self.progress, self.population, time.monotonic()
+        self._require_healthy()
+        try:
+            population.evaluate(self.env, "validation", questions=self.schedule.validation_questions)
+        except Exception as error:
+            self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
+            raise
+        progress.seconds += time.monotonic() - began
+        progress.generation += 1
+        members = member_reports(population, progress)
+        self._keep_best()
+        progress.step_in_generation = 0
+        progress.unplanned = True
+        progress.history.append(generation_of(population, progress))
+        plan = None if self.finished() else population.plan(self.strategy, progress.history)
+        report = GenerationReport(
+            generation=progress.generation,
+            step=progress.step,
+            members=members,
+            best=next(member for member in members if member.slot == population.best_slot),
+            plan=plan,
+            seconds=progress.seconds,
+            tokens=progress.tokens,
+            examples=progress.examples,
+        )
+        self._write(report)
+        if self.run_dir is not None:
+            self.run_dir.log_scalars(
+                progress.step, {m.slot: {"fitness": m.fitness, **m.hyperparameters.to_json()} for m in members}
+            )
+        progress.start_generation()
+        if plan is not None:
+            self._carry_out(plan)
+        self._save()
+        return report
+
+    def _require_healthy(self) -> None:
+        """Stop the run if no member is left that others could be cloned from."""
+        if not self.population.healthy:
+            members = [agent for agent in self.population.agents if not agent.retired]
+            reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in members)
+            self._record("stopped", reason=f"every member failed ({reasons})")
+            raise AllFailedError(
+                f"every member failed, so there is nobody to clone ({reasons}). Start a new run "
+                "with lower learning rates or temperatures: resuming this one would only repeat it"
+            )
+
+    def _keep_best(self) -> None:
+        """Remember the best member ever, as it was when it earned its fitness."""
+        agent = self.population.agents[self.population.best_slot]
+        best = self.progress.best
+        if agent.fitness is not None and (best is None or agent.fitness.mean > best.fitness.mean):
+            state = self.population.members.banks.state(agent.slot)
+            self.progress.best = Best(
+                index=agent.index, generation=self.progress.generation, fitness=agent.fitness, state=state
+            )
+            if self.run_dir is not None:
+                self.run_dir.save_best(agent, self.progress.generation)
+
+    def _test(self) -> TestReport:
+        """Let the best member ever and the base answer the test split."""
+        best = self.progress.best
+        assert best is not None  # reports() asks for it
+        before, after = self.population.compare(best.state, self.env, "test", questions=self.schedule.test_questions)
+        report = TestReport(
+            questions=len(after.scores),
+            index=best.index,
+            before=estimate(before),
+            after=estimate(after),
+        )
+        self._write(report)
+        return report
+
+    # ---- records
+
+    def _write(self, report: BaselineReport | Report) -> None:
+        self._record(report.event, **report.to_json())
+
+    def _record(self, event: str, **fields: Any) -> None:
+        if self.run_dir is not None:
+            self.run_dir.journal(event, **fields)
+
+    def _save(self, stopped: str | None = None) -> None:
+        if self.run_dir is not None:
+            self.run_dir.save(self.population, self.progress, self.strategy, self.schedule)
+        if stopped is not None:
+            self._record("stopped", reason=stopped)
+
+
+def _closes_a_generation(report: Report) -> TypeGuard[GenerationReport]:
+    return isinstance(report, GenerationReport)
