@@ -15,6 +15,18 @@ from evogrpo.evolution.mutation import Changes, Mutation, spread_members
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value
 from evogrpo.randomness import generator
 
+_COPIED = (
+    "parent",
+    "born",
+    "hyperparameters",
+    "fitness",
+    "failed",
+    "retired",
+    "training",
+    "steps",
+    "_evaluated",
+)
+
 
 class _Hyperparameter:
     """A hyperparameter of an agent as an attribute: read from, validated by and replaced in its one frozen record."""
@@ -43,6 +55,7 @@ class EvolvableAlgorithm:
         hyperparameters: Its frozen record; `agent.lr = x` and the like replace it, and take effect at the next use.
         fitness: Its last evaluation; None before the first, or when it failed.
         failed: Why it must be replaced; None when all is well.
+        retired: Whether its slot holds nobody: it neither acts nor learns until a plan fills it.
         training: Whether `get_action` samples (True) or takes what is most likely.
         steps: Calls of `get_action` in training, plus calls of `learn`; numbers its random streams.
     """
@@ -181,7 +194,7 @@ class EvolvableAlgorithm:
     @staticmethod
     def copy_attributes(agent: "EvolvableAlgorithm", clone: "EvolvableAlgorithm") -> "EvolvableAlgorithm":
         """Copy everything but weights, optimiser, slot and index from `agent` to `clone`, and return `clone`."""
-        for name in ("parent", "born", "hyperparameters", "fitness", "failed", "training", "steps", "_evaluated"):
+        for name in _COPIED:
             setattr(clone, name, getattr(agent, name))
         clone._hooks = list(agent._hooks)
         return clone
