@@ -10,13 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.agents.learning.learner import Learner
-from evogrpo.agents.learning.step import Policy
+from evogrpo.agents.learning.step import LearningSettings, Policy
 from evogrpo.agents.members.banks import Banks
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
-from evogrpo.objective import Objective
 from evogrpo.policies.sampler import Sampler
 from evogrpo.records import Experience
 
@@ -24,23 +23,8 @@ CheckpointFiles = dict[str, bytes | Callable[[], bytes]]
 """Files of a checkpoint beside tensors and record: bytes, or a function that is called when they are written."""
 
 
-class Settings(Protocol):
+class Settings(LearningSettings, Protocol):
     """The settings that do not evolve and that a checkpoint stores, as far as everybody may read them."""
-
-    @property
-    def objective(self) -> Objective:
-        """The loss."""
-        ...
-
-    @property
-    def seed(self) -> int:
-        """Root of every random stream."""
-        ...
-
-    @property
-    def max_actions(self) -> int:
-        """The most actions of a row that is learnt from."""
-        ...
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
