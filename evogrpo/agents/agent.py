@@ -1,7 +1,7 @@
 """EvolvableAlgorithm: what every agent is, whatever it learns: a slot, an identity, and its hyperparameters."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -59,6 +59,9 @@ class EvolvableAlgorithm:
         training: Whether `get_action` samples (True) or takes what is most likely.
         steps: Calls of `get_action` in training, plus calls of `learn`; numbers its random streams.
     """
+
+    kinds: ClassVar[tuple[str, ...]] = ()
+    """Kinds of members that agents of this class have."""
 
     lr = _Hyperparameter()
     clip_coef = _Hyperparameter()

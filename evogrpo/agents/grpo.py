@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, ClassVar, Self, Unpack
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ class GRPO(AgileRLAgent):
 
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1.
     """
+
+    kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
 
     def __init__(
         self,
@@ -187,8 +189,8 @@ class GRPO(AgileRLAgent):
         """
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
-        self.members.check(env)
         check_groups(env)
+        self.members.check(env)
         base = self._evaluated == "base"
         return float(np.mean([evaluate(self.members, [self.slot], env, split, base=base) for _ in range(loop)]))
 

@@ -34,6 +34,8 @@ class MultiAgentGRPO(GRPO):
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to every agent apart.
     """
 
+    kinds = ("joint",)
+
     def __init__(
         self,
         observation_spaces: AgentSpaces,
@@ -98,7 +100,7 @@ class MultiAgentGRPO(GRPO):
         return super().get_action(states, training, action_mask)
 
     def collect(self, env: PettingZooGroups, samples_per_step: int | None = None) -> Collected:
-        """Play groups of joint episodes on the next training starts, to learn from.
+        """Play groups of joint episodes on the training starts of the agent's present step, to learn from.
 
         Args:
             env: Where to act.
@@ -107,6 +109,7 @@ class MultiAgentGRPO(GRPO):
         Raises:
             ValueError: If the group size does not divide it, or the environment is not one for this member.
         """
+        self.members.check(env)
         samples = samples_per_step or self.group_size
         block = max(1, samples // self.group_size)
         return collect(self.members, [self.learner()], env, samples_per_step=samples, block=block)

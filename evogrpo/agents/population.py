@@ -103,15 +103,24 @@ class Population(Sequence[Any]):
         """Let the healthy members learn from what was sampled, and mark those that fail.
 
         Args:
-            experience: By policy, rows of every healthy member.
+            experience: By policy, rows of every healthy member, or of those that these learn from.
             step: Number of the learning step; names the random streams.
-            sources: For slots that are to learn from others' samples, through their ratio to the policy that acted: the
-                slots whose samples they learn from, their own only if it is among them.
+            sources: For slots that are to learn from others' samples, by their ratio to the policy that acted and at
+                its temperature: the slots whose samples they learn from, their own only if it is among them.
 
         Returns:
             One report per member, by slot.
+
+        Raises:
+            ValueError: If `sources` names a slot that nobody healthy is in, or no slot to learn from; or see `learn`.
         """
-        given = sources or {}
+        given, healthy = sources or {}, {agent.slot for agent in self.healthy}
+        for slot, own in given.items():
+            if not own or not healthy.issuperset((slot, *own)):
+                raise ValueError(
+                    f"sources names healthy members and for each at least one that it learns from, got {slot}: "
+                    f"{list(own)} with healthy slots {sorted(healthy)}"
+                )
         learners = [
             replace(agent.learner(step), sources=tuple(given[agent.slot]) if agent.slot in given else None)
             for agent in self.healthy
@@ -170,8 +179,8 @@ class Population(Sequence[Any]):
         Raises:
             ValueError: With what does not fit, and what to do.
         """
-        self.members.check(env)
         check_groups(env)
+        self.members.check(env)
 
     def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
         """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones.

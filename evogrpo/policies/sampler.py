@@ -10,7 +10,7 @@ class Sampler(Protocol):
     """Whatever samples completions for members: their bank, or an engine that holds copies of their weights."""
 
     def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
-        """Sample one completion for each row, in the order of the rows.
+        """Sample one completion for each row, in the order of the rows; the tensors may be on any device.
 
         Args:
             rows: Which member completes which prompt.

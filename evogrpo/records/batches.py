@@ -19,6 +19,7 @@ class Batch:
         actions: `[n, t]` what was chosen, or `[n, t, ...]` where an action is a vector.
         present: `[n, t]` booleans: takes part in attention.
         action_mask: `[n, t]` booleans, a subset of `present`: counts in the loss.
+        acted: `[n, t]` booleans: chosen by the member, also where a row is left out of the loss; None = `present`.
         rewards: `[n]` in all; NaN = no reward applies.
         group_ids: `[n]` rows with equal ids started from the same state and belong to the same member.
         member_ids: `[n]` slots of the members that score the rows and learn from them.
@@ -41,6 +42,7 @@ class Batch:
     rewards: Tensor
     group_ids: Tensor
     member_ids: Tensor
+    acted: Tensor | None = None
     sampler_log_probs: Tensor | None = None
     exact: bool = True
     sampled_by: Tensor | None = None
@@ -65,6 +67,7 @@ class Batch:
             actions=self.actions[rows],
             present=self.present[rows],
             action_mask=self.action_mask[rows],
+            acted=some(self.acted),
             rewards=self.rewards[rows],
             group_ids=self.group_ids[rows],
             member_ids=self.member_ids[rows],
@@ -74,6 +77,11 @@ class Batch:
             reward_components=some(self.reward_components),
             truncated=some(self.truncated),
         )
+
+    @property
+    def chosen(self) -> Tensor:
+        """`[n, t]` booleans: chosen by the member, whether or not it counts in the loss."""
+        return self.present if self.acted is None else self.acted
 
     def counted(self) -> tuple[Tensor, Tensor]:
         """Return the places of `[n * t]` of the actions that count, and the row of each."""
@@ -102,6 +110,7 @@ class Batch:
             group_ids=self.group_ids[row],
             member_ids=self.member_ids[row],
             sampled_by=None if self.sampled_by is None else self.sampled_by[row],
+            acted=None,
             sampler_log_probs=None if self.sampler_log_probs is None else single(self.sampler_log_probs),
             step_rewards=None,
             reward_components=None,
@@ -119,7 +128,7 @@ class Batch:
             return torch.cat([padded(part, width, fill) if timed else part for part in parts])
 
         whole = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
-        timed = ("actions", "present", "action_mask", "sampler_log_probs")
+        timed = ("actions", "present", "action_mask", "acted", "sampler_log_probs")
         return replace(
             self,
             exact=self.exact and other.exact,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 
@@ -102,6 +103,11 @@ class Rollout:
     exact: bool = False
     action_mask: Tensor = None  # type: ignore[assignment]  # never None once made
     kept: object | None = None
+
+    def to(self, device: torch.device) -> "Rollout":
+        """Return the same on a device."""
+        names = ("actions", "present", "log_probs", "truncated", "action_mask")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
     def __post_init__(self) -> None:
         if self.action_mask is None:

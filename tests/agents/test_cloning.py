@@ -94,7 +94,16 @@ def test_inspected_attributes_are_the_constructors_arguments_and_the_agents_stat
     rebuilt = GRPO(actor_network=shared_model(), **arguments)
     assert GRPO.inspect_attributes(rebuilt, input_args_only=True) == arguments
     everything = GRPO.inspect_attributes(agent)
-    assert set(everything) - set(arguments) == {"slot", "parent", "born", "fitness", "failed", "training", "steps"}
+    assert set(everything) - set(arguments) == {
+        "slot",
+        "parent",
+        "born",
+        "fitness",
+        "failed",
+        "retired",
+        "training",
+        "steps",
+    }
     assert everything["steps"] == 2  # one get_action, one learn
     assert not any(isinstance(value, torch.Tensor | torch.nn.Module) for value in everything.values())
 

@@ -214,6 +214,30 @@ def test_members_learn_to_guess_in_two_turns():
     assert population[0].fitness.mean > before
 
 
+def test_leaving_out_what_was_cut_off_counts_no_reply_as_said():
+    whole, cut = spoken(), spoken(objective=Objective(mask_truncated=True))
+    given = [collected(each, talks()).experience for each in (whole, cut)]
+    reports = [each.learn(own, step=0) for each, own in zip((whole, cut), given, strict=True)]
+    for name in ("completions/mean_length", "completions/min_length", "completions/max_length"):
+        assert reports[0][0].metrics[name] == reports[1][0].metrics[name]
+
+
+def test_conversations_of_a_hand_written_loop_are_scored_as_they_were_sampled():
+    agent = spoken(1, min_output_tokens=2, max_output_tokens=5)[0]
+    batch = collected_one(agent)
+    ids, masks = [], []
+    for start in range(len(batch.inputs.prompts)):
+        rows = (batch.inputs.prompt_ids == start).nonzero()[:, 0]
+        prompt = torch.tensor(batch.inputs.prompts[start]).expand(len(rows), -1)
+        ids.append(torch.cat([prompt, batch.actions[rows]], 1))
+        before = torch.zeros(len(rows), prompt.shape[1] - 1, dtype=torch.bool)
+        masks.append(torch.cat([before, batch.action_mask[rows]], 1))
+    rewards = torch.zeros(len(ids), len(ids[0]))
+    again = agent.members.experience(agent.learner(), (ids, masks, rewards))["default"]
+    bank = agent.members.banks["default"]
+    torch.testing.assert_close(bank.log_probs(again), bank.log_probs(batch), rtol=1e-4, atol=1e-4)
+
+
 def test_the_same_conversations_teach_the_same_twice():
     one, other = spoken(), spoken()
     for population in (one, other):

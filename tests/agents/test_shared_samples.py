@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from evogrpo import Objective
 from evogrpo.agents.learning.lessons import lessons_of
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.losses import loss_weights, policy_loss
@@ -39,16 +40,19 @@ def test_learning_from_ones_own_samples_by_name_is_learning_from_ones_own(make):
         assert_states_agree(one[slot].state(), other[slot].state(), lr=one[slot].lr)
 
 
-@pytest.mark.parametrize("make", [prompts, episodes])
-def test_a_twins_samples_teach_what_they_teach_the_twin(make):
+@pytest.mark.parametrize(("make", "kind"), [(prompts, "outcome"), (episodes, "return_to_go_timestep")])
+def test_a_twins_samples_teach_what_they_teach_the_twin(make, kind):
     """All rows in one optimizer step, so that the order in which they are dealt is no matter."""
-    population, env = make(batch_size=4096, update_epochs=1)
+    objective = Objective(loss_type="dapo", advantage=kind, kl_target=1e-3)
+    population, env = make(batch_size=4096, update_epochs=1, beta=0.1, objective=objective)
     population.members.banks.inherit([0, 0, 2])
     experience = collected(population, env)
     reports = population.learn(experience, step=0, sources={1: [0]})
     assert reports[1].failed is None
     assert reports[1].grad_norm == pytest.approx(reports[0].grad_norm, rel=1e-4)
-    assert_states_agree(population[0].state(), population[1].state(), lr=population[0].lr)
+    states = [population[slot].state() for slot in range(2)]
+    torch.testing.assert_close(states[0].pop("carried"), states[1].pop("carried"), rtol=1e-4, atol=1e-6)
+    assert_states_agree(*states, lr=population[0].lr)
 
 
 @pytest.mark.parametrize("make", [prompts, episodes])
@@ -108,6 +112,15 @@ def test_a_shared_row_is_one_row():
     picked = lessons.select(torch.tensor([len(batch) + 2]))
     assert torch.equal(picked.actions[0], batch.actions[2])
     assert (int(picked.member_ids), int(picked.sampled_by)) == (1, int(batch.member_ids[2]))
+
+
+@pytest.mark.parametrize("sources", [{1: []}, {7: [0]}, {0: [7]}])
+def test_sources_that_cannot_be_are_refused(sources):
+    population, env = prompts()
+    with pytest.raises(
+        ValueError, match=r"at least one that it learns from, got \d: \[.*healthy slots \[0, 1, 2\]"
+    ):
+        population.learn(collected(population, env), step=0, sources=sources)
 
 
 def test_samples_of_unknown_probability_teach_nobody_else():

@@ -14,7 +14,8 @@ class Learner:
         index: Who it is; names its random stream.
         step: Which learning step of its this is; names the stream as well.
         hyperparameters: Read here and nowhere else.
-        sources: Slots of the members whose samples it learns from; None = its own only.
+        sources: Slots of the members whose samples it learns from, each at the temperature it was sampled at; None =
+            its own only.
     """
 
     slot: int
@@ -22,3 +23,8 @@ class Learner:
     step: int
     hyperparameters: Hyperparameters
     sources: tuple[int, ...] | None = None
+
+    @property
+    def taught_by(self) -> tuple[int, ...]:
+        """Slots of the members whose samples it learns from."""
+        return (self.slot,) if self.sources is None else self.sources

@@ -73,7 +73,7 @@ def lessons_of(batch: Batch, learners: Mapping[int, Learner]) -> Lessons:
     acted = batch.member_ids
     rows, owners = [], []
     for slot in sorted(learners):
-        sources = torch.tensor(learners[slot].sources or (slot,), device=acted.device, dtype=acted.dtype)
+        sources = torch.tensor(learners[slot].taught_by, device=acted.device, dtype=acted.dtype)
         rows.append(torch.isin(acted, sources).nonzero()[:, 0])
         owners.append(torch.full_like(rows[-1], slot))
     row, owner = torch.cat(rows), torch.cat(owners)

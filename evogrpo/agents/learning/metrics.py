@@ -71,7 +71,7 @@ def reward_metrics(batch: Batch) -> dict[str, float]:
 def length_metrics(batch: Batch) -> dict[str, float]:
     """Return how long one member's samples are, in actions; those left out of the loss count as long as they are."""
     mask = batch.action_mask
-    lengths = torch.where(mask.any(1), mask.sum(1), batch.present.sum(1)).double()
+    lengths = torch.where(mask.any(1), mask.sum(1), batch.chosen.sum(1)).double()
     result = _range("length", lengths)
     if batch.truncated is not None:
         result["completions/clipped_ratio"] = float(batch.truncated.double().mean())

@@ -116,7 +116,7 @@ def _normalised(batch: Batch, objective: Objective, carried: Tensor) -> Tensor:
 def _compared(batch: Batch) -> Tensor:
     """Return `[n, t]` which actions take part in statistics: an episode left out of the loss keeps its place there."""
     left_out = ~batch.action_mask.any(1, keepdim=True)
-    return batch.action_mask | (batch.present & left_out)
+    return batch.action_mask | (batch.chosen & left_out)
 
 
 def _warn_of_equal_steps(kind: str, batch: Batch) -> None:

@@ -72,7 +72,9 @@ class LearningMembers(Protocol):
 
 
 def learn(members: LearningMembers, learners: Sequence[Learner], experience: Experience) -> dict[int, LearnReport]:
-    """Let members learn, policy after policy: each from its own rows, with its own objective and hyperparameters.
+    """Let members learn, policy after policy: each with its own objective and hyperparameters.
+
+    A member learns from the rows that it has sampled, or from those of its `sources`.
 
     Each member passes over its rows `update_epochs` times, `batch_size` rows per optimizer step; the members' first
     optimizer steps run together, then their second ones, until each has taken its own number. A policy takes no step
@@ -81,7 +83,7 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
     Args:
         members: All members.
         learners: Those that learn.
-        experience: By policy, rows of these members and of no others.
+        experience: By policy, rows of these members and of their sources, and of no others.
 
     Returns:
         One report per member, by slot; of several policies costs and optimizer steps add up, and metrics are averaged.
@@ -97,16 +99,17 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
     by_slot = {learner.slot: learner for learner in learners}
     present = {policy: set(batch.member_ids.tolist()) for policy, batch in experience.items()}
     everyone = set[int]().union(*present.values())
-    wanted = {source for each in learners for source in each.sources or (each.slot,)}
+    wanted = {source for each in learners for source in each.taught_by}
     if not wanted <= everyone <= wanted | set(by_slot):
         raise ValueError(
             f"a batch must hold rows of every member that learns, got slots {sorted(everyone)} for {sorted(wanted)}"
         )
+    members.banks.changed.update(by_slot)  # even if something raises on the way: weights may have moved by then
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
     for policy, batch in experience.items():
         acting = set(batch.member_ids[batch.present.any(1)].tolist())
         own = batch if acting == present[policy] else batch.of_members(sorted(acting))
-        taught = {slot: each for slot, each in by_slot.items() if acting & set(each.sources or (slot,))}
+        taught = {slot: each for slot, each in by_slot.items() if acting & set(each.taught_by)}
         if not taught:
             continue
         step = _LearningStep(policies[policy], taught, own)
@@ -114,7 +117,6 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
             step.take(dealt, first=number == 0)
         for slot, report in step.reports().items():
             reports[slot][policy] = report
-    members.banks.changed.update(by_slot)
     return {slot: merged(own, several=len(policies) > 1) for slot, own in reports.items()}
 
 
@@ -286,7 +288,7 @@ class _LearningStep:
         for slot, report in reports.items():
             if target is not None and math.isfinite(report.kl):
                 # More samples than the horizon would not speed the factor up but turn it around.
-                samples = min(len(report.advantages), horizon)
+                samples = min(int((self._episodes.member_ids == slot).sum()), horizon)
                 kl = torch.tensor(report.kl, dtype=torch.float64)
                 factors = self._bank.carried[:, 0]
                 factors[slot] = adaptive_kl(factors[slot], kl, target, horizon, samples)

@@ -56,7 +56,7 @@ class Banks(Mapping[str, PolicyBank]):
     @property
     def parts(self) -> tuple[str, ...]:
         """What a learner state consists of, by name: the keys of `state`, the same for all members."""
-        return tuple(_key(policy, name) for policy, bank in self._banks.items() for name in bank.parts)
+        return tuple(state_key(policy, name) for policy, bank in self._banks.items() for name in bank.parts)
 
     def part(self, slot: int, name: str) -> Tensor:
         """Return a copy of one part of what the member in `slot` has learnt."""
@@ -66,7 +66,7 @@ class Banks(Mapping[str, PolicyBank]):
     def state(self, slot: int) -> State:
         """Return copies of everything the member in `slot` has learnt; of several policies as "policy/name"."""
         return {
-            _key(policy, name): value
+            state_key(policy, name): value
             for policy, bank in self._banks.items()
             for name, value in bank.state(slot).items()
         }
@@ -96,7 +96,8 @@ class Banks(Mapping[str, PolicyBank]):
             bank.keep_reference(slots)
 
 
-def _key(policy: str, name: str) -> str:
+def state_key(policy: str, name: str) -> str:
+    """Return what a part of a policy's learner state is called in the member's."""
     return name if policy == DEFAULT else f"{policy}/{name}"
 
 

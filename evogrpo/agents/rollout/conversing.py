@@ -57,6 +57,7 @@ def converse(
     *,
     draws: Callable[[int], Tensor | None],
     room: int | None,
+    device: torch.device,
     base: bool = False,
 ) -> Conversed:
     """Hold one conversation for each row.
@@ -70,13 +71,14 @@ def converse(
         rows: The first turn.
         draws: Number of a further turn, from 1 -> uniforms `[n, t]` of all rows; None = the sampler draws by itself.
         room: Most tokens after a prompt, said and heard together; None = no bound.
+        device: Where the rollout is wanted, whatever the sampler's.
         base: Whether the untrained base speaks.
 
     Raises:
         ValueError: If the environment gives another number of replies than it was asked for, or an empty one.
     """
     several = opened.max_turns > 1
-    said = sampler.sample(replace(rows, keep=True) if several else rows, base=base)
+    said = sampler.sample(replace(rows, keep=True) if several else rows, base=base).to(device)
     if not several:
         lengths = said.present.sum(1, keepdim=True)
         starts = rows.prompt_ids.tolist()
@@ -99,7 +101,7 @@ def converse(
             kept=said.kept,
             kept_rows=None if said.kept is None else torch.tensor([place[row] for row in going]),
         )
-        said, speaking = sampler.sample(part, base=base), going
+        said, speaking = sampler.sample(part, base=base).to(device), going
         exact = exact and said.exact
         _record(talks, speaking, said)
     return _laid_out(rows, talks, said, exact)

@@ -1,6 +1,6 @@
 """Members that act for several agents: joint environments drive whole episodes, every policy acting for its own."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from evogrpo.agents.checkpoints.stored_spaces import space_from_json, space_to_json
 from evogrpo.agents.learning.learner import Learner
-from evogrpo.agents.members.banks import Banks
+from evogrpo.agents.members.banks import Banks, state_key
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.step_experiences import tensors_of
 from evogrpo.agents.members.control.team_settings import TeamSettings
@@ -99,7 +99,7 @@ class TeamMembers:
     @property
     def weights(self) -> tuple[str, ...]:
         """The parts of a learner state that make up the policies."""
-        return tuple(f"{name}/{part}" for name, policy in self.policies.items() for part in policy.weights)
+        return tuple(state_key(name, part) for name, policy in self.policies.items() for part in policy.weights)
 
     def alone(self, *, wrap: bool = True) -> "TeamMembers":
         """Return one fresh member; there is nothing to wrap."""
@@ -274,8 +274,7 @@ class TeamMembers:
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a member's policies as modules, by name: see `StackedPolicy.module`."""
-        modules = {name: policy.module(slot, base=base) for name, policy in self.policies.items()}
-        return nn.ModuleDict({name.replace(".", "_"): module for name, module in modules.items()})
+        return _Modules({name: policy.module(slot, base=base) for name, policy in self.policies.items()})
 
     def recompile(self) -> None:
         """Do nothing: no policy is a module of the caller's."""
@@ -316,7 +315,10 @@ class TeamMembers:
         own = self.record()
         for name in _SPACES:
             if record[name] != own[name]:
-                raise CheckpointError(f"{where} holds a member of {name} {record[name]}, but this one has {own[name]}")
+                raise CheckpointError(
+                    f"{where} holds a member of {name} {record[name]}, but this one has {own[name]}: bring the saved "
+                    "one back with MultiAgentGRPO.load"
+                )
 
     def constants(self) -> dict[str, Tensor]:
         """Return nothing: no policy is a module of the caller's."""
@@ -343,6 +345,24 @@ class TeamMembers:
             raise ValueError("multi-agent members take neither an accelerator nor an actor_network: leave them out")
         seen, done = ({agent: space_from_json(space) for agent, space in record[name]} for name in _SPACES)
         return cls(seen, done, size, TeamSettings.from_json(record["settings"]), hp_config, device=device or "cpu")
+
+
+class _Modules(nn.Module):
+    """Modules by name, whatever the names: `nn.ModuleDict` takes none with dots, nor its own attributes'."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._names = list(modules)
+        self._parts = nn.ModuleList(modules.values())
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return self._parts[self._names.index(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 _SPACES = ("observation_spaces", "action_spaces")

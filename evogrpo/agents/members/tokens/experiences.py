@@ -117,6 +117,9 @@ def _batch(
     mask = torch.stack([torch.nn.functional.pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
     columns = torch.arange(1, width + 1, device=device)
     present = columns <= (mask * columns).amax(1, keepdim=True)
+    # What a mask leaves out between two actions was heard, so that another turn begins behind it.
+    place = torch.arange(width, device=device)
+    begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
     group_ids = torch.arange(len(prompts), device=device).repeat_interleave(rewards.shape[1])
     return Batch(
         inputs=TokenInputs(
@@ -124,6 +127,7 @@ def _batch(
             prompt_ids=group_ids,
             temperature=torch.full((len(rows),), hyperparameters.temperature, device=device),
             min_new_tokens=min_new_tokens,
+            turn_places=place - torch.where(begins, place, 0).cummax(1).values,
         ),
         actions=actions,
         present=present,

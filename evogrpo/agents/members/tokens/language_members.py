@@ -176,7 +176,7 @@ class LanguageMembers:
             return torch.from_numpy(np.concatenate(parts))
 
         rows = self._rows(opened, wanted.start_ids, wanted.member_ids, wanted.temperature, draws(0))
-        conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened))
+        conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device)
         scores = opened.score(conversed.transcripts)
         batch = token_batch(self.settings, rows, conversed, scores, group_ids=wanted.group_ids)
         return Collected(
@@ -199,7 +199,13 @@ class LanguageMembers:
         nothing = torch.zeros(len(start_ids), self.settings.max_output_tokens)
         rows = self._rows(opened, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
         conversed = converse(
-            self._engine(), opened, rows, draws=lambda turn: nothing, room=self._room(opened), base=base
+            self._engine(),
+            opened,
+            rows,
+            draws=lambda turn: nothing,
+            room=self._room(opened),
+            device=self.device,
+            base=base,
         )
         return opened.score(conversed.transcripts).rewards
 

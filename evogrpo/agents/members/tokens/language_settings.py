@@ -65,7 +65,7 @@ class LanguageSettings:
 
     @property
     def max_actions(self) -> int:
-        """The most actions of a row that is learnt from."""
+        """The most actions of a row that is learnt from; without `max_episode_tokens` those of a single turn."""
         return self.max_episode_tokens or self.max_output_tokens
 
     def to_json(self) -> dict[str, Any]:
