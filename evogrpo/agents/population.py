@@ -195,6 +195,8 @@ class Population(Sequence[Any]):
         seed = self.members.settings.seed
         history = History(space=self.space, next_index=self.next_index, generations=tuple(generations))
         plan = strategy.plan(history, generator(seed, "plan", history.last.number))
+        if not isinstance(plan, Plan):
+            raise ValueError(f"a strategy returns a Plan, got {type(plan).__name__}: see evogrpo.evolution.Plan")
         plan.check(history)
         if not self.members.evolves or not strategy.mutates:
             return plan

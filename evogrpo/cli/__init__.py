@@ -1,4 +1,4 @@
-"""The command line: `evogrpo demo`, `train`, `resume`, `report`, `tasks`, `doctor` and `export`."""
+"""The command line: `evogrpo demo`, `train`, `resume`, `report`, `export`, `video`, `tasks`, `doctor`."""
 
 from evogrpo.cli.arguments import main
 

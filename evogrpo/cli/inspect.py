@@ -1,4 +1,4 @@
-"""The commands that look and copy: report, tasks and export."""
+"""The commands that look and copy: report, export, video and tasks."""
 
 import argparse
 import importlib.util

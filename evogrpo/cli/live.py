@@ -53,14 +53,20 @@ class Pace:
         schedule, progress = self._evolution.schedule, self._evolution.progress
         parts = [0.0]
         if schedule.generations is not None:
-            whole = schedule.generations * (schedule.steps_per_generation + 1)
-            done = progress.generation * (schedule.steps_per_generation + 1) + progress.step_in_generation
-            parts.append(done / whole)
+            # Evaluations count as a step each; what is left goes by the steps of the generation under way.
+            done = progress.step + progress.generation
+            parts.append(done / max(1, done + self.steps_left() + schedule.generations - progress.generation))
         if schedule.max_tokens is not None:
             parts.append(progress.tokens / schedule.max_tokens)
         if schedule.max_seconds is not None:
             parts.append(progress.seconds / schedule.max_seconds)
         return min(max(parts), 1.0)
+
+    def steps_left(self) -> int:
+        """Return how many learning steps the scheduled generations still take, as many each as the one under way."""
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        generations = (schedule.generations or 0) - progress.generation
+        return max(0, generations * progress.steps_per_generation - progress.step_in_generation)
 
     def left(self) -> float | None:
         """Return about how many seconds are left, or None before the first step."""
@@ -72,8 +78,7 @@ class Pace:
         bounds = []
         if schedule.generations is not None:
             generations = schedule.generations - progress.generation
-            steps = generations * progress.steps_per_generation - progress.step_in_generation
-            bounds.append(max(steps, 0) * per_step + generations * evaluation)
+            bounds.append(self.steps_left() * per_step + generations * evaluation)
         if schedule.max_seconds is not None:
             bounds.append(max(schedule.max_seconds - progress.seconds, 0.0))
         if schedule.max_tokens is not None and progress.tokens:
@@ -180,7 +185,7 @@ class RunDisplay:
         schedule = self._evolution.schedule
         if schedule.generations is None:
             return str(step)
-        return f"{step}/{schedule.generations * schedule.steps_per_generation}"
+        return f"{step}/{self._evolution.progress.step + self._pace.steps_left()}"
 
     # ---- the live region
 

@@ -99,11 +99,16 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         return []
     members = {member.slot: member.index for member in report.members}
     retired = [slot for slot in plan.vacant if slot in members]
-    if not plan.children and not retired:
+    if not plan.children and not retired and not plan.samples_per_step and not plan.steps_per_generation:
         close = any("within noise" in reason for reason in plan.reasons)
         why = "no difference is beyond the noise" if close else "nobody was replaced"
         return [Text(f"selection: everyone stays, {why}", "dim")]
-    lines = [Text(f"selection: #{members[slot]} is retired", "cyan") for slot in retired]
+    lines = [
+        Text.assemble((f"selection: #{members[slot]} is retired", "cyan"), f", {printable(plan.reasons[slot])}")
+        for slot in retired
+    ]
+    budgets = {"samples per step": plan.samples_per_step, "steps per generation": plan.steps_per_generation}
+    lines += [Text(f"selection: {count} {what} from here on", "cyan") for what, count in budgets.items() if count]
     for child in plan.children:
         gone = f"#{members[child.slot]} → " if child.slot in members else "new, "
         origin = "a founder" if child.parent is None else f"a clone of #{child.parent}"

@@ -32,7 +32,7 @@ from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import free_run_dir, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
-from evogrpo.training.run import AllFailedError, Evolution
+from evogrpo.training.run import AllFailedError, Evolution, StrategyError
 from evogrpo.training.rundir import RunDir
 
 TERMINATED = 128 + signal.SIGTERM
@@ -138,10 +138,10 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
         say_error("aborted; what was learned since the newest checkpoint is lost")
         show_command(console, "go on", resume_line)
         return INTERRUPTED
-    except (RewardError, AllFailedError) as error:
+    except (RewardError, StrategyError, AllFailedError) as error:
         console.print()
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
-        show_command(console, "once mended" if isinstance(error, RewardError) else "go on", resume_line)
+        show_command(console, "go on" if isinstance(error, AllFailedError) else "once mended", resume_line)
         return FAILED
     except Exception:
         show_command(console, "go on", resume_line)

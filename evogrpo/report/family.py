@@ -82,7 +82,7 @@ def winner(summary: RunSummary) -> int | None:
         summary: The run.
 
     Returns:
-        The index; of equally good members the one that was best last.
+        The index; of equally good members the one that was best first, which is the one that was kept.
     """
     if summary.test is not None:
         return summary.test.index
@@ -91,7 +91,7 @@ def winner(summary: RunSummary) -> int | None:
         for member in generation.members:
             if member.index != generation.best.index or member.fitness is None:
                 continue
-            if best is None or best.fitness is None or member.fitness >= best.fitness:
+            if best is None or best.fitness is None or member.fitness > best.fitness:
                 best = member
     return None if best is None else best.index
 

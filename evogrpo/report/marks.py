@@ -106,7 +106,8 @@ def draw_legend(figure: "Figure", run: Drawing, *, births: bool, y: float) -> No
         entries.append((Patch(color=neutral, alpha=0.3, linewidth=0), "± 1 standard error"))
     if births and any(line.origin is not None for line in run.lines):
         mark = Line2D([], [], color=neutral, marker="o", ms=6, mec="white", linestyle="none")
-        entries.append((mark, "birth, hyperparameters mutated"))
+        mutated = any(line.origin is not None and line.results[0].changes for line in run.lines if line.results)
+        entries.append((mark, "birth, hyperparameters mutated" if mutated else "birth"))
     if summary.baseline is not None:
         mark = Line2D([], [], color=BASE, linestyle=(0, (6, 4)), linewidth=1.4)
         entries.append((mark, f"{summary.words.untrained}, validation"))

@@ -68,7 +68,7 @@ def finite_metrics(report: LearnReport) -> dict[str, float | None]:
 
 
 def step_costs(progress: Progress, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
-    """Return what a learning step that has been counted cost each member, by slot: see `agents.metrics.NAMES`."""
+    """Return what a learning step that has been counted cost each member, by slot: see `learning.metrics.NAMES`."""
     total = max(1, sum(tokens.values()))
     return {
         slot: {"num_tokens": progress.slot_tokens[slot], "step_time": seconds * amount / total}

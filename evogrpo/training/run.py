@@ -13,7 +13,7 @@ from evogrpo.evolution.strategies import Strategy
 from evogrpo.history.records import BaselineReport, GenerationReport, MemberStep, Report, StepReport, TestReport
 from evogrpo.records import LearnReport
 from evogrpo.training.completions import examples_of, first_of_each
-from evogrpo.training.configuration.own_strategies import check_resumable, strategy_record
+from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.observing import estimate, finite_metrics, generation_of, member_reports, step_costs
 from evogrpo.training.progress import Best, Progress
 from evogrpo.training.rundir import RunDir
@@ -21,6 +21,10 @@ from evogrpo.training.sb3_names import sb3_names
 from evogrpo.training.schedule import Schedule
 
 STOPPED = "stopped by the user"
+
+
+class StrategyError(RuntimeError):
+    """A strategy raised, or its plan cannot be carried out."""
 
 
 class AllFailedError(RuntimeError):
@@ -64,6 +68,7 @@ class Evolution:
         self._set_budgets(None, None)
         self._description = description or {}
         self._stopping = False
+        check_strategy(strategy)
         if progress is None:
             schedule.warn_neutral(population)
             if run_dir is not None:
@@ -161,7 +166,9 @@ class Evolution:
         if progress.unplanned:
             if not progress.history:  # a checkpoint of an earlier version, which kept none
                 progress.history.append(generation_of(self.population, progress))
-            self._carry_out(self.population.plan(self.strategy, progress.history))
+            plan = self._planned()
+            assert plan is not None  # asked only where the run goes on
+            self._carry_out(plan)
 
     def _carry_out(self, plan: Plan) -> None:
         self.population.apply(plan)
@@ -245,17 +252,24 @@ class Evolution:
         progress.step_in_generation = 0
         progress.unplanned = True
         progress.history.append(generation_of(population, progress))
-        plan = None if self.finished() else population.plan(self.strategy, progress.history)
         report = GenerationReport(
             generation=progress.generation,
             step=progress.step,
             members=members,
             best=next(member for member in members if member.slot == population.best_slot),
-            plan=plan,
+            plan=None,
             seconds=progress.seconds,
             tokens=progress.tokens,
             examples=progress.examples,
         )
+        try:
+            plan = self._planned()
+        except StrategyError:
+            self._write(report)
+            progress.start_generation()
+            self._save(f"the strategy failed after generation {progress.generation}")
+            raise
+        report = replace(report, plan=plan)
         self._write(report)
         if self.run_dir is not None:
             self.run_dir.log_scalars(
@@ -266,6 +280,22 @@ class Evolution:
             self._carry_out(plan)
         self._save()
         return report
+
+    def _planned(self) -> Plan | None:
+        """Let the strategy plan what follows the generation that was evaluated; None if nothing does.
+
+        Raises:
+            StrategyError: If it cannot; it remembers nothing of that, and a run that goes on asks again.
+        """
+        if self.finished():
+            return None
+        progress, remembered = self.progress, self.strategy.state()
+        try:
+            return self.population.plan(self.strategy, progress.history)
+        except Exception as error:
+            self.strategy.load_state(remembered)  # what it noted half-way is forgotten
+            name = type(self.strategy).__name__
+            raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error
 
     def _require_healthy(self) -> None:
         """Stop the run if no member is left that others could be cloned from."""

@@ -71,7 +71,8 @@ class Schedule:
         if self.target_fitness is not None and fitness is not None and fitness >= self.target_fitness:
             return f"target_fitness {self.target_fitness:g} is reached, by {fitness:.4g}"
         if self.generations is not None and generation >= self.generations:
-            return f"generations {self.generations} are done"
+            more = generation > self.generations
+            return f"generations {self.generations} are {'more than ' if more else ''}done"
         return self.spent(tokens=tokens, seconds=seconds)
 
     def spent(self, *, tokens: int, seconds: float) -> str | None:

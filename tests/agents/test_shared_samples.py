@@ -117,9 +117,7 @@ def test_a_shared_row_is_one_row():
 @pytest.mark.parametrize("sources", [{1: []}, {7: [0]}, {0: [7]}])
 def test_sources_that_cannot_be_are_refused(sources):
     population, env = prompts()
-    with pytest.raises(
-        ValueError, match=r"at least one that it learns from, got \d: \[.*healthy slots \[0, 1, 2\]"
-    ):
+    with pytest.raises(ValueError, match=r"at least one that it learns from, got \d: \[.*healthy slots \[0, 1, 2\]"):
         population.learn(collected(population, env), step=0, sources=sources)
 
 

@@ -123,7 +123,7 @@ def test_what_a_team_is_not_made_for_is_refused_with_the_way_to_use_it(finished,
         (["task.max_episode_steps=25"], "at most 6,400 joint steps a learning step"),  # 4 members × 64 × 25
         (["task.max_episode_steps=25"], "19,200 actions of single agents"),
         (["task.max_episode_steps=25"], "at most 30 of shared per member and learning step"),  # 6 ceil(64·25·3 / 1024)
-        ([], "unknown, as episodes of this environment have no limit: set task.max_episode_steps"),
+        ([], "unknown, as a PettingZoo environment does not tell its limit: task.max_episode_steps"),
         (["task.agent_ids=true"], "told who it is"),
         (["task.agent_ids=true"], "shared for agent_0, agent_1, agent_2 (sees Box(21,), acts in Discrete(5))"),
         (["task.credit=agent"], "3, each learning from what it earns itself"),

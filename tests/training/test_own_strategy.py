@@ -1,5 +1,6 @@
 """A strategy from outside the package: it is stored with its state, resumes, retires members and changes budgets."""
 
+import dataclasses
 import multiprocessing
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from evogrpo import Tournament, evolve, resume
@@ -22,6 +24,7 @@ from evogrpo.report.summary import summarise
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
+from evogrpo.training.run import StrategyError
 from evogrpo.training.rundir import open_run
 from tests.cli.project import prepare, write_project
 from tests.strategies.gaussian_process import GaussianProcess
@@ -189,9 +192,57 @@ def test_the_journal_tells_who_retired_and_what_is_spent(halving, tmp_path):
     page = write_html(shutil.copytree(folder, tmp_path / "copy")).read_text(encoding="utf-8")
     assert page.count("a new round") == 5  # three newcomers in their first generation, two in their second
     shown = [[str(line) for line in plan_lines(r)] for r in reports if isinstance(r, GenerationReport)]
-    assert [len(lines) for lines in shown] == [2, 1, 3, 2, 0]
-    assert all("is retired" in line for line in shown[0])
-    assert ["a founder" in line for line in shown[2]] == [True, False, False]
+    budgets = [[line for line in lines if "samples per step" in line] for lines in shown]
+    assert budgets[:2] == [
+        ["selection: 16 samples per step from here on"],
+        ["selection: 32 samples per step from here on"],
+    ]
+    members = [[line for line in lines if "samples per step" not in line] for lines in shown]
+    assert [len(lines) for lines in members] == [2, 1, 3, 2, 0]
+    assert all("is retired, " in line for line in members[0])
+    assert ["a founder" in line for line in members[2]] == [True, False, False]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fails(Halving):
+    """Raises, or plans nothing, as long as it is told to."""
+
+    how = "raises"
+
+    def plan(self, history, rng):
+        if Fails.how == "raises":
+            raise KeyError("no such thing")
+        return super().plan(history, rng) if Fails.how == "works" else None
+
+
+@pytest.mark.parametrize(
+    ("how", "message"), [("raises", "KeyError: 'no such thing'"), ("nothing", "a Plan, got NoneType")]
+)
+def test_what_was_trained_outlives_a_strategy_that_fails(tmp_path, monkeypatch, how, message):
+    monkeypatch.setattr(Fails, "how", how)
+    run = tiny_run(tmp_path / "run", size=4, strategy=Fails(), generations=2)
+    with pytest.raises(StrategyError, match=f"Fails cannot plan: .*{message}"):
+        finish(run)
+    assert [event["event"] for event in read_journal(tmp_path / "run" / "journal.jsonl")][-2:] == [
+        "generation",
+        "stopped",
+    ]
+    again = resumed_run(tmp_path / "run", strategy=Fails)
+    assert (again.progress.generation, again.progress.step) == (1, 2)
+    monkeypatch.setattr(Fails, "how", "works")
+    finish(again)
+    plain = tmp_path / "plain"
+    finish(tiny_run(plain, size=4, strategy=Fails(), generations=2))
+    for name, value in open_run(plain).tensors.items():
+        assert torch.equal(value, open_run(tmp_path / "run").tensors[name])
+
+
+def test_what_is_no_strategy_is_refused_before_anything_is_trained(tmp_path):
+    with pytest.raises(ValueError, match=r"lacks plan, mutates, to_json, state, load_state"):
+        tiny_run(tmp_path / "run", strategy=object())
+    with pytest.raises(ValueError, match="lacks an instance"):
+        tiny_run(tmp_path / "run", strategy=Halving)
+    assert not (tmp_path / "run").exists()
 
 
 def test_evaluating_and_the_best_leave_retired_slots_out(halving):

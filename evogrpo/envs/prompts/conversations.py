@@ -10,6 +10,7 @@ from evogrpo.envs.prompts.questions import QuestionGroups
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
 from evogrpo.envs.prompts.splits import Table
 from evogrpo.envs.prompts.templates import Message, Tokenizer
+from evogrpo.hyperparameters import whole_number
 from evogrpo.records import Transcript
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
@@ -168,7 +169,7 @@ class MultiTurnGym(QuestionGroups):
         reward_workers: int | None = None,
         seed: int = 0,
     ) -> None:
-        if max_turns < 2:
+        if whole_number("max_turns", max_turns) < 2:
             raise ValueError(f"max_turns must be at least 2, got {max_turns}: HuggingFaceGym asks for one completion")
         if not callable(reply):
             raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}")

@@ -23,7 +23,19 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
         ValueError: If there is no such class, or a setting is unknown or refused.
     """
     name = str(values["name"])
-    return strategy_from_json(values, load_named(name, "strategy", "class") if ":" in name else None)
+    strategy = strategy_from_json(values, load_named(name, "strategy", "class") if ":" in name else None)
+    check_strategy(strategy)
+    return strategy
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what lacks a part of a strategy, before a run begins that would miss it."""
+    missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
+    if missing or isinstance(strategy, type):
+        raise ValueError(
+            f"a strategy has plan, mutates, to_json, state and load_state, but {strategy!r:.200} lacks "
+            f"{', '.join(missing) or 'an instance'}: see evogrpo.evolution.Strategy; Stateless has the last two"
+        )
 
 
 def check_resumable(strategy: Strategy) -> None:
@@ -71,6 +83,8 @@ def restored_strategy(
             f"the strategy of this run is {name}, a class that is not imported merely because a checkpoint names it: "
             "give the class, as in evogrpo.resume(..., strategy=ItsClass)"
         )
+    if given is not None and not isinstance(given, type):
+        check_strategy(given)
     kind = given if given is None or isinstance(given, type) else type(given)
     stored = strategy_from_json(record, kind)
     strategy = stored if given is None or isinstance(given, type) else given

@@ -1,4 +1,4 @@
-"""The sections of a run's configuration and the whole, as frozen records; `configuration.record` reads them."""
+"""The sections of a run's configuration and the whole, as frozen records; `configuration.reading` reads them."""
 
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, TypeVar

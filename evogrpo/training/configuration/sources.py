@@ -81,11 +81,17 @@ def load_named(reference: str, what: str, kind: str = "function") -> Callable[..
     if not sign or not place or not name:
         raise ValueError(f'a {what} is named "path.py:{kind}" or "module:{kind}", got {reference!r}')
     module = _run_file(Path(place), what) if place.endswith(".py") else load_module(place)
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    function: Any = getattr(module, name, None)
+    fits = callable if kind == "function" else _is_class
+    if not fits(function):
+        known = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
         raise ValueError(f"{place} has no {kind} {name!r}: it has {', '.join(known) or 'none'}")
-    return function  # type: ignore[no-any-return]  # callable, as just checked
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def _is_class(value: object) -> bool:
+    return isinstance(value, type)
 
 
 def reference_to(kind: type) -> str:
@@ -138,6 +144,11 @@ def _search(folder: Path) -> None:
 def _run(load: Callable[[], object], what: str) -> None:
     try:
         load()
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}: install the package it is in, "
+            'go to the folder that holds it, or name "path.py:name"'
+        ) from error
     except Exception as error:
         raise ValueError(f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}") from error
 

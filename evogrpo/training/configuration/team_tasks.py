@@ -82,6 +82,11 @@ class ParallelTask:
     def _maker(self) -> Callable[..., Any]:
         if ":" in self.parallel_env:
             return load_named(self.parallel_env, "parallel environment")
+        if self.parallel_env.endswith(".py"):
+            raise ValueError(
+                f"task.parallel_env names a file with what it takes from it, got {self.parallel_env!r}: write "
+                f'"{self.parallel_env}:parallel_env"'
+            )
         make = getattr(load_module(self.parallel_env), "parallel_env", None)
         if not callable(make):
             raise ValueError(

@@ -19,10 +19,12 @@ from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.configuration.team_tasks import ParallelTask
 from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
 from evogrpo.training.kinds.founding import founder_options
-from evogrpo.training.kinds.network_runs import UNLIMITED, device_of, layers_text, normalised_text, refuse_words, small
+from evogrpo.training.kinds.network_runs import device_of, layers_text, normalised_text, refuse_words, small
 from evogrpo.training.progress import Progress
 from evogrpo.training.rundir import Saved
 from evogrpo.training.video import Recorded
+
+UNKNOWN_LENGTH = "unknown, as a PettingZoo environment does not tell its limit: task.max_episode_steps has it counted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +54,11 @@ class TeamForecast:
         return {
             "samples": samples_row(config, "joint episodes"),
             "groups": self.rounds.groups_row(),
-            "environment": UNLIMITED
+            "environment": UNKNOWN_LENGTH
             if self.joint_steps is None
             else f"at most {count_text(self.joint_steps)} joint steps a learning step, all members, for episodes of "
             f"{self.episode_steps}: {count_text(self.transitions)} actions of single agents",
-            "optimizer": f"{optimizer} per member and learning step" if optimizer else UNLIMITED,
+            "optimizer": f"{optimizer} per member and learning step" if optimizer else UNKNOWN_LENGTH,
             "steps": self.rounds.steps_row(config, "joint episodes from held-out starts"),
             "parameters": f"{count_text(self.parameters)} in each member's networks as they start",
         }
