@@ -231,7 +231,8 @@ def compare_runs(first: Path, second: Path, renamed: Sequence[tuple[str, str]] =
     if missing:
         found.differences.append(f"there is no run in {missing[0]}")
         return found
-    for place in sorted({path.relative_to(side) for side in (first, second) for path in side.rglob("*.jsonl")}):
+    places = {path.relative_to(side) for side in (first, second) for path in side.rglob("*.jsonl")}
+    for place in sorted(places, key=lambda path: (len(path.parts), path)):  # the journal before completions
         if not (first / place).is_file() or not (second / place).is_file():
             found.differences.append(f"only one side has {place}")
             continue

@@ -92,10 +92,8 @@ def test_any_value_of_the_journal_counts(tmp_path, path, value, said):
 def test_an_event_more_or_less_counts_and_so_do_completions(tmp_path):
     done = compared(tmp_path, events=EVENTS[:2], completions=[{"completion": "b"}])
     assert done.returncode == 1
-    assert "DIFFERENT in 2, first: completions/step-000000.jsonl line 1 (completions).completion: 'a' and 'b'" in (
-        done.stdout
-    )
-    assert "pendulum: journal.jsonl line 3 (generation): {'event': 'generation'" in done.stdout
+    assert "DIFFERENT in 2, first: journal.jsonl line 3 (generation): {'event': 'generation'" in done.stdout
+    assert "pendulum: completions/step-000000.jsonl line 1 (completions).completion: 'a' and 'b'" in done.stdout
 
 
 def test_keys_of_one_side_are_listed_and_count_only_if_asked(tmp_path):
