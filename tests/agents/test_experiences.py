@@ -26,7 +26,7 @@ def test_completions_survive_the_round_trip(lengths, prompt_lengths):
     present = torch.arange(5) < counts[:, None]
     actions = torch.where(present, 20 + torch.arange(5 * len(counts)).view(-1, 5) % 40, PAD)
     rollout = Rollout(actions=actions, present=present, log_probs=torch.zeros(actions.shape), truncated=counts == 5)
-    ids, masks = as_completions(prompts, rollout, 2, PAD)
+    ids, masks = as_completions(prompts, rollout, PAD)
     rewards = torch.arange(len(counts)).float().view(-1, 2)
     batch = as_batch((ids, masks, rewards), 3, H, 0, CPU)
 

@@ -15,24 +15,23 @@ from evogrpo.agents.checkpoints.stored_spaces import space_from_json, space_to_j
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.banks import Banks, state_key
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
-from evogrpo.agents.members.control.step_experiences import tensors_of
+from evogrpo.agents.members.control.team_batches import team_batch
 from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import AgentDraws
 from evogrpo.envs.control.joint.assignment import Assignment, assign
-from evogrpo.envs.control.joint.joint_episodes import AgentEpisodes
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
-from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
-from evogrpo.envs.control.trees import flatten, stack, unflatten
+from evogrpo.envs.control.normalisation import ObservationStatistics
+from evogrpo.envs.control.trees import stack, unflatten
 from evogrpo.envs.groups import Scores, Split
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, Experience, ObservationInputs
+from evogrpo.records import Batch, Experience
 
 AgentSpaces = Mapping[str, spaces.Space[Any]]
 """By agent."""
@@ -157,7 +156,9 @@ class TeamMembers:
         for name, episodes in played.episodes.items():
             steps += np.bincount(member_ids[episodes.rows], weights=episodes.present.sum(axis=1), minlength=len(steps))
             truncated[episodes.rows[episodes.truncated]] = True
-            experience[name], summary = self._batch(self.policies[name], episodes, member_ids, temperature)
+            experience[name], summary = team_batch(
+                self.settings, self.policies[name], episodes, member_ids, temperature
+            )
             if summary is not None:
                 seen[name] = summary
         return Collected(
@@ -169,41 +170,6 @@ class TeamMembers:
             tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
             observed=(seen,),
         )
-
-    def _batch(
-        self,
-        policy: StackedPolicy,
-        episodes: AgentEpisodes,
-        members: NDArray[np.int64],
-        temperature: NDArray[np.float32],
-    ) -> tuple[Batch, ObservationStatistics | None]:
-        """Return one policy's rows, each one agent's part of a joint episode, and what its agents have observed."""
-        earned = episodes.team_rewards if self.settings.credit == "team" else episodes.own_rewards
-        # Added up in the order of the steps: a pairwise sum would depend on how far the longest episode pads the rest.
-        totals = np.where(episodes.present, earned, 0.0).cumsum(axis=1)[:, -1]
-        # An agent that never acted in an episode has earned nothing there that could be compared.
-        rewards = np.where(episodes.present.any(axis=1), totals, np.nan)
-        steps = np.where(episodes.present, earned, np.nan)
-        present, truncated = torch.from_numpy(episodes.present), torch.from_numpy(episodes.truncated)
-        owners = members[episodes.rows]
-        shown, summary = _shown(policy, episodes, owners)
-        batch = Batch(
-            inputs=ObservationInputs(
-                observations=tensors_of(shown),
-                temperature=torch.from_numpy(temperature[episodes.rows]),
-                action_masks=None if episodes.action_masks is None else torch.from_numpy(episodes.action_masks),
-            ),
-            actions=torch.from_numpy(episodes.actions),
-            present=present,
-            action_mask=present & ~truncated[:, None] if self.settings.objective.mask_truncated else present,
-            rewards=torch.from_numpy(rewards).float(),
-            group_ids=torch.from_numpy(episodes.group_ids),
-            member_ids=torch.from_numpy(owners),
-            sampler_log_probs=torch.from_numpy(episodes.log_probs),
-            step_rewards=torch.from_numpy(steps).float(),
-            truncated=truncated,
-        )
-        return batch, summary
 
     def evaluate(self, env: Any, split: Split, count: int, slots: Sequence[int], *, base: bool) -> NDArray[np.float64]:
         """Play the first `count` starts of a split greedily; return what each is worth `[slots * count]`."""
@@ -366,20 +332,3 @@ class _Modules(nn.Module):
 
 
 _SPACES = ("observation_spaces", "action_spaces")
-
-
-def _shown(
-    policy: StackedPolicy, episodes: AgentEpisodes, owners: NDArray[np.int64]
-) -> tuple[Any, ObservationStatistics | None]:
-    """Return observations `[n, t, ...]` as the rows' members saw them, and statistics of the raw ones."""
-    if policy.statistics is None:
-        return episodes.observations, None
-    space, present = policy.observation_space, episodes.present
-    leaves = flatten(space, episodes.observations)
-    summary = observed(policy.bank.size, leaves, normalised_leaves(space), present, owners)
-    flat = unflatten(space, [leaf.reshape(present.size, *leaf.shape[2:]) for leaf in leaves])
-    changed = flatten(space, policy.shown(flat, owners.repeat(present.shape[1])))
-    shown = [leaf.reshape(*present.shape, *leaf.shape[1:]).copy() for leaf in changed]
-    for leaf in shown:
-        leaf[~present] = 0
-    return unflatten(space, shown), summary

@@ -3,11 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.records import Batch, Rollout, TokenInputs
+from evogrpo.randomness import generator
+from evogrpo.records import Batch, Rollout, Rows, TokenInputs
 
 Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]
 """(completion ids per prompt `[g, P + C]`, action masks per prompt `[g, P + C - 1]`, rewards `[prompts, g]`)."""
@@ -37,21 +41,40 @@ def prompt_tokens(states: Sequence[Mapping[str, Tensor]]) -> "list[tuple[int, ..
     return prompts
 
 
+def asked_rows(
+    prompts: "Sequence[tuple[int, ...]]", learner: Learner, settings: LanguageSettings, *, training: bool
+) -> Rows:
+    """Return rows in which a member answers prompts: whole groups that sample, or each once what is most likely."""
+    size = learner.hyperparameters.group_size if training else 1
+    shape = (len(prompts) * size, settings.max_output_tokens)
+    uniforms = np.zeros(shape, dtype=np.float32)
+    if training:
+        rng = generator(settings.seed, "get_action", learner.step, learner.index)
+        uniforms = rng.random(shape, dtype=np.float32)
+    return Rows(
+        prompts=tuple(prompts),
+        prompt_ids=torch.arange(len(prompts)).repeat_interleave(size),
+        member_ids=torch.full((shape[0],), learner.slot),
+        temperature=torch.full((shape[0],), learner.hyperparameters.temperature if training else 0.0),
+        uniforms=torch.from_numpy(uniforms),
+        min_new_tokens=settings.min_output_tokens,
+    )
+
+
 def as_completions(
-    prompts: "Sequence[tuple[int, ...]]", rollout: Rollout, group_size: int, pad_id: int
+    prompts: "Sequence[tuple[int, ...]]", rollout: Rollout, pad_id: int
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return a rollout of whole groups as completion ids and action masks per prompt.
 
     Args:
         prompts: The prompts, one per group.
-        rollout: `prompts * group_size` rows, groups next to each other.
-        group_size: Rows per prompt.
+        rollout: Equally many rows per prompt, groups next to each other.
         pad_id: Fills up after the end.
 
     Returns:
         Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks: mask j says whether token j + 1 was sampled.
     """
-    ids, masks = [], []
+    ids, masks, group_size = [], [], len(rollout.actions) // len(prompts)
     for number, prompt in enumerate(prompts):
         own = slice(number * group_size, (number + 1) * group_size)
         present = rollout.present[own]

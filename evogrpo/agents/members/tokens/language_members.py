@@ -20,7 +20,7 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.banks import DEFAULT, Banks
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles
-from evogrpo.agents.members.tokens.experiences import Experiences, as_batch, as_completions, prompt_tokens
+from evogrpo.agents.members.tokens.experiences import Experiences, as_batch, as_completions, asked_rows, prompt_tokens
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.members.tokens.token_batches import token_batch
 from evogrpo.agents.rollout.conversing import converse
@@ -245,24 +245,8 @@ class LanguageMembers:
         """Answer prompts, in AgileRL's shapes; see `GRPO.get_action`."""
         if action_mask is not None:
             raise ValueError("action_mask is for small networks: a completion's tokens are all legal")
-        prompts = prompt_tokens(seen)
-        settings, size = self.settings, learner.hyperparameters.group_size if training else 1
-        shape = (len(prompts) * size, settings.max_output_tokens)
-        uniforms = np.zeros(shape, dtype=np.float32)
-        if training:
-            rng = generator(settings.seed, "get_action", learner.step, learner.index)
-            uniforms = rng.random(shape, dtype=np.float32)
-        rollout = self._engine().sample(
-            Rows(
-                prompts=tuple(prompts),
-                prompt_ids=torch.arange(len(prompts)).repeat_interleave(size),
-                member_ids=torch.full((shape[0],), learner.slot),
-                temperature=torch.full((shape[0],), learner.hyperparameters.temperature if training else 0.0),
-                uniforms=torch.from_numpy(uniforms),
-                min_new_tokens=settings.min_output_tokens,
-            )
-        )
-        return as_completions(prompts, rollout, size, settings.pad_token_id)
+        rows = asked_rows(prompt_tokens(seen), learner, self.settings, training=training)
+        return as_completions(rows.prompts, self._engine().sample(rows), self.settings.pad_token_id)
 
     def predict(
         self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
