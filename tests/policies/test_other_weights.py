@@ -6,8 +6,8 @@ from torch.func import functional_call
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
-from evogrpo.policies.tokens.bank import TokenBank
 from evogrpo.policies.tokens.engine.causal import CausalModel
+from evogrpo.policies.tokens.token_bank import TokenBank
 from evogrpo.policies.tokens.weights.states import LearnerStates
 from tests.conformance.sampler import SamplerTestCase
 from tests.tiny_batches import as_batch, make_rows

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import PolicyVersion
-from evogrpo.policies.tokens.bank import TokenBank
 from evogrpo.policies.tokens.engine.causal import CausalModel
+from evogrpo.policies.tokens.token_bank import TokenBank
 from evogrpo.policies.tokens.weights.adapter_weights import AdapterWeights
 
 
