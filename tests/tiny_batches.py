@@ -13,6 +13,7 @@ from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.policies.bank import LossFunction
+from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Rollout, Rows, TokenInputs
@@ -73,6 +74,25 @@ def make_rows(
         min_new_tokens=min_new_tokens,
         keep=keep,
     )
+
+
+def clear(sampler: Sampler, rows: Rows) -> Rows:
+    """Return the rows with draws that are clear of the boundaries between tokens, by far more than rounding.
+
+    Batches of other shapes round otherwise, so only such draws name the same tokens in both.
+    """
+    assert rows.uniforms is not None
+    for attempt in range(50):
+        uniforms = (rows.uniforms + 0.37 * attempt) % 1.0
+        low, high = (
+            sampler.sample(
+                replace(rows, uniforms=(uniforms + nudge).clamp(0.0, 1.0 - 1e-7), keep=False, kept=None, kept_rows=None)
+            )
+            for nudge in (-1e-5, 1e-5)
+        )
+        if low.actions.shape == high.actions.shape and torch.equal(low.actions, high.actions):
+            return replace(rows, uniforms=uniforms)
+    raise AssertionError("no draws keep clear of the boundaries")
 
 
 def as_batch(rows: Rows, rollout: Rollout) -> Batch:

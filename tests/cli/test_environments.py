@@ -117,7 +117,16 @@ def test_the_best_member_is_an_agent_that_acts(finished):
     assert env.action_space.contains(int(action))
 
 
-def test_the_command_trains_what_the_same_settings_train_in_python(finished, tmp_path):
+@pytest.fixture
+def one_thread():
+    """Compute in one thread, as the command does with small networks: more of them round otherwise."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_command_trains_what_the_same_settings_train_in_python(finished, one_thread, tmp_path):
     config = load_config(finished[0] / "config.yaml")
     env = GymnasiumGroups("CartPole-v1", validation_size=4, test_size=6, seed=0)
     population = GRPO.population(

@@ -10,7 +10,16 @@ import torch
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.records import Batch, Rollout, Rows
-from tests.tiny_batches import as_batch, different_members, episodes, heard_by, make_rows, next_turn, sampled_batch
+from tests.tiny_batches import (
+    as_batch,
+    clear,
+    different_members,
+    episodes,
+    heard_by,
+    make_rows,
+    next_turn,
+    sampled_batch,
+)
 from tests.tiny_models import EOS, PAD, VOCABULARY, tiny_model
 
 SIZE = 3
@@ -134,7 +143,7 @@ class SamplerTestCase(ABC):
         if not self.heeds_uniforms:
             pytest.skip("this sampler draws by itself")
         sampler = self.make_sampler(self.make_bank())
-        rows = self.rows()
+        rows = clear(sampler, self.rows())
         one = sampler.sample(rows)
         assert torch.equal(one.actions, sampler.sample(rows).actions)
         alone = sampler.sample(rows.select(torch.tensor([4])))

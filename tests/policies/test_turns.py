@@ -13,6 +13,7 @@ from tests.oracles.peft_members import PeftMember
 from tests.policies.test_prefix_sharing import UNSHAREABLE
 from tests.tiny_batches import (
     PROMPTS,
+    clear,
     different_members,
     episodes,
     grpo_loss,
@@ -56,6 +57,7 @@ def played(bank, rows, turns=3):
     """Play turns on the cache, and each of them again from prompt and history; return (rows, rollout, heard) each."""
     rows, found = dataclasses.replace(rows, keep=True), []
     for turn in range(turns):
+        rows = clear(bank, rows)
         rollout, heard = bank.sample(rows), heard_by(rows, turn)
         again = bank.sample(dataclasses.replace(rows, kept=None, kept_rows=None))
         for name in ("actions", "present", "truncated"):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve
-from evogrpo.evolution import Mutation, NoEvolution
+from evogrpo.evolution import Mutation, NoEvolution, Stateless
 from evogrpo.history.records import GenerationReport, StepReport, TestReport
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.run import Evolution
@@ -22,8 +22,10 @@ from tests.tiny_training import (
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
 
 
-class Watched:
+class Watched(Stateless):
     """A tournament that notes every member's state at the moment of the plan."""
+
+    mutates = True
 
     def __init__(self, population):
         self.population = population
