@@ -14,10 +14,10 @@ from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import ClassicControl, native_class
 from evogrpo.envs.control.draws import StepUniforms
 from evogrpo.envs.control.episodes import EpisodeRecord, Played
-from evogrpo.envs.control.lanes import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
 from evogrpo.envs.control.making import Distinct, EnvMaker, carries_over, registered, time_limit
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
+from evogrpo.envs.control.solo_lanes import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import flatten, leaf_spaces
 from evogrpo.envs.groups import Split
