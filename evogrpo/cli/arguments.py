@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         chosen.overrides = [*chosen.overrides, *rest]
     # Only now: help needs none of it.
-    from evogrpo.cli.console import clean_warnings, quieten_libraries, say_error, tolerate_old_encodings
+    from evogrpo.training.display.console import clean_warnings, quieten_libraries, say_error, tolerate_old_encodings
 
     tolerate_old_encodings()
     quieten_libraries()

@@ -8,8 +8,8 @@ from rich.columns import Columns
 from rich.text import Text
 
 from evogrpo.cli.arguments import OK
-from evogrpo.cli.console import make_console
 from evogrpo.history.text import number_text, printable
+from evogrpo.training.display.console import make_console
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 

@@ -17,10 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
-from evogrpo.cli.console import clean_warnings, make_console, say_error, say_warning
 from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
-from evogrpo.cli.live import RunDisplay, outcome_lines
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.strategies import NoEvolution
 from evogrpo.history.records import TestReport as TestOutcome
@@ -28,6 +26,8 @@ from evogrpo.training.configuration.environment_tasks import reward_threshold
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.sources import user_line
+from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning
+from evogrpo.training.display.live import RunDisplay, outcome_lines
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import free_run_dir, read_resumable, start

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from evogrpo.cli.completions_table import completions_table, one_line, shortened
-from evogrpo.cli.console import make_console
 from evogrpo.history.records import Example
+from evogrpo.training.display.completions_table import completions_table, one_line, shortened
+from evogrpo.training.display.console import make_console
 
 
 @pytest.fixture(autouse=True)

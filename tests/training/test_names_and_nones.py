@@ -6,13 +6,13 @@ import json
 import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
-from evogrpo.cli.tables import generation_table, member_note
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.history.text import changes_text
 from evogrpo.history.words import LANGUAGE
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.html import write_html
 from evogrpo.report.summary import summarise
+from evogrpo.training.display.tables import generation_table, member_note
 from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_population
 
 SPACE = HyperparameterConfig(

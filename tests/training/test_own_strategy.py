@@ -14,7 +14,6 @@ import torch
 import yaml
 
 from evogrpo import Tournament, evolve, resume
-from evogrpo.cli.tables import plan_lines
 from evogrpo.evolution import NoEvolution
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
@@ -22,6 +21,7 @@ from evogrpo.persistence.journal import read_journal
 from evogrpo.report.html import write_html
 from evogrpo.report.summary import summarise
 from evogrpo.training.configuration.reading import load_config, parse_config
+from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.run import StrategyError

@@ -1,0 +1,79 @@
+"""How long the parts of a run take, how much of it is done, and about how long the rest takes."""
+
+import time
+
+from evogrpo.history.records import GenerationReport, Report, StepReport
+from evogrpo.training.run import Evolution
+
+
+class Pace:
+    """How long the parts of a run take, and what is left of it.
+
+    Args:
+        evolution: The run.
+    """
+
+    def __init__(self, evolution: Evolution) -> None:
+        self._evolution = evolution
+        self._members = len(evolution.population)
+        self._steps: list[float] = []
+        self._evaluation: float | None = None
+        self._last = time.monotonic()
+
+    def note(self, report: Report) -> None:
+        """Take the time of the part that just ended."""
+        now = time.monotonic()
+        passed, self._last = now - self._last, now
+        if isinstance(report, StepReport):
+            self._steps.append(report.seconds)
+            if self._evaluation is None:  # the base alone answered the validation questions before this step
+                self._evaluation = max(passed - report.seconds, 0.0) * self._members
+        elif isinstance(report, GenerationReport):
+            self._evaluation = passed
+
+    def fraction(self) -> float:
+        """Return how much of the run is done, from 0 to 1, by the limit that is nearest."""
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        parts = [0.0]
+        if schedule.generations is not None:
+            # Evaluations count as a step each; what is left goes by the steps of the generation under way.
+            done = progress.step + progress.generation
+            parts.append(done / max(1, done + self.steps_left() + schedule.generations - progress.generation))
+        if schedule.max_tokens is not None:
+            parts.append(progress.tokens / schedule.max_tokens)
+        if schedule.max_seconds is not None:
+            parts.append(progress.seconds / schedule.max_seconds)
+        return min(max(parts), 1.0)
+
+    def steps_left(self) -> int:
+        """Return how many learning steps the scheduled generations still take, as many each as the one under way."""
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        generations = (schedule.generations or 0) - progress.generation
+        return max(0, generations * progress.steps_per_generation - progress.step_in_generation)
+
+    def left(self) -> float | None:
+        """Return about how many seconds are left, or None before the first step."""
+        if not self._steps:
+            return None
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        recent = self._steps[-8:]
+        per_step, evaluation = sum(recent) / len(recent), self._evaluation or 0.0
+        bounds = []
+        if schedule.generations is not None:
+            generations = schedule.generations - progress.generation
+            bounds.append(self.steps_left() * per_step + generations * evaluation)
+        if schedule.max_seconds is not None:
+            bounds.append(max(schedule.max_seconds - progress.seconds, 0.0))
+        if schedule.max_tokens is not None and progress.tokens:
+            bounds.append(max(schedule.max_tokens / progress.tokens - 1.0, 0.0) * progress.seconds)
+        waited = min(time.monotonic() - self._last, per_step)
+        return max(min(bounds) - waited, 0.0) + self._test(evaluation)
+
+    def _test(self, evaluation: float) -> float:
+        """Estimate the final test: two passes over its questions, where an evaluation makes one per member."""
+        schedule, env = self._evolution.schedule, self._evolution.env
+        if schedule.test_questions == 0:
+            return 0.0
+        test = min(schedule.test_questions or env.size("test"), env.size("test"))
+        validation = min(schedule.validation_questions or env.size("validation"), env.size("validation"))
+        return evaluation * 2 * test / (validation * self._members)
