@@ -29,6 +29,7 @@ from evogrpo.objective import Objective
 from evogrpo.policies.bank import PolicyBank
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Experience, LearnReport, UpdateReport
+from evogrpo.tally import Tally
 
 
 class LearningSettings(Protocol):
@@ -113,8 +114,10 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
         if not taught:
             continue
         step = _LearningStep(policies[policy], taught, own)
-        for number, dealt in enumerate(step.deal()):
-            step.take(dealt, first=number == 0)
+        plan = step.deal()
+        tally = Tally("learning", sum(len(rows) for dealt in plan for rows in dealt.values()))
+        for number, dealt in enumerate(plan):
+            step.take(dealt, tally, first=number == 0)
         for slot, report in step.reports().items():
             reports[slot][policy] = report
     return {slot: merged(own, several=len(policies) > 1) for slot, own in reports.items()}
@@ -234,8 +237,8 @@ class _LearningStep:
             later |= self._needed & (self._rows.sampled_by != self._rows.member_ids)
         self._known.find_old(later.nonzero()[:, 0])
 
-    def take(self, steps: Mapping[int, Tensor], *, first: bool) -> None:
-        """Take one optimizer step of every member in `steps`, which gives its row numbers."""
+    def take(self, steps: Mapping[int, Tensor], tally: Tally, *, first: bool) -> None:
+        """Take one optimizer step of every member in `steps`, which gives its row numbers; the tally counts rows."""
         rows = torch.cat(list(steps.values()))
         # Over all rows of the step, needed or not: skipping a row must change neither a denominator nor a quantile.
         weights = self._losses.weights(rows, self._settings.max_actions)
@@ -244,6 +247,7 @@ class _LearningStep:
         run = rows
         if not bool(needed.all()):
             run, weights, kept = rows[needed], weights[needed], kept[needed]
+            tally.add(len(rows) - len(run))
         sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
 
         def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
@@ -252,6 +256,7 @@ class _LearningStep:
                 # Nothing has been updated since sampling: the policy's own values are the old ones, at no extra pass.
                 self._known.take(own, log_probs)
             losses, sums[chosen] = self._losses(own, log_probs, entropies, kept[chosen])
+            tally.add(len(chosen))
             return (weights[chosen] * losses).sum(1)
 
         part = self._known.lessons.select(run)

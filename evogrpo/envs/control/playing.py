@@ -1,5 +1,6 @@
 """Playing whole episodes: the environments drive, and each policy acts for all its living agents at once."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -13,6 +14,7 @@ from evogrpo.envs.control.lanes import Brought, EpisodeLanes, Seen
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import unflatten
 from evogrpo.records import Actor
+from evogrpo.tally import Tally
 
 EntryUniforms = Callable[[Sequence[str], NDArray[np.int64], NDArray[np.int64]], NDArray[np.float32]]
 """(agents `[m]`, or () for the only one, rows `[m]`, their steps t `[m]`) -> `[m, d]` numbers in [0, 1); the same for
@@ -70,6 +72,7 @@ class Requested:
         temperature: `[n]`; None means 1.
         statistics: Normalises observations; None shows them as they are.
         base: Let the untrained base act.
+        limit: Steps after which the environment itself ends an episode; None = never, or unknown.
         longest: Steps after which an episode that still runs is an error.
     """
 
@@ -80,6 +83,7 @@ class Requested:
     temperature: NDArray[np.float32] | None
     statistics: ObservationStatistics | None
     base: bool
+    limit: int | None
     longest: int
 
 
@@ -130,6 +134,7 @@ def requested(
         temperature=heat,
         statistics=statistics,
         base=base,
+        limit=max_episode_steps,
         longest=max(max_episode_steps or 0, MOST_STEPS),
     )
 
@@ -160,6 +165,8 @@ def play_episodes(
     """
     queue = _queue(wanted.member_ids)
     rows = t = np.empty(0, dtype=np.int64)
+    total, limit = len(queue), wanted.limit or math.inf
+    tally = Tally(f"playing {total:,} episodes", total)
     while True:
         free = min(count - len(rows), len(queue))
         if free:
@@ -170,6 +177,7 @@ def play_episodes(
             lanes.select(order)
             rows, t = rows[order], t[order]
         rows, t = _without(lanes, lanes.deserted(), rows, t)  # some may be over before anybody acts
+        tally.reach(total - len(queue) - len(rows) + int(t.sum()) / limit)
         if not len(rows):
             if len(queue):
                 continue

@@ -8,13 +8,14 @@ from torch import Tensor
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.records import Rollout, Rows
+from evogrpo.tally import Tally
 
 ROWS_OF_LOGITS = 128
 COMPACT_BELOW = 0.75  # copying the cache pays when at least a quarter of its rows have ended
 
 
 def generate(
-    model: TokenModel[Any], decoding: Decoding, rows: Rows, uniforms: Tensor, end_ids: Tensor
+    model: TokenModel[Any], decoding: Decoding, rows: Rows, uniforms: Tensor, end_ids: Tensor, tally: Tally
 ) -> tuple[Rollout, list[tuple[Tensor, Any]]]:
     """Sample one completion per row until an end of sequence or until there are enough tokens.
 
@@ -24,6 +25,7 @@ def generate(
         rows: The same as work.
         uniforms: `[n, t]` in [0, 1), on the model's device.
         end_ids: `[e]` token ids that end a completion.
+        tally: Counts completions: those under way by their tokens, of the most that they may have.
 
     Returns:
         The completions, in the order of `rows`; and, where `rows.keep` asks for it, row numbers and what was set aside
@@ -49,9 +51,11 @@ def generate(
         forbid = step < rows.min_new_tokens
         tokens, chosen = _choose(model, hidden, rows.temperature[carried], uniforms[carried, step], end_ids, forbid)
         at = carried[live]
+        before = len(at)
         actions[at, step], log_probs[at, step], present[at, step] = tokens[live], chosen[live], True
         live &= ~torch.isin(tokens, end_ids)
         alive = int(live.sum())
+        tally.add((alive + (before - alive) * (width - step)) / width)
         if alive == 0 or step == width - 1:
             set_aside(torch.arange(len(carried), device=device), carried, step)
             break

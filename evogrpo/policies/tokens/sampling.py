@@ -12,6 +12,7 @@ from evogrpo.policies.tokens.generation import generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Route, Weights
 from evogrpo.records import Rollout, Rows
+from evogrpo.tally import Tally
 
 CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept
 
@@ -91,11 +92,12 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
     served = torch.zeros(len(rows), dtype=torch.bool) if kept is None else _served(kept, rows, stamps)
     route, spare, pieces = weights.route("base" if base else "weights"), CACHED_TOKENS, list[_Piece]()
+    tally = Tally(f"writing {len(rows):,} completions", len(rows))
     for going_on, numbers in ((kept, order[served[order]]), (None, order[~served[order]])):
         for wave in numbers.split(max(1, CACHED_TOKENS // width)) if len(numbers) else ():
             spare -= len(wave) * width
             part = replace(rows, keep=rows.keep and spare >= 0)
-            pieces += _sample_wave(model, route, part, wave, going_on, end_ids)
+            pieces += _sample_wave(model, route, part, wave, going_on, end_ids, tally)
     return _joined(rows, pieces, stamps)
 
 
@@ -119,7 +121,13 @@ def _served(kept: KeptRows, rows: Rows, stamps: Sequence[Stamp]) -> Tensor:
 
 
 def _sample_wave(
-    model: TokenModel[Any], route: Route, rows: Rows, wave: Tensor, kept: KeptRows | None, end_ids: Tensor
+    model: TokenModel[Any],
+    route: Route,
+    rows: Rows,
+    wave: Tensor,
+    kept: KeptRows | None,
+    end_ids: Tensor,
+    tally: Tally,
 ) -> list[_Piece]:
     """Sample the rows numbered in `wave` together, or in halves where memory runs out."""
     part = rows.select(wave)
@@ -133,12 +141,12 @@ def _sample_wave(
     )
     try:
         decoding = _fresh(model, route, part) if kept is None else _resumed(model, route, part, kept)
-        rollout, aside = generate(model, decoding, part, uniforms, end_ids)
+        rollout, aside = generate(model, decoding, part, uniforms, end_ids, tally)
         return [_Piece(numbers=wave, rollout=rollout, aside=aside)]
     except torch.OutOfMemoryError:
         if len(wave) == 1:
             raise
-    return [piece for half in wave.chunk(2) for piece in _sample_wave(model, route, rows, half, kept, end_ids)]
+    return [piece for half in wave.chunk(2) for piece in _sample_wave(model, route, rows, half, kept, end_ids, tally)]
 
 
 def _fresh(model: TokenModel[Any], route: Route, rows: Rows) -> Decoding:

@@ -11,6 +11,7 @@ from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import lexsort, micro_batches, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Weights
 from evogrpo.records import Batch, TokenInputs
+from evogrpo.tally import Tally
 
 NO_GRAD_FACTOR = 4  # a pass without gradients keeps no activations, so its parts may be larger
 
@@ -38,10 +39,12 @@ class TokenPasses:
         """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
         log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
         entropies = torch.zeros_like(log_probs)
+        tally = Tally(f"scoring {len(batch):,} completions", len(batch))
         while True:
             try:
                 for part in self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy):
                     log_probs[part], entropies[part] = self._forward(batch.select(part), policy)
+                    tally.add(len(part))
                 return log_probs, entropies
             except torch.OutOfMemoryError:
                 if self.micro_batch_tokens == 1:

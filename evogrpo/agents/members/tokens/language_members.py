@@ -23,9 +23,9 @@ from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.agents.members.tokens.experiences import Experiences, as_batch, as_completions, asked_rows, prompt_tokens
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.members.tokens.token_batches import token_batch
-from evogrpo.agents.rollout.conversing import converse
+from evogrpo.agents.rollout.conversing import Conversed, converse
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
-from evogrpo.envs.groups import Conversations, GroupEnvironment, Split
+from evogrpo.envs.groups import Conversations, GroupEnvironment, Scores, Split
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
@@ -34,6 +34,7 @@ from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, Rows
+from evogrpo.tally import Tally
 
 
 class LanguageMembers:
@@ -177,7 +178,7 @@ class LanguageMembers:
 
         rows = self._rows(opened, wanted.start_ids, wanted.member_ids, wanted.temperature, draws(0))
         conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device)
-        scores = opened.score(conversed.transcripts)
+        scores = self._scored(opened, conversed)
         batch = token_batch(self.settings, rows, conversed, scores, group_ids=wanted.group_ids)
         return Collected(
             experience={DEFAULT: batch},
@@ -207,7 +208,12 @@ class LanguageMembers:
             device=self.device,
             base=base,
         )
-        return opened.score(conversed.transcripts).rewards
+        return self._scored(opened, conversed).rewards
+
+    def _scored(self, opened: Conversations, conversed: Conversed) -> Scores:
+        """Let the environment reward what was said."""
+        Tally(f"rewarding {len(conversed.transcripts):,} completions", len(conversed.transcripts))
+        return opened.score(conversed.transcripts)
 
     def _room(self, opened: Conversations) -> int | None:
         """Return the most tokens after a prompt: what the settings allow and the model's context leaves."""

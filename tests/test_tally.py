@@ -1,0 +1,61 @@
+"""What is told of work under way: how far it is, from none to all of it, and never to anything that is computed."""
+
+import pytest
+import torch
+
+from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups
+from evogrpo.tally import Tally, heard_by
+from tests.envs.joint_probes import Favours
+from tests.tiny_training import tiny_env, tiny_population
+
+
+def language():
+    return tiny_population(2, beta=0.1, batch_size=4), tiny_env()
+
+
+def networks():
+    env = GymnasiumGroups("CartPole-v1", max_episode_steps=20, validation_size=2, test_size=2)
+    return GRPO.population(2, env.observation_space, env.action_space, group_size=4), env
+
+
+def teams():
+    env = PettingZooGroups(Favours, validation_size=2, test_size=2)
+    return MultiAgentGRPO.population(2, env.observation_spaces, env.action_spaces, group_size=4), env
+
+
+def take_a_step(population, env):
+    collected = population.collect(env, step=0, samples_per_step=8, block=2)
+    population.learn(collected.experience, step=0)
+    population.evaluate(env)
+    return [population.members.banks.state(agent.slot) for agent in population.agents]
+
+
+@pytest.mark.parametrize("make", [language, networks, teams])
+def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
+    heard = []
+    with heard_by(lambda what, part: heard.append((what, part))):
+        listened = take_a_step(*make())
+    acting = "writing 16 completions" if make is language else "playing 16 episodes"
+    parts = {what: [part for each, part in heard if each == what] for what, _ in heard}
+    assert {acting, "learning"} < set(parts)
+    for what in (acting, "learning", *(["scoring 16 completions"] if make is language else [])):
+        # An evaluation, and each policy of a team, begins anew.
+        rises = [after - before for before, after in zip(parts[what], parts[what][1:], strict=False)]
+        assert all(rise >= 0 or parts[what][place + 1] == 0 for place, rise in enumerate(rises)), what
+        assert len(parts[what]) > (1 if make is teams or what.startswith("scoring") else 2), what
+        assert max(parts[what]) == pytest.approx(1.0), what
+    for own, other in zip(listened, take_a_step(*make()), strict=True):
+        assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+def test_a_listener_hears_its_own_block_only():
+    heard = []
+    with heard_by(lambda what, part: heard.append(part)):
+        outer = Tally("outer", 4)
+        with heard_by(lambda what, part: None):
+            Tally("inner", 1).add(1)
+        outer.add(1)
+        outer.add(9)
+        Tally("empty", 0)
+    Tally("later", 2).add(1)
+    assert heard == [0.0, 0.25, 1.0, 1.0]
