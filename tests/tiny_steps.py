@@ -10,7 +10,7 @@ from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournam
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution import Strategy
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.training.run import Evolution
+from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
 from evogrpo.training.schedule import Schedule
 

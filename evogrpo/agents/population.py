@@ -138,13 +138,12 @@ class Population(Sequence[Any]):
             split: "validation" for selection.
             questions: Only the first so many; None = the whole split.
         """
-        healthy = self.healthy
-        for agent in self.agents:
-            agent.fitness = None
-        if healthy:
-            scores = evaluate(self.members, [agent.slot for agent in healthy], env, split, questions=questions)
-            for agent, row in zip(healthy, scores, strict=True):
-                agent.fitness = Fitness.from_scores(row.tolist())
+        earned: dict[int, Fitness] = {}
+        if healthy := [agent.slot for agent in self.healthy]:
+            scores = evaluate(self.members, healthy, env, split, questions=questions)
+            earned = {slot: Fitness.from_scores(row.tolist()) for slot, row in zip(healthy, scores, strict=True)}
+        for agent in self.agents:  # only now: an evaluation that is abandoned has changed nothing
+            agent.fitness = earned.get(agent.slot)
 
     def baseline(self, env: GroupEnvironment, split: Split, *, questions: int | None = None) -> Fitness:
         """Return the fitness of the untrained base."""

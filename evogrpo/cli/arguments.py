@@ -13,7 +13,7 @@ OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 _OVERRIDES = "key=value with dots between nested keys, e.g. schedule.generations=8 hyperparameters.lr=1e-4"
 _EXIT_CODES = (
     "exit codes: 0 done; 1 the run or the command failed; 2 the request was refused; 130 stopped by Ctrl-C; "
-    "143 stopped by a signal"
+    "128 + N stopped by signal N, e.g. 143 by SIGTERM"
 )
 
 

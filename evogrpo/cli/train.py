@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
-from types import FrameType
 
 import torch
 from rich.console import Console
@@ -32,10 +31,9 @@ from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import free_run_dir, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
-from evogrpo.training.run import AllFailedError, Evolution, StrategyError
+from evogrpo.training.loop.run import AllFailedError, Evolution, StrategyError
+from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.rundir import RunDir
-
-TERMINATED = 128 + signal.SIGTERM
 
 
 def demo(chosen: argparse.Namespace) -> int:
@@ -127,10 +125,12 @@ def resume(chosen: argparse.Namespace) -> int:
 def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     """Run to the end, to Ctrl-C or to an error, and say how to go on."""
     display = RunDisplay(console, evolution)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     resume_line = command("resume", run_dir)
     outcome: TestOutcome | None = None
     try:
-        with display, clean_warnings(console), _stopping_on_signals(evolution, display) as signals:
+        with display, clean_warnings(console), stopping_on_signals(evolution.stopping, _announce) as signals:
             for report in evolution.reports():
                 display.show(report)
                 outcome = report if isinstance(report, TestOutcome) else None
@@ -146,10 +146,11 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     except Exception:
         show_command(console, "go on", resume_line)
         raise
-    if signals and outcome is None:
-        console.print(Text(f"stopped after learning step {evolution.progress.step}; everything is saved", "yellow"))
+    if not evolution.result.complete:
+        step, reason = evolution.progress.step, evolution.result.reason
+        console.print(Text(f"{reason} after learning step {step}; everything is saved", "yellow"))
         show_command(console, "go on", resume_line)
-        return TERMINATED if signals[0] == signal.SIGTERM else INTERRUPTED
+        return 128 + signals[0]
     for line in outcome_lines(outcome, display.words) if outcome else ():
         console.print(line)
     console.print(f"\nended: {evolution.ended()}")
@@ -174,27 +175,11 @@ def _fitting_threads(prepared: PreparedRun) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def _stopping_on_signals(evolution: Evolution, display: RunDisplay) -> Iterator[list[int]]:
-    """Let the first Ctrl-C or SIGTERM stop after the step, and the second abort; yields the signals that came."""
-    received: list[int] = []
-
-    def handle(number: int, _: FrameType | None) -> None:
-        received.append(number)
-        if len(received) > 1:
-            raise KeyboardInterrupt
-        evolution.stop()
-        display.stopping = True
-        if not sys.stdout.isatty():
-            # Not through the console, which may be in the middle of a line right now.
-            os.write(2, b"stopping after this step... (Ctrl-C again aborts at once)\n")
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _announce() -> None:
+    """Say that a stop has been asked for, where the display does not."""
+    if not sys.stdout.isatty():
+        # Not through the console, which may be in the middle of a line right now.
+        os.write(2, b"stopping... (Ctrl-C again aborts at once)\n")
 
 
 @contextmanager

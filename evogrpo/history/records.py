@@ -295,6 +295,8 @@ class TestReport:
         index: Who was tested.
         before: What the base earned.
         after: What the member earned.
+        gain: What the member earned more, question by question, so that its standard error is that of paired
+            differences; None in the journal of an earlier version.
     """
 
     __test__ = False  # the name is not pytest's
@@ -304,6 +306,12 @@ class TestReport:
     index: int
     before: Estimate
     after: Estimate
+    gain: Estimate | None = None
+
+    @property
+    def beyond_noise(self) -> bool | None:
+        """Whether member and base differ by more than two standard errors of the paired difference; None = unknown."""
+        return None if self.gain is None else abs(self.gain.mean) > 2 * self.gain.standard_error
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -313,6 +321,7 @@ class TestReport:
             "index": self.index,
             "before": self.before.to_json(),
             "after": self.after.to_json(),
+            "gain": None if self.gain is None else self.gain.to_json(),
         }
 
     @classmethod
@@ -324,6 +333,7 @@ class TestReport:
             index=fields.whole("index"),
             before=Estimate.from_json(fields.inner("before", "before of the test")),
             after=Estimate.from_json(fields.inner("after", "after of the test")),
+            gain=None if values.get("gain") is None else Estimate.from_json(fields.inner("gain", "gain of the test")),
         )
 
 

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evogrpo.history.records import TestReport
+
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
@@ -53,3 +55,13 @@ WORDS: Mapping[str, Words] = {"language": LANGUAGE, "networks": NETWORKS, "joint
 def words_of(kind: object) -> Words:
     """Return the words for a kind of members, as the run event of a journal names it; language models by default."""
     return WORDS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
+
+
+def verdict(test: TestReport, words: Words) -> str | None:
+    """Say what a test that shows no difference means; None where it shows one, or cannot tell."""
+    if test.beyond_noise is not False:
+        return None
+    return (
+        f"The best member cannot be told from the {words.untrained}: they differ by less than two standard errors of "
+        f"the paired difference. Train longer, or test on more {words.questions}."
+    )

@@ -10,6 +10,7 @@ from typing import Any
 
 from evogrpo.history.records import Estimate, Example, GenerationReport
 from evogrpo.history.text import changes_text, count_text, duration_text, number_text, printable, score_text, shorten
+from evogrpo.history.words import verdict
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import ancestors, winner
@@ -142,6 +143,10 @@ def _outcome(summary: RunSummary) -> str:
         tested = f"{summary.test.questions} {words.questions}"
         cards.append(_card(f"{words.untrained}, test", _estimate(summary.test.before), tested))
         cards.append(_card(f"member #{summary.test.index}, test", _estimate(summary.test.after), tested, best=True))
+        if summary.test.gain is not None:
+            cards.append(_card("difference, question by question", _estimate(summary.test.gain), tested))
+        remark = verdict(summary.test, words)
+        lead += f" {remark}" if remark else ""
     return f'<p class="quiet">{_escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'
 
 

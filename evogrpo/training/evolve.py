@@ -1,6 +1,5 @@
 """Starting a run from Python, and opening one again."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +9,10 @@ from torch import nn
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.strategies import Strategy, Tournament
-from evogrpo.history.records import GenerationReport
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat
-from evogrpo.training.run import Evolution
+from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 
@@ -28,7 +27,7 @@ def evolve(
     completions: int = 16,
     completions_format: CompletionsFormat = "jsonl",
     **schedule: Any,
-) -> Iterator[GenerationReport]:
+) -> Run:
     """Train a population generation by generation; whatever the caller wants to do in between goes in the loop body.
 
     Each generation trains every member for `steps_per_generation` learning steps on the same questions, measures
@@ -46,8 +45,9 @@ def evolve(
         completions_format: Likewise.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
-    Yields:
-        One report per generation.
+    Returns:
+        The run, to be iterated over: one `GenerationReport` per generation. At its end `result` holds the test, before
+        and after, and where everything lies; `stop()` ends it early.
 
     Raises:
         ValueError: If a setting is unknown or out of range, or the run directory already holds a run.
@@ -63,7 +63,7 @@ def evolve(
         strategy=strategy or Tournament(),
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
-    return iter(run)
+    return Run(run)
 
 
 def resume(
@@ -73,7 +73,7 @@ def resume(
     actor_network: nn.Module | None = None,
     strategy: Strategy | type[Strategy] | None = None,
     **limits: Any,
-) -> "Evolution":
+) -> Run:
     """Open a run that `evolve` began, where its newest complete checkpoint left it.
 
     `for generation in resume(...)` then goes on as if the run had never stopped; the members are its
@@ -95,6 +95,7 @@ def resume(
     saved = open_run(run_dir)
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     population, progress = saved.restore(actor_network)
-    return Evolution(
+    run = Evolution(
         population, env, schedule=schedule, strategy=chosen, run_dir=saved.run_dir(run_dir), progress=progress
     )
+    return Run(run)

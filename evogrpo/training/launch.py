@@ -15,8 +15,8 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file
 from evogrpo.training.configuration.typed import typed
 from evogrpo.training.kinds.run_kind import PreparedRun
-from evogrpo.training.progress import Progress
-from evogrpo.training.run import Evolution
+from evogrpo.training.loop.progress import Progress
+from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import JOURNAL, RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 

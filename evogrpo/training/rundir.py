@@ -20,7 +20,7 @@ from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at
 from evogrpo.training.completions import COMPLETIONS, CompletionsFormat, CompletionsLog, check_completions
 from evogrpo.training.configuration.own_strategies import restored_strategy, strategy_record
-from evogrpo.training.progress import Best, Progress
+from evogrpo.training.loop.progress import Best, Progress
 from evogrpo.training.schedule import Schedule
 
 JOURNAL = "journal.jsonl"

@@ -10,7 +10,7 @@ from evogrpo import MultiAgentGRPO, PettingZooGroups, evolve
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.run import Evolution
+from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import open_run
 from tests.cli.project import command, prepare
 from tests.envs import joint_probes

@@ -37,7 +37,15 @@ def generation(number, *members, best=0, **others):
     }
 
 
-def outcome(index, fitness=0.5):
+def outcome(index, fitness=0.5, gain=0.25):
     """Return a test event."""
-    estimate = {"fitness": fitness, "standard_error": 0.1}
-    return {"event": "test", "split": "test", "questions": 64, "index": index, "before": estimate, "after": estimate}
+    before, after, paired = ({"fitness": mean, "standard_error": 0.1} for mean in (fitness - gain, fitness, gain))
+    return {
+        "event": "test",
+        "split": "test",
+        "questions": 64,
+        "index": index,
+        "before": before,
+        "after": after,
+        "gain": paired,
+    }

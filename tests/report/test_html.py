@@ -6,7 +6,9 @@ from html.parser import HTMLParser
 
 import pytest
 
+from evogrpo.history.records import TestReport
 from evogrpo.history.text import changes_text, number_text, printable, score_text
+from evogrpo.history.words import LANGUAGE, verdict
 from evogrpo.persistence.journal import Journal, read_journal
 from evogrpo.report.family import ancestors, winner
 from evogrpo.report.html import html_page, write_html
@@ -152,3 +154,15 @@ def test_a_folder_without_a_journal_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder of a run"):
         write_html(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("gain", "told"), [(0.25, True), (-0.25, True), (0.19, False), (0.0, False)])
+def test_a_best_member_that_the_test_cannot_tell_from_the_base_is_said_to_be_so(tmp_path, fake_run, gain, told):
+    """The journal's standard error is 0.1: what lies within two of them proves nothing."""
+    event = journals.outcome(0, gain=gain)
+    text = Page(
+        html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]), b"")
+    ).text
+    assert ("cannot be told from the untrained base" in text) is not told
+    assert f"difference, question by question {score_text(gain, 0.1)}" in " ".join(text.split())
+    assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is told

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from peft import PeftModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,6 +27,7 @@ from tests.tiny_training import (
 )
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8}
+SPENDING = {"samples_per_step": 8, "validation_questions": 6, "test_questions": 12}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +127,7 @@ def test_the_journal_holds_every_event_whole(run):
             for member in event["members"]
         )
     (test,) = run.events("test")
-    assert set(test) == {"event", "time", "split", "questions", "index", "before", "after"}
+    assert set(test) == {"event", "time", "split", "questions", "index", "before", "after", "gain"}
     assert (test["split"], test["questions"]) == ("test", 36)
     assert run.journal[-1]["reason"] == "generations 4 are done"
 
@@ -241,3 +243,49 @@ def test_wrapped_members_evolve_as_well():
     population = tiny_population(3, hp_config=SPACE, wrapper_cls=Wrapped, update_epochs=2)
     (report,) = evolve(population, tiny_env(), generations=1, **STEPS)
     assert population.best.wrapped.index == report.best.index
+
+
+def test_a_run_in_python_has_its_result_at_the_end(tmp_path):
+    env = tiny_env()
+    run = evolve(tiny_population(2), env, run_dir=tmp_path / "run", generations=2, steps_per_generation=1, **SPENDING)
+    with pytest.raises(RuntimeError, match="has a result once it has ended"):
+        _ = run.result
+    reports = list(run)
+    result = run.result
+    assert (result.complete, result.generations, result.steps) == (True, 2, 2)
+    assert result.reason == "generations 2 are done"
+    assert result.run_dir == tmp_path / "run"
+    best = max((member for report in reports for member in report.members), key=lambda member: member.fitness)
+    assert (result.best.index, result.best.fitness.mean) == (best.index, best.fitness)
+    assert result.best.hyperparameters == best.hyperparameters
+    # What the journal has, and the paired difference of the scores: computed again from the best member's folder.
+    (test,) = [event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "test"]
+    assert result.test == TestReport.from_json(test)
+    after = np.array(
+        evaluate(
+            GRPO.load(tmp_path / "run" / "best", actor_network=shared_model()).members, [0], env, "test", questions=12
+        )
+    )
+    before = np.array(evaluate(run.population.members, [0], env, "test", questions=12, base=True))
+    gains = (after - before)[0]
+    assert result.test.gain.mean == pytest.approx(gains.mean())
+    assert result.test.gain.standard_error == pytest.approx(gains.std(ddof=1) / len(gains) ** 0.5)
+    assert result.test.beyond_noise == (abs(gains.mean()) > 2 * gains.std(ddof=1) / len(gains) ** 0.5)
+    assert list(run) == []  # it has ended: iterating again neither trains nor tests
+
+
+def test_a_loop_that_was_left_goes_on_where_it_was():
+    run = evolve(tiny_population(2), tiny_env(), generations=3, steps_per_generation=1, **SPENDING)
+    for report in run:
+        if report.generation == 1:
+            break
+    assert [report.generation for report in run] == [2, 3]
+    assert run.result.run_dir is None
+
+
+def test_a_run_that_was_stopped_has_a_result_as_well():
+    run = evolve(tiny_population(2), tiny_env(), generations=3, steps_per_generation=1, **SPENDING)
+    for _ in run:
+        run.stop("enough")
+    assert (run.result.complete, run.result.reason, run.result.generations) == (False, "enough", 1)
+    assert run.result.test is None

@@ -10,7 +10,7 @@ from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.persistence.journal import read_journal
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.evolve import evolve, resume
-from evogrpo.training.run import Evolution
+from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes

@@ -8,7 +8,7 @@ from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.evolution import Mutation, NoEvolution, Stateless
 from evogrpo.history.records import GenerationReport, StepReport, TestReport
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.run import Evolution
+from evogrpo.training.loop.run import Evolution
 from evogrpo.training.schedule import Schedule
 from tests.tiny_training import (
     equal_states,

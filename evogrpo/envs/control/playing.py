@@ -13,6 +13,7 @@ from evogrpo.envs.control.actions import policy_action_shape, to_environment
 from evogrpo.envs.control.lanes import Brought, EpisodeLanes, Seen
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import unflatten
+from evogrpo.interruption import give_way
 from evogrpo.records import Actor
 from evogrpo.tally import Tally
 
@@ -182,6 +183,7 @@ def play_episodes(
             if len(queue):
                 continue
             return record.finish()
+        give_way()
         if t.max() >= wanted.longest:
             raise ValueError(f"an episode has not ended after {wanted.longest} steps: set max_episode_steps")
         given = {}

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evogrpo.interruption import give_way
 from evogrpo.policies.bank import LossFunction, PolicyVersion
 from evogrpo.policies.control.distributions import Distribution
 from evogrpo.policies.control.stacked_states import StackedStates
@@ -66,6 +67,7 @@ class StackedPasses:
         while True:
             try:
                 for part in self._parts(batch):
+                    give_way()
                     log_probs[part], entropies[part] = self._pass(batch.select(part), name, None)
                 return log_probs, entropies
             except torch.OutOfMemoryError:
@@ -91,6 +93,7 @@ class StackedPasses:
             try:
                 parts = self._parts(batch, slots)
                 for part in parts:
+                    give_way()
                     own = batch if len(part) == len(batch) else batch.select(part)
                     tape: list[_Recorded] = []
                     loss = loss_fn(part, *self._pass(own, "weights", tape, entropy_gradient))

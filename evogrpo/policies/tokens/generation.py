@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits
+from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
@@ -48,6 +49,7 @@ def generate(
     carried = torch.arange(count, device=device)  # rows that take part in the forward passes
     live = torch.ones(count, dtype=torch.bool, device=device)  # of those, the ones that have not ended
     for step in range(width):
+        give_way()
         forbid = step < rows.min_new_tokens
         tokens, chosen = _choose(model, hidden, rows.temperature[carried], uniforms[carried, step], end_ids, forbid)
         at = carried[live]

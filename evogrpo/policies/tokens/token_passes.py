@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evogrpo.interruption import give_way
 from evogrpo.policies.bank import LossFunction, PolicyVersion
 from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import lexsort, micro_batches, share_prefixes
@@ -129,6 +130,7 @@ class TokenPasses:
 
     def _forward(self, batch: Batch, policy: PolicyVersion, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of rows sorted by member and prompt, in one forward pass."""
+        give_way()
         inputs: TokenInputs = batch.inputs
         used = int(_lengths(batch.action_mask).max())
         mask = batch.action_mask[:, :used]

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from evogrpo.history.records import GenerationReport, Report, StepReport
 from evogrpo.history.records import TestReport as TestOutcome
-from evogrpo.history.text import count_text, decimals, duration_text, score_text
-from evogrpo.history.words import Words, words_of
+from evogrpo.history.text import count_text, duration_text, score_text
+from evogrpo.history.words import Words, verdict, words_of
 from evogrpo.training.display.completions_table import completions_table
 from evogrpo.training.display.pace import Pace
 from evogrpo.training.display.tables import generation_table, plan_lines, rewards_text, step_text
-from evogrpo.training.run import Evolution
+from evogrpo.training.loop.run import Evolution
 
 SECONDS_BETWEEN_LINES = 1.0  # of a log: the steps of small networks take a fraction of that
 SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")
@@ -44,7 +44,6 @@ class RunDisplay:
         self._live = Live(
             self, console=console, refresh_per_second=8, transient=True, redirect_stdout=False, redirect_stderr=False
         )
-        self.stopping = False
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
@@ -123,7 +122,7 @@ class RunDisplay:
         row.add_column(no_wrap=True)
         row.add_column(ratio=1, min_width=8)
         row.add_column(no_wrap=True, justify="right")
-        self._spinner.style = "yellow" if self.stopping else "cyan"
+        self._spinner.style = "yellow" if self._evolution.stopping.reason else "cyan"
         bar = ProgressBar(total=1.0, completed=self._pace.fraction(), complete_style="cyan", finished_style="green")
         left = self._pace.left()
         gone = duration_text(time.monotonic() - self._began)
@@ -134,8 +133,8 @@ class RunDisplay:
         if self._step is not None:
             rewards = Text.assemble(("  mean reward", "dim"), rewards_text(self._step))
             lines.append(rewards.append(f"   {self._step.seconds:.1f} s a step", "dim"))
-        if self.stopping:
-            lines.append(Text("  stopping after this step… Ctrl-C again aborts at once", "yellow"))
+        if self._evolution.stopping.reason:
+            lines.append(Text("  stopping… Ctrl-C again aborts at once", "yellow"))
         return Group(*lines)
 
     def _phase(self) -> Text:
@@ -160,16 +159,25 @@ def _about(seconds: float) -> str:
     return f"about {round(seconds / 60)} min" if seconds < 5400 else f"about {duration_text(60 * round(seconds / 60))}"
 
 
+def _colour(report: TestOutcome) -> str:
+    if not report.beyond_noise:
+        return "bold"
+    return "bold green" if report.after.mean > report.before.mean else "bold red"
+
+
 def outcome_lines(report: TestOutcome, words: Words) -> list[Text]:
     """Write the test: before training, the best member after, and the difference."""
-    before, after = report.before, report.after
-    gain = after.mean - before.mean
-    return [
+    before, after, gain = report.before, report.after, report.gain
+    assert gain is not None  # only journals of earlier versions lack it
+    lines = [
         Text(f"Test: {report.questions} {words.questions} that neither training nor selection saw", "bold"),
         Text(f"  {words.untrained:<17}  {score_text(before.mean, before.standard_error)}"),
         Text.assemble(
             f"  {f'member #{report.index}':<17}  ",
             (score_text(after.mean, after.standard_error), "bold"),
-            (f"   {gain:+.{decimals(gain)}f}", "bold green" if gain > 0 else "bold red"),
+            "   ",
+            (f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}", _colour(report)),
         ),
     ]
+    remark = verdict(report, words)
+    return lines if remark is None else [*lines, Text(remark, "yellow")]

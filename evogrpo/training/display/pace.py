@@ -3,7 +3,7 @@
 import time
 
 from evogrpo.history.records import GenerationReport, Report, StepReport
-from evogrpo.training.run import Evolution
+from evogrpo.training.loop.run import Evolution
 
 
 class Pace:

@@ -21,7 +21,7 @@ from evogrpo.training.configuration.typed import plain
 from evogrpo.training.forecast import sizes_text
 from evogrpo.training.kinds.founding import choose_device, founder_options
 from evogrpo.training.kinds.language_forecast import LanguageForecast, forecast_of
-from evogrpo.training.progress import Progress
+from evogrpo.training.loop.progress import Progress
 from evogrpo.training.rundir import Saved
 from evogrpo.training.video import Recorded
 

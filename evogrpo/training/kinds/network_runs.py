@@ -22,7 +22,7 @@ from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
 from evogrpo.training.kinds.founding import choose_device, founder_options
-from evogrpo.training.progress import Progress
+from evogrpo.training.loop.progress import Progress
 from evogrpo.training.rundir import Saved
 from evogrpo.training.video import Recorded, record_video
 

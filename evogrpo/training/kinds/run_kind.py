@@ -8,7 +8,7 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.objective import Objective
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
-from evogrpo.training.progress import Progress
+from evogrpo.training.loop.progress import Progress
 from evogrpo.training.rundir import Saved
 from evogrpo.training.video import Recorded
 

@@ -20,7 +20,7 @@ from evogrpo.training.configuration.team_tasks import ParallelTask
 from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
 from evogrpo.training.kinds.founding import founder_options
 from evogrpo.training.kinds.network_runs import device_of, layers_text, normalised_text, refuse_words, small
-from evogrpo.training.progress import Progress
+from evogrpo.training.loop.progress import Progress
 from evogrpo.training.rundir import Saved
 from evogrpo.training.video import Recorded
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from evogrpo.interruption import give_way
+
 Function = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
@@ -79,6 +81,7 @@ def call_plain(function: Function, calls: Sequence[Call], *, stop_at_first: bool
     """Return a value or an exception per call, one call after another."""
     values: list[Any] = []
     for args, keywords in calls:
+        give_way()
         try:
             values.append(function(*args, **keywords))
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code: anything may come out of it)
@@ -134,6 +137,7 @@ class EventLoop:
         patience = math.inf if timeout is None else timeout + GRACE_SECONDS
         # In short turns, so that Ctrl-C is heard on every system.
         while not concurrent.futures.wait([future], timeout=0.2).done:
+            give_way()
             patience -= 0.2
             if self._loop is None or patience < 0:
                 self.close()

@@ -30,6 +30,7 @@ from evogrpo.envs.prompts.rewards.verifiers.messages import (
     setup_message,
 )
 from evogrpo.envs.prompts.rewards.verifiers.process import INSIDE_A_WORKER, WorkerProcess
+from evogrpo.interruption import give_way
 
 START_SECONDS = 120.0  # for a worker to import what the functions need
 
@@ -97,6 +98,7 @@ class VerifierPool:
             self._drop(worker)  # it died while nobody asked it anything
         try:
             while waiting or any(worker.job is not None for worker in self._workers):
+                give_way()
                 self._dispatch(jobs, waiting, outcomes)
                 number = self._receive(jobs, outcomes)
                 if stop_at_first and number is not None and failed(outcomes[number]):

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from evogrpo.agents.population import Population
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.training.kinds.registry import RUN_KINDS
-from evogrpo.training.progress import Progress
+from evogrpo.training.loop.progress import Progress
 
 _SAME = {
     "rollout/ep_rew_mean": "reward",

@@ -8,19 +8,27 @@ from typing import Any, TypeGuard
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.evolution.fitness import paired_difference
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.history.records import BaselineReport, GenerationReport, MemberStep, Report, StepReport, TestReport
+from evogrpo.history.records import (
+    BaselineReport,
+    Estimate,
+    GenerationReport,
+    Report,
+    StepReport,
+    TestReport,
+)
+from evogrpo.history.results import Result
+from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
-from evogrpo.training.completions import examples_of, first_of_each
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
-from evogrpo.training.observing import estimate, finite_metrics, generation_of, member_reports, step_costs
-from evogrpo.training.progress import Best, Progress
+from evogrpo.training.loop.observing import estimate, generation_of, member_reports, result_of
+from evogrpo.training.loop.progress import Best, Progress
+from evogrpo.training.loop.step_closing import close_step
+from evogrpo.training.loop.stopping import PATIENCE_SECONDS, STOPPED, Stopping
 from evogrpo.training.rundir import RunDir
-from evogrpo.training.sb3_names import sb3_names
 from evogrpo.training.schedule import Schedule
-
-STOPPED = "stopped by the user"
 
 
 class StrategyError(RuntimeError):
@@ -42,6 +50,9 @@ class Evolution:
         run_dir: Where records go; None = nowhere.
         progress: Where the run stands; a fresh start by default.
         description: Further facts for the journal's first event, such as task and model.
+
+    Attributes:
+        stopping: Whether a stop has been asked for, and why.
     """
 
     def __init__(
@@ -67,7 +78,10 @@ class Evolution:
         self.progress = progress or Progress(members=len(population))
         self._set_budgets(None, None)
         self._description = description or {}
-        self._stopping = False
+        self.stopping = Stopping()
+        self._learning_seconds = 0.0
+        self._ended: str | None = None
+        self._tested: TestReport | None = None
         check_strategy(strategy)
         if progress is None:
             schedule.warn_neutral(population)
@@ -75,18 +89,26 @@ class Evolution:
                 check_resumable(strategy)
                 run_dir.create()
 
-    def stop(self) -> None:
-        """Stop after the current learning step, with a checkpoint from which the run resumes exactly."""
-        self._stopping = True
+    def stop(self, reason: str = STOPPED) -> None:
+        """Stop now: what is being done is abandoned, and the run is left as it was after its last learning step.
+
+        With a run directory that state is saved, so the run resumes exactly. May be called from another thread.
+        """
+        self.stopping.ask(reason)
 
     def reports(self) -> Iterator[Report]:
         """Run to the end of the schedule, yielding a report after every step, every generation and the test."""
+        try:
+            yield from self._reports()
+        except Interrupted:
+            self._ended = self.stopping.reason or STOPPED
+            self._save(self._ended)
+
+    def _reports(self) -> Iterator[Report]:
         progress = self.progress
         self._open()
         while not self.finished():
-            if self._stopping:  # asked for while answering validation questions: the checkpoint is already written
-                self._record("stopped", reason=STOPPED)
-                return
+            self.stopping.check()
             self._next_generation()
             while progress.step_in_generation < progress.steps_per_generation:
                 spent = self.schedule.spent(tokens=progress.tokens, seconds=progress.seconds)
@@ -94,22 +116,40 @@ class Evolution:
                     break
                 began = time.monotonic()
                 collected = self._collect()
-                learned = self.population.learn(collected.experience, step=progress.step)
+                learned = self._learn(collected, collecting=time.monotonic() - began)
                 yield self._close_step(collected, learned, began)
-                if self._stopping:
-                    self._save(STOPPED)
-                    return
+                self.stopping.check()
             yield self._close_generation()
-        if self._stopping:
-            self._record("stopped", reason=STOPPED)
-            return
+        self.stopping.check()
         if self.schedule.test_questions != 0 and progress.best is not None:
-            yield self._test()
-        self._record("stopped", reason=self.ended())
+            self._tested = self._test()
+            yield self._tested
+        self._ended = self.ended()
+        self._record("stopped", reason=self._ended)
 
     def __iter__(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule, yielding the generations' reports only."""
         return filter(_closes_a_generation, self.reports())
+
+    @property
+    def result(self) -> Result:
+        """What the run came to.
+
+        Raises:
+            RuntimeError: If it has not ended.
+        """
+        if self._ended is None:
+            raise RuntimeError(
+                "a run has a result once it has ended, and this one has not: iterate over it to its end, or call its "
+                "stop() in the loop"
+            )
+        return result_of(
+            self.progress,
+            reason=self._ended,
+            complete=self.stopping.reason is None,
+            test=self._tested,
+            run_dir=None if self.run_dir is None else self.run_dir.path,
+        )
 
     # ---- the parts of a run
 
@@ -138,7 +178,8 @@ class Evolution:
             ],
         )
         questions = self.schedule.validation_questions
-        progress.baseline = self.population.baseline(self.env, "validation", questions=questions)
+        with self.stopping.abandonable():
+            progress.baseline = self.population.baseline(self.env, "validation", questions=questions)
         progress.seconds += time.monotonic() - began
         self._write(BaselineReport(questions=len(progress.baseline.scores), fitness=estimate(progress.baseline)))
         self._save()
@@ -191,57 +232,56 @@ class Evolution:
         progress = self.progress
         self._require_healthy()
         try:
-            return self.population.collect(
-                self.env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
-            )
+            with self.stopping.abandonable():
+                return self.population.collect(
+                    self.env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
+                )
         except Exception as error:
             # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
             # reward function raised, and the run goes on once it is mended.
             self._save(f"{type(error).__name__} while collecting step {progress.step}")
             raise
 
+    def _learn(self, collected: Collected, *, collecting: float) -> dict[int, LearnReport]:
+        """Let the members learn; if that takes long it can be abandoned, and nobody has learnt anything then."""
+        if max(self._learning_seconds, collecting) < PATIENCE_SECONDS:
+            # Not worth a copy of what everybody has learnt: it ends in time.
+            return self._timed_learning(collected)
+        banks = self.population.members.banks
+        before = {agent.slot: banks.state(agent.slot) for agent in self.population.healthy}
+        try:
+            with self.stopping.abandonable():
+                return self._timed_learning(collected)
+        except Interrupted:
+            for slot, state in before.items():
+                banks.load_state(slot, state)
+            raise
+
+    def _timed_learning(self, collected: Collected) -> dict[int, LearnReport]:
+        began = time.monotonic()
+        learned = self.population.learn(collected.experience, step=self.progress.step)
+        self._learning_seconds = time.monotonic() - began
+        return learned
+
     def _close_step(self, collected: Collected, learned: Mapping[int, LearnReport], began: float) -> StepReport:
         """Count a learning step and record it."""
-        progress, seconds = self.progress, time.monotonic() - began
-        tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
-        indices = {slot: self.population.agents[slot].index for slot in learned}
         most = 0 if self.run_dir is None else self.run_dir.completions.most
-        table = examples_of(collected, indices, learned, step=progress.step, most=most)
-        progress.examples = first_of_each(table)
-        step = progress.step
-        measured = {slot: finite_metrics(each) for slot, each in learned.items()}
-        epochs = {slot: self.population.agents[slot].hyperparameters.update_epochs for slot in learned}
-        progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs)
-        spent, renamed = step_costs(progress, seconds, tokens), sb3_names(self.population, progress, measured)
-        logged = {slot: {**each, **spent[slot], **renamed[slot]} for slot, each in measured.items()}
-        report = StepReport(
-            step=step,
-            generation=progress.generation + 1,
-            learned={
-                slot: MemberStep(
-                    index=indices[slot],
-                    metrics=each,
-                    samples=len(learned[slot].advantages),
-                    failed=learned[slot].failed,
-                )
-                for slot, each in logged.items()
-            },
-            seconds=seconds,
-            tokens=sum(tokens.values()),
-            examples=progress.examples,
-        )
-        self._write(report)
+        closed = close_step(self.population, self.progress, collected, learned, time.monotonic() - began, most)
+        self._write(closed.report)
         if self.run_dir is not None:
-            self.run_dir.completions.write(step, table)
-            self.run_dir.log_scalars(step, logged)
-        return report
+            self.run_dir.completions.write(closed.report.step, closed.table)
+            self.run_dir.log_scalars(
+                closed.report.step, {slot: member.metrics for slot, member in closed.report.learned.items()}
+            )
+        return closed.report
 
     def _close_generation(self) -> GenerationReport:
         """Evaluate, plan, record and checkpoint."""
         progress, population, began = self.progress, self.population, time.monotonic()
         self._require_healthy()
         try:
-            population.evaluate(self.env, "validation", questions=self.schedule.validation_questions)
+            with self.stopping.abandonable():
+                population.evaluate(self.env, "validation", questions=self.schedule.validation_questions)
         except Exception as error:
             self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
             raise
@@ -324,12 +364,16 @@ class Evolution:
         """Let the best member ever and the base answer the test split."""
         best = self.progress.best
         assert best is not None  # reports() asks for it
-        before, after = self.population.compare(best.state, self.env, "test", questions=self.schedule.test_questions)
+        questions = self.schedule.test_questions
+        with self.stopping.abandonable():
+            before, after = self.population.compare(best.state, self.env, "test", questions=questions)
+        mean, standard_error = paired_difference(after, before)
         report = TestReport(
             questions=len(after.scores),
             index=best.index,
             before=estimate(before),
             after=estimate(after),
+            gain=Estimate(mean=mean, standard_error=standard_error),
         )
         self._write(report)
         return report

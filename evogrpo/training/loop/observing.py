@@ -1,14 +1,13 @@
 """From a population's state to plain numbers: member reports and metrics."""
 
-import math
-from collections.abc import Mapping
+from pathlib import Path
 
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, Seat
-from evogrpo.history.records import Estimate, MemberReport
-from evogrpo.records import LearnReport
-from evogrpo.training.progress import Progress
+from evogrpo.history.records import Estimate, MemberReport, TestReport
+from evogrpo.history.results import BestMember, Result
+from evogrpo.training.loop.progress import Progress
 
 
 def generation_of(population: Population, progress: Progress) -> Generation:
@@ -61,16 +60,29 @@ def estimate(fitness: Fitness) -> Estimate:
     return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
 
 
-def finite_metrics(report: LearnReport) -> dict[str, float | None]:
-    """Return a learning report's numbers; those that are infinite are None, as JSON has neither infinity nor NaN."""
-    values = {**report.metrics, "optimizer_steps": report.optimizer_steps, "tokens": report.tokens}
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
-
-
-def step_costs(progress: Progress, seconds: float, tokens: Mapping[int, int]) -> dict[int, dict[str, float]]:
-    """Return what a learning step that has been counted cost each member, by slot: see `learning.metrics.NAMES`."""
-    total = max(1, sum(tokens.values()))
-    return {
-        slot: {"num_tokens": progress.slot_tokens[slot], "step_time": seconds * amount / total}
-        for slot, amount in tokens.items()
-    }
+def result_of(
+    progress: Progress, *, reason: str, complete: bool, test: TestReport | None, run_dir: Path | None
+) -> Result:
+    """Return what a run came to; see `evogrpo.history.results.Result`."""
+    best = progress.best
+    lived = [] if best is None else [seat for each in progress.history for seat in each.seats]
+    members = [seat.member for seat in lived if best is not None and seat.member and seat.member.index == best.index]
+    return Result(
+        reason=reason,
+        complete=complete,
+        generations=progress.generation,
+        steps=progress.step,
+        tokens=progress.tokens,
+        seconds=progress.seconds,
+        baseline=None if progress.baseline is None else estimate(progress.baseline),
+        best=None
+        if best is None
+        else BestMember(
+            index=best.index,
+            generation=best.generation,
+            fitness=estimate(best.fitness),
+            hyperparameters=members[0].hyperparameters if members else None,
+        ),
+        test=test,
+        run_dir=run_dir,
+    )

@@ -1,0 +1,53 @@
+"""What a run came to."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from evogrpo.history.records import Estimate, TestReport
+from evogrpo.hyperparameters import Hyperparameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestMember:
+    """The best member ever, as it was when it earned its fitness.
+
+    Attributes:
+        index: Who it was.
+        generation: When.
+        fitness: On the validation split.
+        hyperparameters: What it trained with; None in a run that an earlier version began, which did not keep them.
+    """
+
+    index: int
+    generation: int
+    fitness: Estimate
+    hyperparameters: Hyperparameters | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a run came to, once it has ended.
+
+    Attributes:
+        reason: Why it ended, in words.
+        complete: Whether its schedule was carried out to the end; otherwise it can be gone on with.
+        generations: Generations evaluated.
+        steps: Learning steps taken.
+        tokens: Tokens (or environment steps) processed by all members, evaluations left out.
+        seconds: Wall-clock time, resumed parts included.
+        baseline: What the untrained base earned on the validation split; None if the run stopped before that.
+        best: The best member ever; None before the first evaluation.
+        test: The base and the best member on the test split, with the paired difference; None if there was no test.
+        run_dir: Where the journal, the checkpoints and the best member (`best`) lie; None if nothing was recorded.
+    """
+
+    reason: str
+    complete: bool
+    generations: int
+    steps: int
+    tokens: int
+    seconds: float
+    baseline: Estimate | None
+    best: BestMember | None
+    test: TestReport | None
+    run_dir: Path | None

@@ -1,0 +1,1 @@
+"""The run itself, from step to step, and where it stands."""

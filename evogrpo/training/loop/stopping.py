@@ -1,0 +1,121 @@
+"""Stopping a run in time: it abandons what it is doing, and is left as it was after its last learning step."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+from evogrpo.interruption import Interrupted, interruptible
+
+STOPPED = "stopped by the user"
+
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name))
+"""What asks a run to stop: Ctrl-C, and what schedulers send before they kill."""
+
+PATIENCE_SECONDS = 5.0
+"""How long work may take that cannot be interrupted, and how long a user's code may go on before it is broken off."""
+
+
+class Stopping:
+    """Whether a run has been asked to stop.
+
+    Attributes:
+        reason: Why; None while nobody has asked.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._abandonable = False
+
+    def ask(self, reason: str) -> None:
+        """Ask the run to stop; the first reason counts."""
+        self.reason = self.reason or reason
+
+    def check(self) -> None:
+        """Raise `Interrupted` if the run has been asked to stop."""
+        if self.reason is not None:
+            raise Interrupted
+
+    @contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """Let the block be abandoned half-way: before its end it changes nothing that the caller would not undo."""
+        self.check()
+        with interruptible(lambda: self.reason is not None):
+            self._abandonable = True
+            try:
+                yield
+            finally:
+                self._abandonable = False
+
+    def insist(self) -> None:
+        """Raise `Interrupted` right here, wherever that is, if what is being done may be abandoned."""
+        if self._abandonable:
+            self.check()
+
+
+@contextmanager
+def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambda: None) -> Iterator[Sequence[int]]:
+    """Let the first signal ask for a stop and the second abort with KeyboardInterrupt; yields the signals that came.
+
+    Code that does not look whether it shall stop, such as a reward function that waits, is broken off a few seconds
+    after the first signal. Signals that somebody handles already or wants ignored are left alone, and so are all of
+    them outside the main thread, where none arrives.
+
+    Args:
+        stopping: What is asked.
+        announce: Called at the first signal, in the middle of whatever is being done.
+    """
+    received: list[int] = []
+    insisting = threading.Event()
+    main = threading.main_thread()
+
+    def insist(number: int) -> None:
+        insisting.set()
+        if hasattr(signal, "pthread_kill"):  # only a real signal ends a wait
+            signal.pthread_kill(main.ident or 0, number)
+
+    def handle(number: int, _: FrameType | None) -> None:
+        if insisting.is_set():
+            insisting.clear()
+            stopping.insist()
+            return
+        received.append(number)
+        if len(received) > 1:
+            raise KeyboardInterrupt
+        stopping.ask(stop_reason(number))
+        announce()
+        timers.append(threading.Timer(PATIENCE_SECONDS, insist, [number]))
+        timers[0].daemon = True
+        timers[0].start()
+
+    timers: list[threading.Timer] = []
+    before = {}
+    if threading.current_thread() is main:
+        for number in SIGNALS:
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                before[number] = signal.signal(number, handle)
+    try:
+        yield received
+    finally:
+        for timer in timers:
+            timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def stop_reason(number: int) -> str:
+    """Return what the journal says of a run that a signal has stopped."""
+    return STOPPED if number == signal.SIGINT else f"stopped by {signal.Signals(number).name}"
+
+
+def leave(number: int, said: str) -> NoReturn:
+    """Leave the program as a signal asks, now that everything is saved.
+
+    Raises:
+        KeyboardInterrupt: For Ctrl-C, with what is to be said; any other signal ends the process as it would have.
+    """
+    if number != signal.SIGINT:
+        signal.raise_signal(number)  # its handler is the default one: nothing else was replaced
+    raise KeyboardInterrupt(said)

@@ -1,0 +1,169 @@
+"""Stopping in time: whatever a run is doing is abandoned, and what is saved is its state after the last full step."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from evogrpo.interruption import Interrupted, give_way, interruptible
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.loop import run as loop
+from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop.stopping import Stopping
+from tests.cli.project import ROOT
+from tests.tiny_steps import resumed_step_run, step_run
+from tests.tiny_training import equal_states, final_states, finish, resumed_run, story, tiny_run
+
+
+class After(Stopping):
+    """Asks for a stop at the given look of the run, whatever it is doing then; counts the looks."""
+
+    def __init__(self, looks: float) -> None:
+        self.looks, self.left = 0, looks
+        super().__init__()
+
+    @property
+    def reason(self):
+        self.looks += 1
+        return "stopped by the test" if self.looks > self.left else None
+
+    @reason.setter
+    def reason(self, value):
+        assert value is None
+
+
+KINDS = {"language": (tiny_run, resumed_run), "networks": (step_run, resumed_step_run)}
+SHARES = [0.003, 0.05, 0.15, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9, 0.97, 0.999]
+"""Where in a run it is stopped: in the baseline, amid sampling, playing, learning, validation and test."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(request, tmp_path_factory):
+    """Return a kind of runs, the folder of one that was never stopped, and how often it looked whether it shall be."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    begin, resume = KINDS[request.param]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(loop, "PATIENCE_SECONDS", 0.0)
+        run = begin(folder)
+        run.stopping = After(float("inf"))
+        finish(run)
+    return begin, resume, folder, run.stopping.looks
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_a_run_stopped_amid_anything_goes_on_as_if_it_had_not_been(whole, tmp_path, share, monkeypatch):
+    monkeypatch.setattr(loop, "PATIENCE_SECONDS", 0.0)  # so that learning is abandoned as well
+    begin, resume, folder, looks = whole
+    run = begin(tmp_path / "run")
+    run.stopping = After(int(share * looks))
+    finish(run)
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by the test"
+    assert not run.result.complete
+    finish(resume(tmp_path / "run"))
+    assert story(tmp_path / "run") == story(folder)
+    assert equal_states(final_states(tmp_path / "run"), final_states(folder))
+
+
+def test_learning_that_is_short_is_not_abandoned(tmp_path):
+    stopped = []
+
+    class DuringLearning(Stopping):
+        def abandonable(self):
+            stopped.append(run.progress.step)
+            return super().abandonable()
+
+    run = tiny_run(None)
+    run.stopping = DuringLearning()
+    finish(run)
+    # The baseline, one collection in each of six steps, three validations and the test: never in learning.
+    assert stopped == [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6]
+
+
+def test_a_run_is_stopped_from_another_thread(tmp_path):
+    run = tiny_run(tmp_path / "run", generations=10**6)
+    timer = threading.Timer(0.3, run.stop)
+    timer.start()
+    finish(run)
+    timer.join()
+    assert run.result.reason == "stopped by the user"
+    assert not run.result.complete
+
+
+def test_work_is_only_interrupted_where_somebody_lets_it_be():
+    give_way()
+    with interruptible(lambda: False):
+        give_way()
+    with pytest.raises(Interrupted), interruptible(lambda: True):
+        give_way()
+    give_way()
+
+
+SCRIPT = """
+import time
+from tests.tiny_training import tiny_env, tiny_population, variety
+from evogrpo import evolve
+
+def slow(completion, answer, question):
+    print("rewarding", flush=True)
+    time.sleep({seconds})
+    return variety(completion, answer, question)
+
+slow.__name__ = "variety"
+run = evolve(tiny_population(2), tiny_env(reward_fn=slow), run_dir="run", generations=2, steps_per_generation=2,
+             samples_per_step=8)
+for generation in run:
+    pass
+print("ended:", run.result.reason)
+"""
+
+
+def started(folder: Path, seconds: float) -> "subprocess.Popen[str]":
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", SCRIPT.format(seconds=seconds)]
+    process = subprocess.Popen(
+        program, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "rewarding\n"
+    return process
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_loop_in_python_that_gets_a_signal_is_saved_before_it_ends(tmp_path, number):
+    process = started(tmp_path, 0.05)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=100)
+    assert "ended" not in output
+    if number == signal.SIGINT:
+        assert process.returncode in (1, -signal.SIGINT, 130)
+        assert "KeyboardInterrupt: stopped after learning step 0; evogrpo.resume('run', ...) goes on" in errors
+    else:
+        assert process.returncode == -number
+    stopped = read_journal(tmp_path / "run" / "journal.jsonl")[-1]
+    name = "the user" if number == signal.SIGINT else "SIGTERM"
+    assert (stopped["event"], stopped["reason"]) == ("stopped", f"stopped by {name}")
+
+
+def test_a_function_of_the_users_that_waits_is_broken_off(tmp_path):
+    process = started(tmp_path, 10_000)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=100)
+    assert process.returncode == -signal.SIGTERM
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by SIGTERM"
+
+
+def test_signals_that_the_program_handles_itself_are_left_to_it(tmp_path):
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("own"))
+    try:
+        run = Run(tiny_run(None, generations=2))
+        next(run)
+        signal.raise_signal(signal.SIGTERM)
+        assert [report.generation for report in run] == [2]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == ["own"]
