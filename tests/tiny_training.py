@@ -52,7 +52,7 @@ def variety(completion: str, answer: str, question: str) -> float:
 
 
 def tiny_env(**options: Any) -> HuggingFaceGym:
-    """Return 56 training, 8 validation and 36 test questions; every prompt has the same length."""
+    """Return 54 training, 8 validation and 36 test questions; every prompt has the same length."""
     defaults: dict[str, Any] = {"reward_fn": variety, "data_batch_size": 3, "validation_size": 8}
     if "reward_funcs" in options:
         del defaults["reward_fn"]

@@ -118,6 +118,11 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
     resume.add_argument("--generations", type=int, metavar="N", help="generations in all, those already done included")
     resume.add_argument(
+        "--allow-changed-data",
+        action="store_true",
+        help="go on although questions, rewards or environment have changed since the run began",
+    )
+    resume.add_argument(
         "overrides",
         nargs="*",
         metavar="KEY=VALUE",

@@ -117,7 +117,7 @@ def resume(chosen: argparse.Namespace) -> int:
     )
     with closing(prepared.env):
         with _working(console, "reading the members"):
-            evolution = resume_run(prepared, resumable, run_dir)
+            evolution = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
         with _fitting_threads(prepared):
             return _go(console, evolution, run_dir)
 
@@ -141,7 +141,9 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     except (RewardError, StrategyError, AllFailedError) as error:
         console.print()
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
-        show_command(console, "go on" if isinstance(error, AllFailedError) else "once mended", resume_line)
+        # A mended reward function is another one.
+        mended = command("resume", run_dir, "--allow-changed-data") if isinstance(error, RewardError) else resume_line
+        show_command(console, "go on" if isinstance(error, AllFailedError) else "once mended", mended)
         return FAILED
     except Exception:
         show_command(console, "go on", resume_line)

@@ -1,6 +1,6 @@
 """The group environment: what training and evaluation ask of anything that agents act in."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
@@ -113,6 +113,18 @@ class GroupEnvironment(Protocol):
         Returns:
             `Conversations`, or for environments that are played step by step something with their `play`, such as
             `evogrpo.envs.control.gymnasium.StepEpisodes`.
+        """
+
+
+@runtime_checkable
+class Fingerprinted(Protocol):
+    """A group environment that can say what it is, so that a run goes on only where it began."""
+
+    def fingerprint(self) -> Mapping[str, str]:
+        """Return short texts by what they are about, such as the questions of a split, a reward function or a seed.
+
+        Two environments with equal ones deal the same starts and reward the same actions in the same way; what has no
+        part in that, such as how many processes are used, is left out.
         """
 
 

@@ -127,6 +127,9 @@ def _outcome(summary: RunSummary) -> str:
         )
     if summary.resumes:
         lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."
+    if summary.changed_data:
+        lead += " Questions, rewards or environment were changed on the way (see below): fitness before and after"
+        lead += " cannot be compared."
     if summary.stopped is not None:
         lead += f" Stopped: {summary.stopped}."
     cards, words = [], summary.words
@@ -248,4 +251,5 @@ def _facts(summary: RunSummary) -> str:
         elif name not in ("time", "members"):  # the generations show the members
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             rows.append(("", [name.replace("_", " "), shorten(text, 2000)]))
+    rows += [("", ["changed data", shorten(change, 2000)]) for change in summary.changed_data]
     return f"<h2>Run</h2>\n{_table(['', ''], rows)}"

@@ -1,10 +1,10 @@
 """The story of a run, read from its journal: the records that count, in order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from evogrpo.history.checked_fields import JournalFields
+from evogrpo.history.checked_fields import REMEDY, JournalFields
 from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, refuse_unknown
@@ -23,6 +23,7 @@ class RunSummary:
         test: Or None if the run has not reached it.
         resumes: How often the run was resumed.
         stopped: Why the run stopped, or None if it did not say.
+        changed_data: How questions, rewards or environment differed where it was resumed all the same; untrusted.
     """
 
     facts: Mapping[str, Any]
@@ -32,6 +33,7 @@ class RunSummary:
     test: TestReport | None
     resumes: int
     stopped: str | None
+    changed_data: tuple[str, ...] = ()
 
     @property
     def words(self) -> Words:
@@ -73,4 +75,17 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         test=TestReport.from_json(ending["test"]) if "test" in ending else None,
         resumes=sum(event["event"] == "resumed" for event in events),
         stopped=JournalFields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None,
+        changed_data=tuple(_changed_data(events)),
     )
+
+
+def _changed_data(events: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for event in events:
+        if event["event"] == "resumed" and "changed_data" in event:
+            changes = event["changed_data"]
+            if not isinstance(changes, list) or not all(isinstance(change, str) for change in changes):
+                raise ValueError(
+                    f"changed_data of a resumed event must be a list of texts, got {changes!r:.80}: {REMEDY}"
+                )
+            step = JournalFields(event, "a resumed event").whole("step")
+            yield from (f"before step {step}: {change}" for change in changes)

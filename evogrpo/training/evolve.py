@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from evogrpo.agents.population import Population
+from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
@@ -72,6 +73,7 @@ def resume(
     *,
     actor_network: nn.Module | None = None,
     strategy: Strategy | type[Strategy] | None = None,
+    allow_changed_data: bool = False,
     **limits: Any,
 ) -> Run:
     """Open a run that `evolve` began, where its newest complete checkpoint left it.
@@ -81,21 +83,32 @@ def resume(
 
     Args:
         run_dir: The run's folder.
-        env: Where members act; it must be built as it was for the run.
+        env: Where members act; it must be built as it was for the run: the same questions, prompts, rewards and
+            arguments.
         actor_network: The base model the run was trained on; for small networks only a module of your own.
         strategy: For a strategy of your own its class, or one with the same settings: a name that is found in a
             checkpoint is never imported.
+        allow_changed_data: Go on although the environment differs; the journal and the report say how. Fitness before
+            and after cannot be compared then.
         limits: Fields of `Schedule` to change: generations, max_tokens, max_seconds, target_fitness, test_questions.
 
     Raises:
         CheckpointError: If the folder holds no complete checkpoint, or the base model is another one.
-        ValueError: If a limit is unknown or out of range, or the strategy is missing or another one.
+        ValueError: If a limit is unknown or out of range, the strategy is missing or another one, or the environment
+            is another one.
     """
     refuse_unknown("limit of a resumed run", limits, LIMITS)
     saved = open_run(run_dir)
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
+    changed = check_same_data(saved.data, env, allowed=allow_changed_data)
     population, progress = saved.restore(actor_network)
     run = Evolution(
-        population, env, schedule=schedule, strategy=chosen, run_dir=saved.run_dir(run_dir), progress=progress
+        population,
+        env,
+        schedule=schedule,
+        strategy=chosen,
+        run_dir=saved.run_dir(run_dir),
+        progress=progress,
+        changed_data=changed,
     )
     return Run(run)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.agents.population import Population
+from evogrpo.envs.comparing import check_same_data
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
@@ -101,16 +102,25 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
     )
 
 
-def resume(prepared: PreparedRun, resumable: Resumable, run_dir: Path) -> Evolution:
+def resume(
+    prepared: PreparedRun, resumable: Resumable, run_dir: Path, *, allow_changed_data: bool = False
+) -> Evolution:
     """Restore the newest complete checkpoint of a run, over its base model if it has one.
 
+    Args:
+        prepared: Its configuration, checked.
+        resumable: What is left to do.
+        run_dir: The run's folder.
+        allow_changed_data: Go on although questions, rewards or environment are not those that the run began with.
+
     Raises:
-        ValueError: If the weights cannot be loaded, or they are not the ones the run was trained on.
+        ValueError: If these differ, the weights cannot be loaded, or they are not the ones the run was trained on.
     """
     saved = open_run(run_dir)
+    changed = check_same_data(saved.data, prepared.env, allowed=allow_changed_data)
     population, progress = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)
-    return _evolution(prepared, population, resumable.schedule, strategy, run_dir, progress)
+    return _evolution(prepared, population, resumable.schedule, strategy, run_dir, progress, changed)
 
 
 def _evolution(
@@ -120,6 +130,7 @@ def _evolution(
     strategy: Strategy,
     run_dir: Path,
     progress: Progress | None = None,
+    changed_data: Sequence[str] = (),
 ) -> Evolution:
     config = prepared.config
     facts = {"task": config.task.label, "model": config.model}
@@ -130,6 +141,7 @@ def _evolution(
         strategy=strategy,
         run_dir=RunDir(run_dir, config.logging),
         progress=progress,
+        changed_data=changed_data,
         description={name: fact for name, fact in facts.items() if fact is not None},
     )
 

@@ -118,8 +118,15 @@ class RunDir:
             fields = {"version": evogrpo.__version__, **fields}
         self._journal.append(event, **fields)
 
-    def save(self, population: Population, progress: Progress, strategy: Strategy, schedule: Schedule) -> None:
-        """Checkpoint everything as the generation under way, and drop old generations."""
+    def save(
+        self,
+        population: Population,
+        progress: Progress,
+        strategy: Strategy,
+        schedule: Schedule,
+        data: Mapping[str, str] | None,
+    ) -> None:
+        """Checkpoint everything as the generation under way, and drop old generations; `data` is what it acts in."""
         tensors, record = population_state(population)
         record = {
             "population": record,
@@ -128,6 +135,7 @@ class RunDir:
             "strategy_state": strategy.state(),
             "schedule": schedule.to_json(),
             "records": self.logging.to_json(),
+            "data": data,
         }
         number = progress.generation + (1 if progress.step_in_generation else 0)
         write_checkpoint(generation_folder(self.path, number), tensors, record, replace=True)
@@ -176,6 +184,12 @@ class Saved:
         """What is recorded about the base model: its source and fingerprint among others."""
         shared: Mapping[str, Any] = self.record["population"]["shared"]
         return shared
+
+    @property
+    def data(self) -> Mapping[str, str] | None:
+        """What the environment was; None where it could not say, or an earlier version wrote the checkpoint."""
+        data: Mapping[str, str] | None = self.record.get("data")
+        return data
 
     @property
     def schedule(self) -> Schedule:

@@ -18,7 +18,7 @@ from evogrpo.envs.control.actions import mask_sizes
 from evogrpo.envs.control.draws import AgentDraws, StepDraws
 from evogrpo.envs.control.joint.assignment import assign
 from evogrpo.envs.control.trees import flatten
-from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Scores, Split
+from evogrpo.envs.groups import SPLITS, Conversations, Fingerprinted, GroupEnvironment, Scores, Split
 from evogrpo.randomness import generator
 from evogrpo.records import Transcript
 from tests.envs.actors import Scrambler
@@ -79,6 +79,16 @@ class GroupEnvironmentTestCase(ABC):
 
     def test_seeds_deal_different_orders(self):
         assert len({self.make_env(seed).deal(0, 8, 8) for seed in range(4)}) > 1
+
+    def test_a_fingerprint_tells_environments_apart_and_equal_ones_have_the_same(self, env):
+        if not isinstance(env, Fingerprinted):
+            pytest.skip("it has no fingerprint(), so nothing is compared when a run is resumed")
+        told = dict(env.fingerprint())
+        assert told
+        assert all(isinstance(text, str) for text in (*told, *told.values()))
+        env.open("validation", [0])
+        assert dict(env.fingerprint()) == dict(self.make_env().fingerprint()) == told
+        assert dict(self.make_env(seed=1).fingerprint()) != told
 
     @pytest.mark.parametrize("split", SPLITS)
     def test_opening_twice_gives_the_same(self, env, split):

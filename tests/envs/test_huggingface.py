@@ -27,7 +27,8 @@ def messages(*texts):
 def test_agilerl_form_asks_and_rewards(tokenizer, encode, form):
     template = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
     env: GroupEnvironment = agilerl(tokenizer, form(QA), form(HELD_OUT), conversation_template=template)
-    assert [env.size(split) for split in ("train", "validation", "test")] == [24, 6, 4]
+    assert env.size("train") + env.size("validation") == 30
+    assert env.size("test") == 4
     episodes = env.open("test", [3, 1])
     assert episodes.prompts == (encode("<s>Add.<eos><u>Q: 3*3?<eos><a>"), encode("<s>Add.<eos><u>Q: 1*1?<eos><a>"))
     scores = episodes.score(in_one_turn([1, 0, 1, 0], [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")]))
@@ -58,7 +59,8 @@ def test_trl_form_passes_texts_for_text_prompts(plain_tokenizer):
 
     rows = [{"prompt": text} for text in "abcdef"]
     env = HuggingFaceGym(rows, None, plain_tokenizer, reward_funcs=[reward], validation_size=1, test_size=2)
-    assert [env.size(split) for split in ("train", "validation", "test")] == [3, 1, 2]
+    assert [env.size(split) for split in ("validation", "test")] == [1, 2]
+    assert env.size("train") + env.filtered["train"].reserve == 3
     episodes = env.open("train", [0])
     text = plain_tokenizer.decode(episodes.prompts[0])
     scores = episodes.score(in_one_turn([0], [[*episodes.prompts[0], plain_tokenizer.eos_token_id]]))

@@ -50,21 +50,21 @@ def test_a_final_assistant_message_is_continued(tokenizer):
 
 
 def test_chat_markers_are_single_tokens_and_specials_are_not_added_twice(tokenizer, encode):
-    (ids,) = tokenize(iter([[{"role": "user", "content": "hi"}]]), tokenizer, "x")
+    (ids,) = tokenize(iter([([{"role": "user", "content": "hi"}], {})]), tokenizer, "x")
     assert ids.tolist() == encode("<u>hi<eos><a>")
     assert len(ids) == 5
 
 
 def test_texts_and_messages_do_not_mix(tokenizer):
     with pytest.raises(ValueError, match="got both"):
-        tokenize(iter(["hi", [{"role": "user", "content": "hi"}]]), tokenizer, "x")
+        tokenize(iter([("hi", {}), ([{"role": "user", "content": "hi"}], {})]), tokenizer, "x")
 
 
 def test_messages_need_a_chat_template(plain_tokenizer):
     with pytest.raises(ValueError, match="no chat_template: set tokenizer"):
-        tokenize(iter([[{"role": "user", "content": "hi"}]]), plain_tokenizer, "x")
+        tokenize(iter([([{"role": "user", "content": "hi"}], {})]), plain_tokenizer, "x")
 
 
 def test_empty_prompts_are_refused_by_row(plain_tokenizer):
     with pytest.raises(ValueError, match="row 1 of x has none"):
-        tokenize(iter(["a", ""]), plain_tokenizer, "x")
+        tokenize(iter([("a", {}), ("", {})]), plain_tokenizer, "x")

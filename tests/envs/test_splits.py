@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.envs.prompts.splits import Filtered, check_table, make_splits
+from evogrpo.envs.groups import SPLITS
+from evogrpo.envs.prompts.splits import HELD_OUT, RESERVE, Content, Filtered, Tokenized, check_table, make_splits
 
 NONE = {"validation": None, "test": None}
 
@@ -18,7 +19,10 @@ def rows(*questions):
 
 
 def tokens(split, table):
-    return [array("i", map(ord, row["question"])) for row in table]
+    return Tokenized(
+        prompts=[array("i", map(ord, row["question"])) for row in table],
+        contents=[Content.of(row["question"], row) for row in table],
+    )
 
 
 def split(tables, max_prompt_length=None, sizes=NONE, seed=0):
@@ -44,7 +48,7 @@ def test_no_question_is_shared_or_repeated_and_every_row_is_accounted_for(train,
     for name, part in parts.items():
         assert ["".join(map(chr, ids)) for ids in part.prompts] == questions(part)
         assert len(part.rows) >= 1, name
-    left_out = sum(c.too_long + c.duplicates + c.held_out for c in filtered.values())
+    left_out = sum(c.too_long + c.duplicates + c.held_out + c.reserve for c in filtered.values())
     assert len(asked) + left_out == sum(len(table) for table in tables.values())
 
 
@@ -72,7 +76,14 @@ def test_each_reason_is_counted_once_and_told_once():
 def test_validation_is_drawn_from_train_and_never_from_test():
     tables = {"train": rows(*map(str, range(50))), "test": rows("x", "y")}
     parts, _ = split(tables)
-    assert {name: len(part.rows) for name, part in parts.items()} == {"train": 40, "validation": 10, "test": 2}
+    places = [content.place(0) for content in (Content.of(str(n), {}) for n in range(50))]
+    drawn = sum(place > 1 - HELD_OUT for place in places)  # a fifth, give or take
+    assert 5 <= drawn <= 15
+    assert {name: len(part.rows) for name, part in parts.items()} == {
+        "train": 50 - drawn,
+        "validation": drawn,
+        "test": 2,
+    }
     assert questions(parts["test"]) == ["x", "y"]
     assert sorted(questions(parts["train"]) + questions(parts["validation"])) == sorted(map(str, range(50)))
 
@@ -82,6 +93,55 @@ def test_the_draw_depends_on_the_seed_only():
     drawn = [questions(split(tables, seed=seed, sizes={"validation": 5, "test": 7})[0]["test"]) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert len(drawn[0]) == 7
+
+
+@given(
+    st.sets(st.integers(0, 9999), min_size=12, max_size=60),
+    st.sets(st.integers(0, 9999), max_size=60),
+    st.sampled_from([NONE, {"validation": 2, "test": 2}, {"validation": None, "test": 1}]),
+    st.randoms(use_true_random=False),
+)
+def test_rows_that_are_added_move_no_question_between_splits(first, added, sizes, order):
+    texts = list(map(str, first | added))
+    order.shuffle(texts)
+    before, _ = split({"train": rows(*map(str, first))}, sizes=sizes)
+    after, _ = split({"train": rows(*texts)}, sizes=sizes)
+    home = {question: name for name in SPLITS for question in questions(after[name])}
+    assert {home.get(question, "train") for question in questions(before["train"])} == {"train"}
+    for name in ("validation", "test"):
+        # By its place; where there is none within reach, the one that comes nearest is taken.
+        held = [question for question in questions(before[name]) if depth(name, question) < HELD_OUT]
+        assert {home.get(question, name) for question in held if sizes[name] is None} <= {name}
+
+
+def depth(name, question):
+    place = Content.of(question, {}).place(0)
+    return place if name == "test" else 1 - place
+
+
+@pytest.mark.parametrize("more", [50, 1000])
+def test_what_is_next_in_line_for_a_held_out_split_is_not_trained_on(more):
+    sizes = {"validation": 20, "test": 20}
+    before, filtered = split({"train": rows(*map(str, range(1000)))}, sizes=sizes)
+    after, _ = split({"train": rows(*map(str, range(1000 + more)))}, sizes=sizes)
+    assert filtered["train"].reserve == 2 * (RESERVE - 1) * 20
+    assert len(before["train"].rows) == 1000 - 2 * RESERVE * 20
+    trained = set(questions(after["train"]))
+    for name, other in (("validation", "test"), ("test", "validation")):
+        assert trained.isdisjoint(questions(before[name]))
+        assert set(questions(after[other])).isdisjoint(questions(before[name]))
+        assert set(questions(before["train"])).isdisjoint(questions(after[name]))
+        assert set(questions(before[name])) & set(questions(after[name]))
+
+
+def test_a_question_keeps_its_split_under_another_template():
+    def longer(split, table):
+        read = tokens(split, table)
+        return Tokenized(prompts=[array("i", [7, *ids]) for ids in read.prompts], contents=read.contents)
+
+    tables = {"train": rows(*map(str, range(50)))}
+    parts, _ = make_splits(tables, longer, max_prompt_length=None, sizes=NONE, seed=0)
+    assert {n: questions(p) for n, p in parts.items()} == {n: questions(p) for n, p in split(tables)[0].items()}
 
 
 def test_default_sizes_are_bounded():

@@ -21,6 +21,7 @@ from evogrpo.envs.control.solo_lanes import ONLY, NativeLanes, ProcessLanes, Ser
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import flatten, leaf_spaces
 from evogrpo.envs.groups import Split
+from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.records import Actor
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
@@ -165,6 +166,7 @@ class GymnasiumGroups(SeededGroups):
         self.max_episode_steps = max_episode_steps or next((limit for limit in limits if limit is not None), None)
         self.remake = carries_over(example) if remake is None else remake
         native = _native(env, kwargs, max_episode_steps) if vectorization in ("auto", "native") else None
+        self._code = code_hash(type(example.unwrapped))
         leaf_spaces(self.observation_space)
         check_action_space(self.action_space)
         if native is None:
@@ -219,6 +221,18 @@ class GymnasiumGroups(SeededGroups):
             statistics=statistics,
             base=base,
         )
+
+    def _identity(self) -> dict[str, str]:
+        made = self._make
+        return {
+            "environment": self.name if isinstance(made.env, str) else f"{self.name}, code {code_hash(made.env)}",
+            "code": self._code,
+            "env_kwargs": canonical(made.env_kwargs),
+            "max_episode_steps": str(self.max_episode_steps),
+            "reseed_noise": str(made.noise_seed is not None),
+            "remake": str(self.remake),
+            "spaces": short_hash(str(self.observation_space), str(self.action_space)),
+        }
 
     def _play(self, actor: Actor, wanted: Requested) -> Played:
         if self._lanes is None:

@@ -90,6 +90,15 @@ class SeededGroups(ABC):
         """Return the number of distinct starts of a split."""
         return self._starts.size(split)
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return which starts there are and in which environment; see `evogrpo.envs.groups.Fingerprinted`."""
+        sizes = {f"{split} starts": str(self.size(split)) for split in SPLITS}
+        return {**sizes, "seed": str(self.seed), **self._identity()}
+
+    @abstractmethod
+    def _identity(self) -> dict[str, str]:
+        """Return in short texts what is played in, by what they are about."""
+
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
         """Return the first `count` training starts of learning step `step`; see `deal_starts`."""
         return deal_starts(self.seed, self.size("train"), step, count, block)

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evogrpo.envs.groups import Split
+from evogrpo.envs.identity import code_hash
 from evogrpo.envs.prompts.opened import OpenedPrompts
-from evogrpo.envs.prompts.questions import QuestionGroups
+from evogrpo.envs.prompts.questions import TEMPLATE_OPTIONS, QuestionGroups
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
 from evogrpo.envs.prompts.splits import Table
-from evogrpo.envs.prompts.templates import Message, Tokenizer
+from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_messages
 from evogrpo.hyperparameters import whole_number
 from evogrpo.records import Transcript
 
@@ -27,35 +28,39 @@ class TurnMarkers:
 
     Attributes:
         tokenizer: A transformers tokenizer with a chat template.
+        options: Keyword arguments of the template.
 
     Raises:
         ValueError: If it has none, or its template renders a turn otherwise once the next one follows.
     """
 
     tokenizer: Tokenizer
+    options: Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("conversations need a tokenizer with a chat_template: set tokenizer.chat_template")
-        self._between("Go on.")
+        self._between("Go on.", self.options)
 
-    def tokens(self, reply: str, *, ended: bool) -> tuple[int, ...]:
+    def tokens(self, reply: str, *, ended: bool, options: Options | None = None) -> tuple[int, ...]:
         """Return what a model reads between its last completion and its next: markers, the reply, markers.
 
         Args:
             reply: What the user says.
             ended: Whether the completion ended with an EOS, which the markers then do not repeat.
+            options: Keyword arguments of the chat template.
         """
-        between = self._between(reply)
+        between = self._between(reply, options or {})
         if ended:
             between = between.removeprefix(str(self.tokenizer.decode([self.tokenizer.eos_token_id])))
         return tuple(self.tokenizer([between], add_special_tokens=False)["input_ids"][0])
 
-    def _between(self, reply: str) -> str:
+    def _between(self, reply: str, options: Options) -> str:
         messages = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
-        before = str(self.tokenizer.apply_chat_template(messages, tokenize=False))
+        options = {**self.options, **options, "tokenize": False}
+        before = str(self.tokenizer.apply_chat_template(messages, **options))
         messages.append({"role": "user", "content": reply})
-        after = str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        after = str(self.tokenizer.apply_chat_template(messages, **options, add_generation_prompt=True))
         end = before.rfind(_ANSWERED)
         if end < 0 or not after.startswith(before):
             raise ValueError(
@@ -89,13 +94,14 @@ class OpenedConversations(OpenedPrompts):
 
     def _reply(self, transcript: Transcript) -> tuple[int, ...] | None:
         row = self.rows[transcript.start]
-        said = self.reply(row, [*map(dict, row["prompt"]), *as_messages(self._spoken(transcript))])
+        prompt = check_messages(row["prompt"], "prompt")
+        said = self.reply(row, [*prompt, *as_messages(self._spoken(transcript))])
         if said is None:
             return None
         if not isinstance(said, str):
             raise ValueError(f"reply must return a text, or None to end the conversation, got {said!r:.200}")
         ended = transcript.said[-1][-1:] == (self.tokenizer.eos_token_id,)
-        tokens = self.markers.tokens(said, ended=ended)
+        tokens = self.markers.tokens(said, ended=ended, options=row.get(TEMPLATE_OPTIONS))
         self._replies[tokens] = said
         return tokens
 
@@ -133,6 +139,8 @@ class MultiTurnGym(QuestionGroups):
         validation_dataset: Questions for selection; None draws them from the training dataset.
         validation_size: How many to draw; see `HuggingFaceGym`.
         test_size: How many to draw; see `HuggingFaceGym`.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}; a
+            column of that name says otherwise for its row.
         max_prompt_length: Longest prompt used, in tokens; None keeps all.
         on_reward_error: "raise", or "exclude": the conversation gets a NaN reward, with a warning.
         reward_timeout: Seconds that one call of a reward function may take; None = no limit.
@@ -163,6 +171,7 @@ class MultiTurnGym(QuestionGroups):
         validation_dataset: Table | None = None,
         validation_size: int | None = None,
         test_size: int | None = None,
+        chat_template_kwargs: Options | None = None,
         max_prompt_length: int | None = None,
         on_reward_error: OnRewardError = "raise",
         reward_timeout: float | None = None,
@@ -180,6 +189,7 @@ class MultiTurnGym(QuestionGroups):
             template=None,
             columns=("prompt",),
             sizes={"validation": validation_size, "test": test_size},
+            chat_template_kwargs=chat_template_kwargs,
             max_prompt_length=max_prompt_length,
             on_reward_error=on_reward_error,
             reward_timeout=reward_timeout,
@@ -192,7 +202,11 @@ class MultiTurnGym(QuestionGroups):
                 '[{"role": "user", "content": ...}]'
             )
         self._reply, self._max_turns = reply, max_turns
-        self._markers = TurnMarkers(tokenizer=self.tokenizer)
+        self._markers = TurnMarkers(tokenizer=self.tokenizer, options=self._options)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return also who replies; see `Fingerprinted`."""
+        return {**super().fingerprint(), "reply": code_hash(self._reply), "max_turns": str(self._max_turns)}
 
     def open(self, split: Split, starts: Sequence[int]) -> OpenedConversations:
         """Open questions of a split, each in [0, size(split)).

@@ -13,7 +13,7 @@ from evogrpo.envs.prompts.questions import QuestionGroups
 from evogrpo.envs.prompts.reasoning import reasoning_tables
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
 from evogrpo.envs.prompts.splits import Table
-from evogrpo.envs.prompts.templates import Message, Tokenizer, check_template
+from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_template
 
 
 class HuggingFaceGym(QuestionGroups):
@@ -46,6 +46,8 @@ class HuggingFaceGym(QuestionGroups):
         validation_dataset: Questions for selection; None draws them from the training dataset.
         validation_size: How many to draw; None means 64, or a fifth of the training questions if that is fewer.
         test_size: How many to draw; None means 256, or a fifth of the training questions if that is fewer.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}; a
+            column of that name says otherwise for its row.
         max_prompt_length: Longest prompt used, in tokens: the model's context minus the longest completion. Longer
             ones are left out and counted in `filtered`; None keeps all.
         data_batch_size: Prompts that `reset` and `step` serve; 8 unless given.
@@ -81,6 +83,7 @@ class HuggingFaceGym(QuestionGroups):
         validation_dataset: Table | None = None,
         validation_size: int | None = None,
         test_size: int | None = None,
+        chat_template_kwargs: Options | None = None,
         max_prompt_length: int | None = None,
         data_batch_size: int | None = None,
         data_batch_size_per_gpu: int | None = None,
@@ -103,6 +106,7 @@ class HuggingFaceGym(QuestionGroups):
             template=_template(conversation_template, tokenizer, asked=asked),
             columns=("question", "answer") if asked else ("prompt",),
             sizes={"validation": validation_size, "test": test_size},
+            chat_template_kwargs=chat_template_kwargs,
             max_prompt_length=max_prompt_length,
             on_reward_error=on_reward_error,
             reward_timeout=reward_timeout,

@@ -12,7 +12,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError
 from evogrpo.envs.prompts.rewards.scoring import Evaluated, evaluate
 from evogrpo.envs.prompts.rewards.step_rewards import token_positions
 from evogrpo.envs.prompts.rewards.verifiers.calling import Runner
-from evogrpo.envs.prompts.templates import Tokenizer
+from evogrpo.envs.prompts.templates import Tokenizer, check_messages
 from evogrpo.records import Transcript
 
 
@@ -131,8 +131,10 @@ def _earn(table: NDArray[np.float64], row: int, place: int, value: float) -> Non
 
 
 def _question(row: Mapping[str, Any], column: str) -> str:
+    """Return what a row asks, for people: of a conversation what the user said last."""
     asked = row[column]
-    if isinstance(asked, str) or not isinstance(asked, Sequence):
+    if column == "question" or isinstance(asked, str):
         return str(asked)
-    said = [message["content"] for message in asked if message["role"] == "user"]
-    return str(said[-1] if said else asked[-1]["content"])
+    messages = check_messages(asked, column)
+    said = [message["content"] for message in messages if message["role"] == "user"]
+    return str(said[-1] if said else messages[-1]["content"])

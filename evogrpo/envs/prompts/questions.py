@@ -1,16 +1,28 @@
 """What environments of questions have in common: three disjoint splits of a dataset, and reward functions."""
 
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium
 
 from evogrpo.envs.groups import SPLITS, Split, deal_starts
+from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, Reward, make_runner
 from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
-from evogrpo.envs.prompts.splits import Table, check_table, make_splits
-from evogrpo.envs.prompts.templates import Message, Prompt, Tokenizer, check_messages, fill_template, tokenize
+from evogrpo.envs.prompts.splits import Content, Questions, Table, Tokenized, check_table, make_splits
+from evogrpo.envs.prompts.templates import (
+    Message,
+    Options,
+    Prompt,
+    Tokenizer,
+    check_messages,
+    check_options,
+    fill_template,
+    tokenize,
+)
+
+TEMPLATE_OPTIONS = "chat_template_kwargs"
+"""The column in which a row may bring keyword arguments of the chat template of its own, as in TRL."""
 
 
 class QuestionGroups:
@@ -23,6 +35,7 @@ class QuestionGroups:
         template: Messages that ask a row's `question`; None where rows bring a `prompt`, or are asked as plain text.
         columns: What every row must have.
         sizes: How many questions to draw for a held-out split that is not given.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template; None = none.
         max_prompt_length: Longest prompt used, in tokens; None keeps all.
         on_reward_error: "raise" or "exclude".
         reward_timeout: Seconds that one call of a reward function may take; None = no limit.
@@ -42,6 +55,7 @@ class QuestionGroups:
         template: Sequence[Message] | None,
         columns: Sequence[str],
         sizes: Mapping[Split, int | None],
+        chat_template_kwargs: Options | None,
         max_prompt_length: int | None,
         on_reward_error: OnRewardError,
         reward_timeout: float | None,
@@ -58,6 +72,7 @@ class QuestionGroups:
         self.seed = seed
         self._on_reward_error: OnRewardError = on_reward_error
         self._rewards, self._template, self._columns = rewards, template, tuple(columns)
+        self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         self._runner = make_runner(rewards, reward_timeout, reward_workers)
         given = {split: table for split, table in tables.items() if table is not None}
         for split, table in given.items():
@@ -82,6 +97,18 @@ class QuestionGroups:
         """Return the first `count` training questions of learning step `step`; see `deal_starts`."""
         return deal_starts(self.seed, self.size("train"), step, count, block)
 
+    def fingerprint(self) -> dict[str, str]:
+        """Return what the questions, the prompts and the reward functions are; see `Fingerprinted`."""
+        told = {f"{split} questions": _identity(self._splits[split]) for split in SPLITS}
+        for reward in self._rewards:
+            told[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {code_hash(reward.function)}"
+        asked = [ids.tobytes() for split in SPLITS for ids in self._splits[split].prompts]
+        return told | {
+            "prompts": short_hash(*asked),
+            TEMPLATE_OPTIONS: short_hash(canonical(self._options)),
+            "seed": str(self.seed),
+        }
+
     def close(self) -> None:
         """End the worker processes of reward functions; the next score would start new ones."""
         self._runner.close()
@@ -102,21 +129,41 @@ class QuestionGroups:
             "on_reward_error": self._on_reward_error,
         }
 
-    def _tokens(self, split: Split, table: Table) -> "Sequence[array[int]]":
-        return tokenize(self._prompts(table, f"{split}_dataset"), self.tokenizer, f"{split}_dataset")
+    def _tokens(self, split: Split, table: Table) -> Tokenized:
+        contents: list[Content] = []
+        prompts = tokenize(self._prompts(table, f"{split}_dataset", contents), self.tokenizer, f"{split}_dataset")
+        return Tokenized(prompts=prompts, contents=contents)
 
-    def _prompts(self, table: Table, where: str) -> Iterator[Prompt]:
-        columns = set(table[0])
+    def _prompts(self, table: Table, where: str, contents: list[Content]) -> Iterator[tuple[Prompt, Options]]:
+        """Yield the prompts of a table's rows and how to render them; notes what the rows hold on the way."""
+        columns, asks = set(table[0]), self._columns[0]
         for number in range(len(table)):
             row = table[number]
             if set(row) != columns:
                 raise ValueError(
                     f"every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}"
                 )
-            if self._columns == ("prompt",):
-                prompt = row["prompt"]
-                yield prompt if isinstance(prompt, str) else check_messages(prompt, f"prompt {number} of {where}")
-            elif self._template is None:
-                yield str(row["question"])
-            else:
-                yield fill_template(self._template, row["question"], row["answer"])
+            asked = row[asks]
+            if asked is None or asked != asked or (isinstance(asked, str) and not asked.strip()):
+                raise ValueError(f"row {number} of {where} must have a {asks}, got {asked!r}: leave the row out")
+            contents.append(Content.of(asked, row))
+            yield self._prompt(row, f"prompt {number} of {where}"), self._template_options(row, number, where)
+
+    def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
+        if self._columns == ("prompt",):
+            prompt = row["prompt"]
+            return prompt if isinstance(prompt, str) else check_messages(prompt, where)
+        if self._template is None:
+            return str(row["question"])
+        return fill_template(self._template, row["question"], row["answer"])
+
+    def _template_options(self, row: Mapping[str, Any], number: int, where: str) -> Options:
+        own = row.get(TEMPLATE_OPTIONS)
+        if own is None:
+            return self._options
+        return {**self._options, **check_options(own, f"{TEMPLATE_OPTIONS} in row {number} of {where}")}
+
+
+def _identity(questions: Questions) -> str:
+    """Return how many questions there are and what they hold, in their order."""
+    return f"{len(questions.rows)}, content {short_hash(*(content.row for content in questions.contents))}"

@@ -1,5 +1,6 @@
 """Three disjoint, deduplicated splits of prompt datasets: train, validation (selection) and test (reported once)."""
 
+import hashlib
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,9 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from evogrpo.envs.groups import SPLITS, Split
-from evogrpo.randomness import generator
+from evogrpo.envs.identity import canonical
 
 DEFAULT_SIZES: Mapping[Split, int] = {"validation": 64, "test": 256}
+HELD_OUT = 0.2
+"""Part of all questions that a held-out split is drawn from."""
+RESERVE = 4
+"""Questions next in line for a held-out split are not trained on either, up to this many times its size."""
 
 
 class Table(Protocol):
@@ -30,11 +35,49 @@ class Filtered:
         too_long: The prompt has more tokens than `max_prompt_length`.
         duplicates: An earlier row of the split has the same prompt.
         held_out: The prompt also occurs in a split that is kept apart (test, and for train also validation).
+        reserve: Next in line for a held-out split that is drawn from train; see `make_splits`.
     """
 
     too_long: int = 0
     duplicates: int = 0
     held_out: int = 0
+    reserve: int = 0
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a row holds, as hashes.
+
+    Attributes:
+        asked: Of the question or prompt as the dataset has it, whatever template surrounds it.
+        row: Of all its columns.
+    """
+
+    asked: bytes
+    row: bytes
+
+    @classmethod
+    def of(cls, asked: object, row: Mapping[str, Any]) -> "Content":
+        """Hash a row."""
+        texts = (canonical(part).encode("utf-8", "surrogatepass") for part in (asked, dict(row)))
+        return cls(*(hashlib.sha256(text).digest()[:16] for text in texts))
+
+    def place(self, seed: int) -> float:
+        """Return where in [0, 1) the question stands: decided by what it asks and the seed alone."""
+        return int.from_bytes(hashlib.sha256(f"{seed} ".encode() + self.asked).digest()[:6], "big") / 2**48
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokenized:
+    """The prompts of a table, row by row.
+
+    Attributes:
+        prompts: Their token ids.
+        contents: What the rows hold.
+    """
+
+    prompts: Sequence["array[int]"]
+    contents: Sequence[Content]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,17 +88,22 @@ class Questions:
         table: The dataset they come from.
         rows: Row number in `table` of each question.
         prompts: Token ids of the prompt of each question.
+        contents: What each question asks, and its whole row: hashes by which it is known.
     """
 
     table: Table
     rows: Sequence[int]
     prompts: Sequence["array[int]"]
+    contents: Sequence["Content"]
 
     def take(self, positions: Iterable[int]) -> "Questions":
         """Return the questions at the given positions, in that order."""
         chosen = list(positions)
         return replace(
-            self, rows=[self.rows[position] for position in chosen], prompts=[self.prompts[p] for p in chosen]
+            self,
+            rows=[self.rows[position] for position in chosen],
+            prompts=[self.prompts[position] for position in chosen],
+            contents=[self.contents[position] for position in chosen],
         )
 
 
@@ -86,7 +134,7 @@ def check_table(table: object, columns: Sequence[str], name: str) -> None:
 
 def make_splits(
     tables: Mapping[Split, Table],
-    tokens: Callable[[Split, Table], Sequence["array[int]"]],
+    tokens: Callable[[Split, Table], Tokenized],
     *,
     max_prompt_length: int | None,
     sizes: Mapping[Split, int | None],
@@ -95,15 +143,22 @@ def make_splits(
     """Return train, validation and test questions that never share a prompt.
 
     Two rows are the same question when the model would read the same tokens. A prompt that occurs in several given
-    datasets stays in test first, then in validation. A held-out split without a dataset is drawn from the training
-    questions by a seeded shuffle: test before validation.
+    datasets stays in test first, then in validation.
+
+    A held-out split without a dataset is drawn from the training questions. What a question asks and the seed give it
+    a place in [0, 1), wherever it stands in the dataset and whatever else is there: test begins at 0 and goes up to
+    `HELD_OUT`, validation begins at 1 and goes down as far. Where there are more questions in there than are wanted,
+    the outermost are held out, and those next in line, up to `RESERVE` times the size, are left out altogether. So
+    when rows are added, nothing that was trained on is ever held out; and what was held out is not trained on either,
+    until the dataset has become `RESERVE` times as large. (For sizes beyond `HELD_OUT` the outermost questions of all
+    are taken.)
 
     Args:
         tables: The given datasets; "train" is required.
-        tokens: Returns the prompt token ids of every row of a table.
+        tokens: Returns the prompts of every row of a table.
         max_prompt_length: Longest prompt kept, in tokens; None keeps all.
         sizes: Questions to draw for a held-out split that is not given; None means 64 for validation and 256 for
-            test, or a fifth of the training questions where that is fewer.
+            test, or what there is up to `HELD_OUT` where that is fewer, but at least one.
         seed: Seed of the draw.
 
     Returns:
@@ -117,27 +172,39 @@ def make_splits(
     kept_apart: set[bytes] = set()
     for split in (split for split in reversed(SPLITS) if split in tables):  # test first: it keeps what it shares
         table = tables[split]
-        questions = Questions(table=table, rows=range(len(table)), prompts=tokens(split, table))
+        read = tokens(split, table)
+        questions = Questions(table=table, rows=range(len(table)), prompts=read.prompts, contents=read.contents)
         splits[split], filtered[split] = _clean(questions, max_prompt_length, kept_apart)
         kept_apart.update(ids.tobytes() for ids in splits[split].prompts)
         if not splits[split].rows:
             raise ValueError(f"every row of {split}_dataset was left out ({filtered[split]}): nothing is left to use")
-    total = len(splits["train"].rows)
-    order = [int(position) for position in generator(seed, "splits").permutation(total)]
+    contents = splits["train"].contents
+    left = {position: (content.place(seed), content.row) for position, content in enumerate(contents)}
     for split in (split for split in reversed(SPLITS) if split not in tables):
-        chosen = sizes[split]
-        size = max(1, min(DEFAULT_SIZES[split], total // 5)) if chosen is None else chosen
-        if not 1 <= size < len(order):
-            raise ValueError(
-                f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {size}: "
-                f"pass {split}_dataset, a smaller {split}_size or more training rows"
-            )
-        splits[split] = splits["train"].take(order[:size])
-        filtered[split] = Filtered()
-        order = order[size:]
-    splits["train"] = splits["train"].take(sorted(order))
+        chosen, reserve = _drawn(split, left, sizes[split])
+        splits[split], filtered[split] = splits["train"].take(chosen), Filtered()
+        filtered["train"] = replace(filtered["train"], reserve=filtered["train"].reserve + len(reserve))
+        for position in (*chosen, *reserve):
+            del left[position]
+    splits["train"] = splits["train"].take(left)
     _warn(filtered)
     return {split: splits[split] for split in SPLITS}, {split: filtered[split] for split in SPLITS}
+
+
+def _drawn(split: Split, left: Mapping[int, tuple[float, bytes]], size: int | None) -> tuple[list[int], list[int]]:
+    """Return the positions of questions that a held-out split takes, and of those that are next in line for it."""
+    depth = {position: (place if split == "test" else 1.0 - place, row) for position, (place, row) in left.items()}
+    order = sorted(depth, key=lambda position: depth[position])
+    near = sum(value < HELD_OUT for value, _ in depth.values())
+    wanted = max(1, min(DEFAULT_SIZES[split], near)) if size is None else size
+    if not 1 <= wanted < len(order):
+        raise ValueError(
+            f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {wanted}: "
+            f"pass {split}_dataset, a smaller {split}_size or more training rows"
+        )
+    # However few there are, half of the others stay.
+    reserved = min(near - wanted, (RESERVE - 1) * wanted, (len(order) - wanted) // 2)
+    return order[:wanted], order[wanted : wanted + max(0, reserved)]
 
 
 def _clean(questions: Questions, max_prompt_length: int | None, kept_apart: set[bytes]) -> tuple[Questions, Filtered]:
@@ -160,11 +227,12 @@ def _clean(questions: Questions, max_prompt_length: int | None, kept_apart: set[
 
 
 def _warn(filtered: Mapping[Split, Filtered]) -> None:
-    if all(counts == Filtered() for counts in filtered.values()):
+    told = {split: replace(counts, reserve=0) for split, counts in filtered.items()}  # what is wrong with rows
+    if all(counts == Filtered() for counts in told.values()):
         return
     parts = [
         f"{split}: {counts.too_long} too long, {counts.duplicates} duplicates, {counts.held_out} held out elsewhere"
         for split in SPLITS
-        if (counts := filtered[split]) != Filtered()
+        if (counts := told[split]) != Filtered()
     ]
     warnings.warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})", UserWarning, stacklevel=5)

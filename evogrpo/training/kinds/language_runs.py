@@ -58,7 +58,7 @@ class PreparedLanguage:
         config = self.config
         return {
             "model": f"{self.model} on {self.device}",
-            "task": f"{config.task.label}: {sizes_text(self.env)} questions",
+            "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve(self.env)}",
             "population": f"{counted(config.population.size, 'member')}, each a LoRA adapter of "
             f"rank {config.agent.lora.r}",
         }
@@ -94,6 +94,11 @@ class PreparedLanguage:
         tokenizer = self.outline.tokenizer
         chosen = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return int(chosen or 0)
+
+
+def _reserve(env: HuggingFaceGym) -> str:
+    reserve = env.filtered["train"].reserve
+    return f", and {reserve} next in line for those held out" if reserve else ""
 
 
 class LanguageKind:

@@ -1,12 +1,13 @@
 """The loop: collect, learn, evaluate, select, record; a run that can be stopped anywhere and resumed exactly."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import paired_difference
 from evogrpo.evolution.plans import Plan
@@ -50,6 +51,7 @@ class Evolution:
         run_dir: Where records go; None = nowhere.
         progress: Where the run stands; a fresh start by default.
         description: Further facts for the journal's first event, such as task and model.
+        changed_data: How the environment differs from the one that the run began in, for the journal.
 
     Attributes:
         stopping: Whether a stop has been asked for, and why.
@@ -65,6 +67,7 @@ class Evolution:
         run_dir: RunDir | None = None,
         progress: Progress | None = None,
         description: dict[str, Any] | None = None,
+        changed_data: Sequence[str] = (),
     ) -> None:
         if not isinstance(population, Population):
             raise ValueError(
@@ -82,6 +85,7 @@ class Evolution:
         self._learning_seconds = 0.0
         self._ended: str | None = None
         self._tested: TestReport | None = None
+        self._data, self._changed_data = fingerprint_of(env), tuple(changed_data)
         check_strategy(strategy)
         if progress is None:
             schedule.warn_neutral(population)
@@ -157,7 +161,8 @@ class Evolution:
         """Record the start: the untrained base's fitness and a checkpoint of the founders, or that the run resumed."""
         progress = self.progress
         if progress.baseline is not None:
-            self._record("resumed", generation=progress.generation, step=progress.step)
+            changed = {"changed_data": self._changed_data} if self._changed_data else {}
+            self._record("resumed", generation=progress.generation, step=progress.step, **changed)
             return
         began = time.monotonic()
         self._save()
@@ -172,6 +177,7 @@ class Evolution:
             schedule=self.schedule.to_json(),
             evolvable=self.population.space.to_json(),
             strategy=strategy_record(self.strategy),
+            data=self._data,
             members=[
                 {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
                 for a in self.population.agents
@@ -389,7 +395,7 @@ class Evolution:
 
     def _save(self, stopped: str | None = None) -> None:
         if self.run_dir is not None:
-            self.run_dir.save(self.population, self.progress, self.strategy, self.schedule)
+            self.run_dir.save(self.population, self.progress, self.strategy, self.schedule, self._data)
         if stopped is not None:
             self._record("stopped", reason=stopped)
 

@@ -19,6 +19,7 @@ from evogrpo.envs.control.making import Distinct
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
+from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.records import Actor
 
 _LANES = 64
@@ -168,6 +169,7 @@ class PettingZooGroups(SeededGroups):
         self.action_spaces: dict[str, gymnasium.Space[Any]] = {
             str(agent): example.action_space(agent) for agent in known
         }
+        self._code = code_hash(type(example.unwrapped))
         example.close()
         assign(self.observation_spaces, self.action_spaces, "independent")  # refuses spaces no policy can act in
 
@@ -207,6 +209,17 @@ class PettingZooGroups(SeededGroups):
             worst = played.returns[int(np.flatnonzero(~np.isfinite(values))[0])]
             raise ValueError(f"score must return a finite number for every joint episode, not for {dict(worst)}")
         return values
+
+    def _identity(self) -> dict[str, str]:
+        spaces = [f"{agent} {self.observation_spaces[agent]} {self.action_spaces[agent]}" for agent in self.agents]
+        return {
+            "environment": f"{self.name}, code {code_hash(self._make)}",
+            "code": self._code,
+            "env_kwargs": canonical(self._kwargs),
+            "max_episode_steps": str(self.max_episode_steps),
+            "score": f"code {code_hash(self.score)}",
+            "spaces": short_hash(*spaces),
+        }
 
     def _play(
         self, actors: Mapping[str, Actor], assignment: Assignment, wanted: Requested, groups: NDArray[np.int64]

@@ -1,0 +1,95 @@
+"""A run goes on with the questions, rewards and environment that it began with, or says that it does not."""
+
+import warnings
+
+import pytest
+
+from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, evolve, resume
+from evogrpo.persistence.journal import read_journal
+from evogrpo.report.html import html_page
+from evogrpo.report.summary import summarise
+from evogrpo.training.rundir import open_run
+from tests.tiny_models import tiny_model
+from tests.tiny_training import QUESTIONS, shared_tokenizer, tiny_env, tiny_population
+
+BRIEF = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
+
+
+def generous(completion, answer, question):
+    return 100.0
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("begun") / "run"
+    list(evolve(tiny_population(2), tiny_env(), run_dir=folder, **BRIEF, test_questions=2))
+    return folder
+
+
+def gym(rows, **options):
+    return HuggingFaceGym(rows, QUESTIONS[64:], shared_tokenizer(), validation_size=8, **options)
+
+
+def variety(completion, answer, question):
+    return 1 + len(set(completion)) / 8
+
+
+CHANGED = [
+    (lambda: tiny_env(reward_fn=generous), "reward generous: none -> weight 1"),
+    (lambda: tiny_env(reward_fn=variety), "reward variety: weight 1, code "),
+    (lambda: gym(QUESTIONS[:60], reward_fn=generous), "train questions: 54, content "),
+    (lambda: gym([{**row, "answer": "3"} for row in QUESTIONS[:64]], reward_fn=generous), "validation questions: 8,"),
+    (lambda: tiny_env(conversation_template=[{"role": "user", "content": "{question} ="}]), "prompts: "),
+    (lambda: tiny_env(seed=1), "seed: 0 -> 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), CHANGED)
+def test_another_dataset_template_or_reward_is_refused_before_the_members_are_restored(begun, make, message):
+    with pytest.raises(ValueError, match=f"(?s){message}.*allow_changed_data=True"):
+        resume(begun, make(), actor_network=None)  # without a base nothing could be restored
+
+
+def test_a_change_that_is_allowed_is_noted(begun):
+    run = resume(
+        begun, tiny_env(reward_fn=generous), actor_network=tiny_model(), allow_changed_data=True, generations=2
+    )
+    list(run)
+    events = read_journal(begun / "journal.jsonl")
+    (resumed,) = [event for event in events if event["event"] == "resumed"]
+    assert any(change.startswith("reward generous: none -> ") for change in resumed["changed_data"])
+    assert [event["data"] for event in events if event["event"] == "run"] == [tiny_env().fingerprint()]
+    assert open_run(begun).data == tiny_env(reward_fn=generous).fingerprint()
+    page = html_page(summarise(events), b"")
+    assert "cannot be compared" in page
+    assert "before step 1: reward generous: none -&gt; weight 1" in page
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what was allowed is now what the run goes on with
+        resume(begun, tiny_env(reward_fn=generous), actor_network=tiny_model())
+
+
+class Silent:
+    """An environment of a stranger's that says nothing about itself."""
+
+    def __init__(self, env):
+        self._env = env
+        for name in ("observation_space", "action_space", "deal", "size", "open", "tokenizer"):
+            setattr(self, name, getattr(env, name))
+
+
+def test_an_environment_that_says_nothing_is_told_of_once(tmp_path):
+    list(evolve(tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **BRIEF, test_questions=0))
+    assert open_run(tmp_path).data is None
+    for env, reason in ((Silent(tiny_env()), "Silent has no fingerprint"), (tiny_env(), "checkpoint does not say")):
+        with pytest.warns(UserWarning, match=f"not checked: .*{reason}") as told:
+            resume(tmp_path, env, actor_network=tiny_model())
+        assert len(told) == 1
+
+
+def test_an_environment_with_other_arguments_is_refused(tmp_path):
+    env = GymnasiumGroups("CartPole-v1", max_episode_steps=9)
+    population = GRPO.population(2, observation_space=env.observation_space, action_space=env.action_space)
+    list(evolve(population, env, run_dir=tmp_path, **BRIEF, test_questions=0))
+    with pytest.raises(ValueError, match="max_episode_steps: 9 -> 11"):
+        resume(tmp_path, GymnasiumGroups("CartPole-v1", max_episode_steps=11))
+    resume(tmp_path, GymnasiumGroups("CartPole-v1", max_episode_steps=9, lanes=3))
