@@ -7,7 +7,6 @@ from typing import Any
 from torch import nn
 
 from evogrpo.agents.population import Population
-from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
@@ -100,7 +99,7 @@ def resume(
     refuse_unknown("limit of a resumed run", limits, LIMITS)
     saved = open_run(run_dir)
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
-    changed = check_same_data(saved.data, env, allowed=allow_changed_data)
+    changed = saved.check_data(env, allowed=allow_changed_data)
     population, progress = saved.restore(actor_network)
     run = Evolution(
         population,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.agents.population import Population
-from evogrpo.envs.comparing import check_same_data
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
@@ -117,7 +116,7 @@ def resume(
         ValueError: If these differ, the weights cannot be loaded, or they are not the ones the run was trained on.
     """
     saved = open_run(run_dir)
-    changed = check_same_data(saved.data, prepared.env, allowed=allow_changed_data)
+    changed = saved.check_data(prepared.env, allowed=allow_changed_data)
     population, progress = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)
     return _evolution(prepared, population, resumable.schedule, strategy, run_dir, progress, changed)

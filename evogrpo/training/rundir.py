@@ -11,6 +11,8 @@ import evogrpo
 from evogrpo.agents.checkpoints.saving import learnt, population_state, restore_population, save_agent
 from evogrpo.agents.classes import agent_class
 from evogrpo.agents.population import Population
+from evogrpo.envs.comparing import check_same_data
+from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
@@ -185,11 +187,14 @@ class Saved:
         shared: Mapping[str, Any] = self.record["population"]["shared"]
         return shared
 
-    @property
-    def data(self) -> Mapping[str, str] | None:
-        """What the environment was; None where it could not say, or an earlier version wrote the checkpoint."""
-        data: Mapping[str, str] | None = self.record.get("data")
-        return data
+    def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
+        """Refuse to go on in another environment than the run began in, or say how it differs; see `check_same_data`.
+
+        Before anything was measured, nothing could be compared with it.
+        """
+        if self.record["progress"]["baseline"] is None:
+            return ()
+        return check_same_data(self.record.get("data"), env, allowed=allowed)
 
     @property
     def schedule(self) -> Schedule:

@@ -91,7 +91,7 @@ def test_a_second_signal_aborts_at_once_and_the_run_still_resumes(project, here,
     assert read_journal(here / "run" / "journal.jsonl")[-1]["event"] == "step"  # nobody wrote an orderly end
 
     Path("slow.py").write_text((project / "rewards.py").read_text())
-    assert main(["resume", "run"]) == 0
+    assert main(["resume", "run", "--allow-changed-data"]) == 0
     assert story(here / "run") == uninterrupted
 
 
@@ -106,10 +106,12 @@ def test_a_reward_that_raises_stops_the_run_which_goes_on_once_mended(project, h
     printed = capsys.readouterr()
     assert "AssertionError" in printed.err
     assert "mine.py, line 5" in printed.err
-    assert "once mended    evogrpo resume run" in printed.out
+    assert "once mended    evogrpo resume run --allow-changed-data" in printed.out
 
     Path("mine.py").write_text(good)
-    assert main(["resume", "run"]) == 0
+    assert main(["resume", "run"]) == 2
+    assert "reward score: weight 1, code" in capsys.readouterr().err
+    assert main(["resume", "run", "--allow-changed-data"]) == 0
     assert story(here / "run") == uninterrupted
 
 

@@ -59,7 +59,7 @@ def test_a_change_that_is_allowed_is_noted(begun):
     (resumed,) = [event for event in events if event["event"] == "resumed"]
     assert any(change.startswith("reward generous: none -> ") for change in resumed["changed_data"])
     assert [event["data"] for event in events if event["event"] == "run"] == [tiny_env().fingerprint()]
-    assert open_run(begun).data == tiny_env(reward_fn=generous).fingerprint()
+    assert open_run(begun).record["data"] == tiny_env(reward_fn=generous).fingerprint()
     page = html_page(summarise(events), b"")
     assert "cannot be compared" in page
     assert "before step 1: reward generous: none -&gt; weight 1" in page
@@ -79,7 +79,7 @@ class Silent:
 
 def test_an_environment_that_says_nothing_is_told_of_once(tmp_path):
     list(evolve(tiny_population(1), Silent(tiny_env()), run_dir=tmp_path, **BRIEF, test_questions=0))
-    assert open_run(tmp_path).data is None
+    assert open_run(tmp_path).record["data"] is None
     for env, reason in ((Silent(tiny_env()), "Silent has no fingerprint"), (tiny_env(), "checkpoint does not say")):
         with pytest.warns(UserWarning, match=f"not checked: .*{reason}") as told:
             resume(tmp_path, env, actor_network=tiny_model())
