@@ -6,7 +6,15 @@ from typing import Literal, get_args
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "gmpo"]
 AdvantageType = Literal[
-    "outcome", "process", "return_to_go_group", "return_to_go_timestep", "rloo", "mean_only", "batch_std", "gdpo"
+    "outcome",
+    "process",
+    "return_to_go_group",
+    "return_to_go_timestep",
+    "rloo",
+    "mean_only",
+    "batch_std",
+    "gdpo",
+    "reinforce",
 ]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["k1", "k2", "k3", "abs"]
@@ -66,6 +74,7 @@ ADVANTAGES: Mapping[str, Literal["reward", "reward functions", "step rewards"]] 
     "mean_only": "reward",
     "batch_std": "reward",
     "gdpo": "reward functions",
+    "reinforce": "reward",
 }
 """What each kind of advantage compares within a group: whole rewards, those of each function, or those of actions."""
 STEP_ADVANTAGES = tuple(kind for kind, compared in ADVANTAGES.items() if compared == "step rewards")

@@ -112,6 +112,13 @@ class Options(CommonOptions, total=False):
         max_output_tokens: Most tokens of a completion, or of one turn of a conversation; 128 by default.
         max_episode_tokens: Most tokens of a conversation, said and heard together; by default what the model's context
             takes.
+        top_k: Draw completions from so many of the most likely tokens only; 0, all of them, by default. What is learnt
+            is the whole distribution: where this or one of the next three leaves some of it out, old log-probabilities
+            are the trainer's, and `Objective.importance_correction` can weigh the difference.
+        top_p: Only from the most likely tokens that together have this probability; 1 by default.
+        min_p: Only from tokens at least this many times as likely as the most likely one; 0 by default.
+        repetition_penalty: Make tokens that are there already less likely, in greedy answers too; 1, no penalty, by
+            default.
         eos_token_ids: Tokens that end a completion; the model's generation config names them by default.
         lora_config: What to adapt; rank 16 on all linear layers by default.
         micro_batch_tokens: Most tokens in one forward pass with gradients, the knob between memory and speed; 1024 by
@@ -125,6 +132,10 @@ class Options(CommonOptions, total=False):
     min_output_tokens: int
     max_output_tokens: int
     max_episode_tokens: int | None
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
     eos_token_ids: tuple[int, ...]
     lora_config: LoraConfig | None
     micro_batch_tokens: int
@@ -153,6 +164,10 @@ LANGUAGE_ONLY = (
     "min_output_tokens",
     "max_output_tokens",
     "max_episode_tokens",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
     "eos_token_ids",
     "lora_config",
     "micro_batch_tokens",

@@ -43,7 +43,7 @@ def advantages(
     Args:
         kind: One of `AdvantageType`.
         rewards: `[n]` total reward of each completion; NaN = does not apply.
-        group_ids: `[n]` which group each completion belongs to; at least 2 of each.
+        group_ids: `[n]` which group each completion belongs to; at least 2 of each, but for "reinforce".
         member_ids: `[n]` whose completion it is; statistics of a batch are taken for each member apart.
         mask: `[n, t]` booleans, True = counts.
         step_rewards: `[n, t]` reward earned at each action; NaN = no reward is given here. None: `rewards`, at the
@@ -61,7 +61,8 @@ def advantages(
         `[n, t]` in the dtype of `rewards`; 0 where the mask is False and where no reward applies.
 
     Raises:
-        ValueError: If `kind` is unknown, "gdpo" gets no components, or a group has fewer than 2 completions.
+        ValueError: If `kind` is unknown, "gdpo" gets no components, or a group that is compared has fewer than 2
+            completions.
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"advantage must be one of {', '.join(ADVANTAGES)}, got {kind!r}")
@@ -104,6 +105,8 @@ def _of_completions(kind: str, rewards: Tensor, group_ids: Tensor, member_ids: T
         return leave_one_out(rewards, group_ids)
     if kind == "mean_only":
         return mean_only(rewards, group_ids)
+    if kind == "reinforce":
+        return reinforce(rewards)
     return batch_std(rewards, group_ids, member_ids, eps)
 
 
@@ -151,6 +154,14 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """
     centred, _, count = _against_group(rewards, group_ids)
     return (centred * (count / (count - 1).clamp(min=1))).to(rewards.dtype)
+
+
+def reinforce(rewards: Tensor) -> Tensor:
+    r"""Take each reward as it is, compared with nothing: r, in reward units, and 0 for NaN.
+
+    Source: Williams, "Simple statistical gradient-following algorithms" (1992), without a baseline.
+    """
+    return torch.where(rewards.isnan(), 0.0, rewards)
 
 
 def batch_std(rewards: Tensor, group_ids: Tensor, member_ids: Tensor, eps: float = 1e-4) -> Tensor:

@@ -92,21 +92,29 @@ def adamw_steps_(
     weights.addcmul_(root, column(-lr / (1.0 - betas[0] ** step) for lr, step in zip(lrs, steps, strict=True)))
 
 
-def schedule_factor(step: int, *, kind: str, warmup_steps: int, total_steps: int | None) -> float:
+def schedule_factor(
+    step: int, *, kind: str, warmup_steps: int, total_steps: int | None, cycles: float = 0.5, floor: float = 0.0
+) -> float:
     """Return the fraction of the learning rate that optimizer step number `step` uses.
 
     Args:
         step: Optimizer steps taken so far by this member's lineage, from 0.
-        kind: "constant", "linear" (to 0 at `total_steps`) or "cosine" (likewise).
-        warmup_steps: Steps over which the factor rises linearly to 1; the first step uses 1 / (warmup_steps + 1).
+        kind: "constant", "linear" or "cosine".
+        warmup_steps: Steps over which the factor rises from 0 to 1; the first step uses 0.
         total_steps: End of the decay; needed by "linear" and "cosine".
+        cycles: Waves of the cosine until then; 0.5 ends in the first trough.
+        floor: What "linear" comes down to, and the lowest of "cosine"; in [0, 1).
 
     Returns:
         A factor in [0, 1].
+
+    Source: transformers, `get_scheduler`, of which these are linear, cosine, cosine_with_min_lr and polynomial of power
+    1.
     """
     if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
+        return step / warmup_steps
     if kind == "constant" or total_steps is None:
         return 1.0
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    factor = 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress))
+    return floor + (1.0 - floor) * factor

@@ -75,6 +75,30 @@ def normalise_rewards(
     return values.to(rewards.dtype)
 
 
+def groups_within(rewards: Tensor, group_ids: Tensor, low: float | None, high: float | None) -> Tensor:
+    """Tell which completions are in a group that is neither too hard nor too easy: low < mean reward < high.
+
+    Args:
+        rewards: `[n]`; NaN = does not apply, and is left out of the mean.
+        group_ids: `[n]`.
+        low: In reward units; None = no bound.
+        high: The same.
+
+    Returns:
+        `[n]` booleans; True where no reward of a group applies.
+
+    Source: ROLL, `difficulty_mask`.
+    """
+    group, groups = numbered(group_ids)
+    statistics = group_statistics(rewards, ~rewards.isnan(), group, groups)
+    inside = torch.ones(groups, dtype=torch.bool, device=rewards.device)
+    if low is not None:
+        inside &= statistics.mean > low
+    if high is not None:
+        inside &= statistics.mean < high
+    return (inside | (statistics.amount == 0))[group]
+
+
 def update_running(running: Tensor, rewards: Tensor, member_ids: Tensor) -> Tensor:
     """Add rewards to the running statistics of their members.
 

@@ -5,6 +5,8 @@ import math
 import numbers
 from collections.abc import Iterable
 
+MOST_LISTED = 60  # more names than that hide the nearest one
+
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
     """Build the error for a name that does not exist, with the nearest name that does.
@@ -19,8 +21,10 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
     """
     names = list(valid)
     close = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return ValueError(f"unknown {kind} {name!r}: {hint}Valid names: {', '.join(names) or '(none)'}")
+    known = f"Valid names: {', '.join(names) or '(none)'}"
+    if close:
+        known = f"did you mean {close[0]!r}?" + (f" {known}" if len(names) <= MOST_LISTED else "")
+    return ValueError(f"unknown {kind} {name!r}: {known}")
 
 
 def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> None:

@@ -1,10 +1,12 @@
 """Settings of other libraries: a reader that leaves no field unread, and what it reads."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from evogrpo.hyperparameters import finite_number, refuse_unknown, unknown_name_error, whole_number
+from evogrpo.hyperparameters import finite_number, unknown_name_error, whole_number
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +19,7 @@ class Reading:
         optimizer: Of `Optimizer`.
         settings: What belongs elsewhere in a configuration, by name.
         ignored: Fields that were given and have no counterpart here, with the reason.
+        refused: What cannot be honoured, one sentence each; the rest is then read as if it had been left out.
     """
 
     objective: Mapping[str, Any]
@@ -24,31 +27,49 @@ class Reading:
     optimizer: Mapping[str, Any]
     settings: Mapping[str, Any]
     ignored: Mapping[str, str]
+    refused: tuple[str, ...] = ()
 
 
 @dataclass
 class Fields:
     """The fields of another library's settings: every one is read, refused or ignored with a reason.
 
+    A refusal is noted and reading goes on with the default, so that all refusals are found at once.
+
     Attributes:
         kind: What a field is called in messages, such as "TRL field".
         values: By name; None counts as left out.
         defaults: What the other library takes for fields that are left out.
         ignored: Filled by `ignore`.
+        refused: Filled by `refuse`.
     """
 
     kind: str
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
     ignored: dict[str, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+    def inside(self, kind: str, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> "Fields":
+        """Return the fields of a section, which notes what it ignores and refuses in the same place."""
+        return Fields(kind, values, defaults, self.ignored, self.refused)
+
+    def refuse(self, reason: str) -> None:
+        """Note in one sentence what cannot be honoured."""
+        if reason not in self.refused:
+            self.refused.append(reason)
 
     def check_names(self, *known: Iterable[str]) -> None:
         """Refuse unknown names, with the nearest known one."""
-        refuse_unknown(self.kind, self.values, [name for names in (self.defaults, *known) for name in names])
+        names = [name for group in (self.defaults, *known) for name in group]
+        for name in self.values:
+            if name not in names:
+                self.refuse(str(unknown_name_error(self.kind, name, names)))
 
     def given(self, name: str) -> bool:
-        """Whether a field is there and not None."""
-        return self.values.get(name) is not None
+        """Whether a field is there and not None, nor the text "None", which YAML does not take for null."""
+        value = self.values.get(name)
+        return value is not None and value != "None"
 
     def get(self, name: str) -> Any:
         """Return a field, or its default."""
@@ -61,19 +82,28 @@ class Fields:
             try:
                 value = float(value)
             except ValueError:
-                raise ValueError(f"{self.kind} {name} must be a number, got {value!r}") from None
-        return None if value is None else finite_number(f"{self.kind} {name}", value)
+                self.refuse(f"{self.kind} {name} must be a number, got {value!r}")
+                value = self.defaults[name]
+        return None if value is None else self._checked(name, value, finite_number)
 
     def whole(self, name: str) -> Any:
         """Return a whole number, or None where that is the default."""
         value = self.get(name)
-        return None if value is None else whole_number(f"{self.kind} {name}", value)
+        return None if value is None else self._checked(name, value, whole_number)
+
+    def _checked(self, name: str, value: object, check: Callable[[str, object], T]) -> T | Any:
+        try:
+            return check(f"{self.kind} {name}", value)
+        except ValueError as error:
+            self.refuse(str(error))
+            return self.defaults[name]
 
     def flag(self, name: str) -> bool:
         """Return a boolean."""
         value = self.get(name)
         if not isinstance(value, bool):
-            raise ValueError(f"{self.kind} {name} must be true or false, got {value!r}")
+            self.refuse(f"{self.kind} {name} must be true or false, got {value!r}")
+            return bool(self.defaults[name])
         return value
 
     def choice(self, name: str, choices: Iterable[Any]) -> Any:
@@ -81,16 +111,17 @@ class Fields:
         value = self.get(name)
         known = list(choices)
         if value not in known:
-            raise unknown_name_error(f"value of {self.kind} {name}:", value, map(str, known))
+            self.refuse(str(unknown_name_error(f"value of {self.kind} {name}:", value, map(str, known))))
+            return self.defaults[name]
         return value
 
     def refuse_unless(self, neutral: tuple[Any, ...], reason: str, *names: str) -> None:
         """Refuse fields that are given with another value than those that mean nothing."""
         for name in names:
             if self.given(name) and self.values[name] not in neutral:
-                raise ValueError(
-                    f"{self.kind} {name} has no counterpart here, got {self.values[name]!r}: {reason}; leave it "
-                    f"out, or set it to {neutral[0]!r}"
+                self.refuse(
+                    f"{self.kind} {name} has no counterpart here, got {self.values[name]!r:.80}: {reason}; leave "
+                    f"it out, or set it to {neutral[0]!r}"
                 )
 
     def ignore(self, reason: str, *names: str) -> None:
@@ -103,44 +134,17 @@ class Fields:
 _UNKNOWN = object()
 
 
-def read_schedule(fields: Fields, total_steps: int | None) -> dict[str, Any]:
-    """Return the settings of `Optimizer` that transformers' training arguments give.
+def sampling_settings(
+    *, top_k: int | None, top_p: float | None, min_p: float | None, repetition_penalty: float | None
+) -> dict[str, Any]:
+    """Return those of the sampling options that draw from anything but the whole distribution, in this package's words.
 
-    Args:
-        fields: With transformers' names.
-        total_steps: Optimizer steps of the run, if known.
+    Elsewhere -1 and 0 both stand for all tokens; None = not given.
     """
-    kind = str(getattr(fields.get("lr_scheduler_type"), "value", fields.get("lr_scheduler_type")))
-    fields.refuse_unless(("adamw_torch",), "members are trained with AdamW", *_other_optimizer(fields))
-    warmup = fields.number("warmup_steps") or 0
-    if 0 < warmup < 1:
-        fields.ignored["warmup_steps"] = "a fraction of a run whose length is set elsewhere: set warmup_steps"
-        warmup = 0
-    settings: dict[str, Any] = {
-        "betas": (fields.number("adam_beta1"), fields.number("adam_beta2")),
-        "eps": fields.number("adam_epsilon"),
-        "weight_decay": fields.number("weight_decay"),
-        "warmup_steps": int(warmup),
+    given = {
+        "top_k": (None if top_k == -1 else top_k, 0),
+        "top_p": (top_p, 1.0),
+        "min_p": (min_p, 0.0),
+        "repetition_penalty": (repetition_penalty, 1.0),
     }
-    if fields.given("warmup_ratio") and fields.number("warmup_ratio") > 0:
-        fields.ignored["warmup_ratio"] = "a fraction of a run whose length is set elsewhere: set warmup_steps"
-    if kind in ("linear", "cosine") and total_steps is not None and total_steps > warmup:
-        settings |= {"schedule": kind, "total_steps": total_steps}
-    elif kind not in ("constant", "constant_with_warmup"):
-        fields.ignored["lr_scheduler_type"] = (
-            f"{kind!r} is not a schedule of this package, or needs the run's length in optimizer steps: set schedule "
-            "and total_steps of the optimizer"
-        )
-    return settings
-
-
-def _other_optimizer(fields: Fields) -> tuple[str, ...]:
-    name = fields.values.get("optim")
-    return () if name is None or str(getattr(name, "value", name)).startswith("adamw") else ("optim",)
-
-
-def training_argument_names() -> tuple[str, ...]:
-    """Return the fields of transformers' TrainingArguments, which other libraries' settings extend."""
-    from transformers import TrainingArguments
-
-    return tuple(TrainingArguments.__dataclass_fields__)
+    return {name: value for name, (value, neutral) in given.items() if value is not None and value != neutral}

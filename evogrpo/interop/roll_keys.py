@@ -40,6 +40,9 @@ DEFAULTS: Mapping[str, Any] = {
     "norm_std_type": None,
     "max_len_mask": False,
     "mask_type": "loss",
+    "difficulty_mask": False,
+    "difficulty_low_threshold": 0.0,
+    "difficulty_high_threshold": 1.0,
     "train_infer_correction": None,
     "use_rollout_importance_sampling_ratio": False,
     "rollout_importance_sampling_ratio_upper_bound": 1.2,
@@ -48,11 +51,12 @@ DEFAULTS: Mapping[str, Any] = {
 }
 # Of actor_train.training_args.
 TRAINING = {
-    "learning_rate": None,
+    "learning_rate": 5e-5,
     "weight_decay": 0.0,
     "warmup_steps": 0,
     "warmup_ratio": None,
-    "lr_scheduler_type": "constant",
+    "lr_scheduler_type": "linear",
+    "lr_scheduler_kwargs": None,
     "adam_beta1": 0.9,
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
@@ -60,19 +64,31 @@ TRAINING = {
     "gradient_accumulation_steps": None,
 }
 # Of actor_infer.generating_args; what follows them repeats other keys.
-GENERATING = {"temperature": None, "top_p": None, "top_k": None, "repetition_penalty": None, "num_beams": None}
-REPEATED = ("max_new_tokens", "max_length", "num_return_sequences", "do_sample", "logprobs")
+GENERATING = {
+    "temperature": 0.95,
+    "top_p": 0.7,
+    "top_k": 50,
+    "repetition_penalty": 1.0,
+    "num_beams": 1,
+    "do_sample": True,
+    "stop_strings": None,
+}
+REPEATED = (
+    *("max_new_tokens", "max_length", "num_return_sequences", "logprobs", "length_penalty"),
+    "include_stop_str_in_output",
+)
 
 # Terms of the loss and weights of samples that are not offered, each with the value at which ROLL leaves it out.
 OTHER_TERMS = {
     "l2": 0.0,
     "postive_loss_coef": 0,
+    "positive_loss_coef": 0,
+    "pg_variant": "ppo",
     "use_topr_neg_loss_coef": 0.0,
     "use_topr_loss": False,
     "rl_loss_coef": 1.0,
     "difficulty_loss_weight": False,
     "length_loss_weight": False,
-    "difficulty_mask": False,
     "error_max_len_clip": False,
     "add_len_reward": False,
     "use_reward_scaling": False,
@@ -84,6 +100,7 @@ OTHER_TERMS = {
     "train_infer_ratio_seq_mask": False,
     "train_infer_diff_seq_mask": False,
 }
+DISTILLATION = ("teacher", "student_train", "student_infer", "is_pure_opd", "use_opd")
 CRITIC = ("lambd", "value_clip", "critic", "critic_warmup", "reward_pretrain")
 ROLES = ("reference", "reward", "reward_model", "rewards", "validation")
 INFRASTRUCTURE = (
@@ -98,8 +115,9 @@ INFRASTRUCTURE = (
     *("user_defined_rollout_loop_cls", "pretrain", "async_generation_ratio", "enable_reference"),
     *("enable_old_logprobs_recompute", "force_disable_old_logprobs_recompute", "global_template", "dataset_filter"),
     *("vlm_filter", "save_logging_board_dir", "val_greedy", "val_n_sample", "balance_length", "router_args"),
-    *("minibatch_data_iter_num", "difficulty_low_threshold", "difficulty_high_threshold"),
-    *("error_max_len_threshold", "train_infer_ratio_threshold_low", "train_infer_ratio_threshold_high"),
+    *("minibatch_data_iter_num", "offload_nccl", "tag_to_template", "transfer_backend", "otlp_output_dir"),
+    *("reward_system_config", "pure_opd_pipeline_type", "error_max_len_threshold"),
+    *("train_infer_ratio_threshold_low", "train_infer_ratio_threshold_high"),
     *("train_infer_diff_threshold_low", "train_infer_diff_threshold_high", "train_infer_ratio_seq_threshold_low"),
     *("train_infer_ratio_seq_threshold_high", "train_infer_diff_seq_threshold_low"),
     *("train_infer_diff_seq_threshold_high",),

@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from evogrpo.interop.foreign_fields import Fields, Reading, read_schedule, training_argument_names
-from evogrpo.interop.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
+from evogrpo.interop.foreign_fields import Fields, Reading, sampling_settings
+from evogrpo.interop.training_arguments import read_optimizer, training_argument_names
+from evogrpo.interop.trl_fields import ADAPTIVE, CHECKPOINTING, DEFAULTS, INFRASTRUCTURE, VESPO
 
 
 def read_trl(source: object) -> Reading:
@@ -16,10 +17,11 @@ def read_trl(source: object) -> Reading:
             that the batch is that of one process unless `generation_batch_size` says otherwise.
 
     Returns:
-        What they mean here. Prompts longer than `max_prompt_length` are left out here and cut short in TRL.
+        What they mean here, with every field that is unknown or means something that this package does not do among
+        `refused`. Prompts longer than `max_prompt_length` are left out here and cut short in TRL.
 
     Raises:
-        ValueError: If a field is unknown, or means something that this package does not do.
+        ValueError: If there are no fields.
 
     Source: TRL 1.16, `GRPOConfig` and `GRPOTrainer._compute_loss`.
     """
@@ -50,11 +52,12 @@ def read_trl(source: object) -> Reading:
         # TRL caps the ratio at epsilon_high, by default epsilon; here the cap is 1 + clip_high.
         cap = fields.number("epsilon") if high is None else high
         if cap <= 1:
-            raise ValueError(
+            fields.refuse(
                 f"TRL's cispo caps the ratio itself at epsilon_high, got {cap}: a cap of at most 1 has no counterpart "
                 "here, where it is 1 + clip_high; the ScaleRL paper recommends 5.0"
             )
-        high = cap - 1
+        else:
+            high = cap - 1
     given = {
         "lr": fields.number("learning_rate"),
         "clip_coef": fields.number("epsilon"),
@@ -74,9 +77,15 @@ def read_trl(source: object) -> Reading:
         "max_prompt_length": fields.whole("max_prompt_length"),
         "reward_weights": None if weights is None else list(weights),
         "seed": fields.whole("seed"),
+        **sampling_settings(
+            top_k=fields.whole("top_k"),
+            top_p=fields.number("top_p"),
+            min_p=fields.number("min_p"),
+            repetition_penalty=fields.number("repetition_penalty"),
+        ),
     }
     total = fields.whole("max_steps")
-    optimizer = read_schedule(fields, total if total > 0 else None)
+    optimizer = read_optimizer(fields, total if total > 0 else None, constant_warms_up=False)
     _ignore_the_rest(fields)
     return Reading(
         objective=switches,
@@ -84,6 +93,7 @@ def read_trl(source: object) -> Reading:
         optimizer=optimizer,
         settings={name: value for name, value in settings.items() if value is not None},
         ignored=fields.ignored,
+        refused=tuple(fields.refused),
     )
 
 
@@ -99,19 +109,16 @@ def _values(source: object) -> dict[str, Any]:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         value = getattr(source, field.name)
-        if field.name in DEFAULTS or value != default:
+        if field.name in DEFAULTS or value != default or (field.name in CHECKPOINTING and value):
             values[field.name] = value
     return values
 
 
 def _refuse(fields: Fields) -> None:
     """Refuse what this package does not do."""
-    truncated = "completions are sampled from the whole distribution that is learnt"
-    fields.refuse_unless((1.0,), truncated, "top_p", "repetition_penalty")
-    fields.refuse_unless((0, -1), truncated, "top_k")
-    fields.refuse_unless((None, 0, 0.0), truncated, "min_p")
-    fields.refuse_unless((None, {}), truncated, "generation_kwargs")
-    fields.refuse_unless((None,), truncated, "vllm_structured_outputs_regex", "vllm_guided_decoding_regex")
+    free = "no grammar constrains what is sampled"
+    fields.refuse_unless((None, {}), "give top_k, top_p and the like by name", "generation_kwargs")
+    fields.refuse_unless((None,), free, "vllm_structured_outputs_regex", "vllm_guided_decoding_regex")
     fields.refuse_unless((None, {}), "render prompts with the template's arguments first", "chat_template_kwargs")
     fields.refuse_unless((None, 0, 0.0), "no auxiliary loss is added", "router_aux_loss_coef")
     fields.refuse_unless((None,), "no tools are called", "max_tool_calling_iterations")
@@ -130,12 +137,18 @@ def _batch(fields: Fields) -> tuple[int, int]:
         steps = accumulation if steps is None else steps
         generation = per_device * steps
     elif steps is None:
-        steps = max(generation // per_device, 1)
+        steps = max(generation // max(per_device, 1), 1)
+    if per_device < 1 or steps < 1 or accumulation < 1:
+        fields.refuse(
+            "TRL fields per_device_train_batch_size, steps_per_generation and gradient_accumulation_steps must be at "
+            f"least 1, got {per_device}, {steps} and {accumulation}"
+        )
+        return generation, generation
     # Of all processes: a GRPOConfig has both, and each process's micro-batches together are one step of a generation.
     micro, rest = divmod(generation, steps)
     batch = micro * accumulation
     if rest or batch > generation:
-        raise ValueError(
+        fields.refuse(
             f"an optimizer step must be a part of one generation batch, got generation_batch_size {generation} in "
             f"{steps} steps, of which {accumulation} are accumulated: lower gradient_accumulation_steps"
         )
@@ -147,10 +160,11 @@ def _loss(fields: Fields) -> tuple[str, str | None]:
     loss = fields.choice("loss_type", ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"))
     level = fields.choice("importance_sampling_level", ("token", "sequence"))
     if loss == "vespo":
-        raise ValueError("TRL field loss_type has no counterpart here, got 'vespo': choose another loss type")
+        fields.refuse("TRL field loss_type has no counterpart here, got 'vespo': choose another loss type")
+        return "dapo", None
     if level == "token":
         if loss == "luspo":
-            raise ValueError(
+            fields.refuse(
                 "TRL's luspo with importance_sampling_level 'token' has no counterpart here: set it to 'sequence', as "
                 "its paper has it"
             )
@@ -163,10 +177,11 @@ def _loss(fields: Fields) -> tuple[str, str | None]:
         "dr_grpo": ("gspo", "seq-mean-token-sum-norm"),
     }
     if loss not in sequence:
-        raise ValueError(
+        fields.refuse(
             f"TRL's {loss} with importance_sampling_level 'sequence' has no counterpart here: set it to 'token', or "
             f"choose one of {', '.join(sequence)}"
         )
+        return str(loss), None
     return sequence[loss]
 
 
@@ -200,7 +215,7 @@ def _importance(fields: Fields) -> dict[str, Any]:
     if fields.given("vllm_importance_sampling_cap"):
         return {"importance_correction": mode, "importance_cap": fields.number("vllm_importance_sampling_cap")}
     if "vllm_importance_sampling_clip_max" in fields.values and not fields.given("vllm_importance_sampling_clip_max"):
-        raise ValueError("vllm_importance_sampling_clip_max must be a number here: unbounded weights are not offered")
+        fields.refuse("vllm_importance_sampling_clip_max must be a number here: unbounded weights are not offered")
     return {"importance_correction": mode, "importance_cap": fields.number("vllm_importance_sampling_clip_max")}
 
 
@@ -209,6 +224,7 @@ def _ignore_the_rest(fields: Fields) -> None:
     fields.ignore("this package has its own sampler", "use_vllm")
     fields.ignore("only loss_type 'vespo' reads it", *VESPO)
     fields.ignore("only use_adaptive_entropy reads it", *ADAPTIVE)
+    fields.ignore("memory is bounded by micro_batch_tokens, with the same results", *CHECKPOINTING)
     for name, value in fields.values.items():
         if name not in DEFAULTS and value is not None:
             fields.ignored.setdefault(name, "it steers TRL's own machinery")

@@ -12,6 +12,7 @@ DEFAULTS: Mapping[str, Any] = {
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "lr_scheduler_type": "linear",
+    "lr_scheduler_kwargs": None,
     "warmup_steps": 0,
     "warmup_ratio": None,
     "max_steps": -1,
@@ -74,5 +75,6 @@ INFRASTRUCTURE = (
     *("log_completions_hub_repo", "use_transformers_continuous_batching", "use_transformers_paged"),
     *("transformers_continuous_batching_config", "use_liger_loss", "use_liger_kernel"),
 )
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
 VESPO = ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")

@@ -96,11 +96,17 @@ def _reward_problems(objective: Switches) -> Iterator[str]:
     elif norm is not None and (advantage == "outcome" or (advantage == "batch_std" and norm != "group")):
         yield (
             f"advantage {advantage!r} standardises rewards itself, which undoes reward_norm {norm!r}: leave it out, or "
-            "choose advantage mean_only or rloo"
+            "choose advantage mean_only, rloo or reinforce"
         )
-    elif norm is not None and objective.reward_shift and advantage != "batch_std":
+    elif norm is not None and objective.reward_shift and advantage not in ("batch_std", "reinforce"):
         # batch_std may well shift by group: the deviation of its batch then leaves out what lies between groups.
         yield f"advantage {advantage!r} subtracts the group's mean anyway, got reward_shift: leave it out"
+    low, high = objective.min_group_reward, objective.max_group_reward
+    if low is not None and high is not None and low >= high:
+        yield (
+            f"min_group_reward must be below max_group_reward, got {low} and {high}: no group would be left to learn "
+            "from"
+        )
     if compared == "reward functions" and objective.overlong_buffer is not None:
         yield (
             f"advantage {advantage!r} reads each reward function apart and never their sum, which the overlong penalty "

@@ -1,10 +1,11 @@
 """How members learn: the frozen record of loss, advantages, KL, reference and reward switches."""
 
 import dataclasses
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.interop.foreign_fields import Reading
@@ -69,9 +70,25 @@ class Objective(Switches):
         return Imported.of(read_trl(source))
 
 
+T = TypeVar("T")
+
+
+def _made(make: Callable[[], T], refused: list[str]) -> T | None:
+    """Return what `make` makes, or None where it refuses, which is noted."""
+    try:
+        return make()
+    except ValueError as error:
+        refused.append(str(error))
+        return None
+
+
 SETTINGS = {
     "samples_per_step": "schedule",
     "max_output_tokens": "agent",
+    "top_k": "agent",
+    "top_p": "agent",
+    "min_p": "agent",
+    "repetition_penalty": "agent",
     "max_prompt_length": "task",
     "reward_weights": "task",
     "seed": "run",
@@ -102,11 +119,23 @@ class Imported:
 
     @classmethod
     def of(cls, reading: Reading) -> "Imported":
-        """Build the records that the keyword arguments read are of."""
+        """Build the records that the keyword arguments read are of.
+
+        Raises:
+            ValueError: With everything that cannot be honoured or is out of range, one line each.
+        """
+        refused = list(reading.refused)
+        objective = _made(lambda: Objective(**reading.objective), refused)
+        optimizer = _made(lambda: Optimizer(**reading.optimizer), refused)
+        for name, value in reading.hyperparameters.items():
+            _made(partial(Hyperparameters.from_json, {name: value}), refused)
+        if objective is None or optimizer is None or refused:
+            count = f"{len(refused)} things cannot be taken over:\n- " if len(refused) > 1 else ""
+            raise ValueError(count + "\n- ".join(refused))
         return cls(
-            objective=Objective(**reading.objective),
+            objective=objective,
             hyperparameters=reading.hyperparameters,
-            optimizer=Optimizer(**reading.optimizer),
+            optimizer=optimizer,
             settings=reading.settings,
             ignored=reading.ignored,
         )

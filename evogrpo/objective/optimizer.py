@@ -1,8 +1,11 @@
 """The AdamW settings that all members share."""
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from evogrpo.functional.optim import schedule_factor
+from evogrpo.hyperparameters import finite_number, whole_number
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -15,10 +18,16 @@ class Optimizer:
         betas: Decay rates of the first and second moment, each in [0, 1).
         eps: Added to the root of the second moment, above 0.
         weight_decay: Decoupled decay, at least 0.
-        warmup_steps: Optimizer steps of linear warm-up. The clock is the member's own count of optimizer steps and is
-            inherited together with its weights.
+        warmup_steps: Optimizer steps of linear warm-up from 0, as in transformers: the first moves nothing. The clock
+            is the member's own count of optimizer steps and is inherited together with its weights.
         schedule: Shape after the warm-up.
-        total_steps: Optimizer step at which a "linear" or "cosine" schedule reaches 0.
+        total_steps: Optimizer step at which a "linear" or "cosine" schedule ends.
+        cycles: Waves of a "cosine" schedule; above 0, and 0.5 ends in its first trough.
+        floor: Part of the learning rate that a "linear" schedule comes down to, and the lowest of a "cosine" one; in
+            [0, 1).
+
+    Raises:
+        ValueError: If a value is of the wrong type, out of range, or without effect beside the schedule.
     """
 
     betas: tuple[float, float] = (0.9, 0.999)
@@ -27,24 +36,63 @@ class Optimizer:
     warmup_steps: int = 0
     schedule: Schedule = "constant"
     total_steps: int | None = None
+    cycles: float = 0.5
+    floor: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "betas", tuple(self.betas))  # a list when read from YAML or JSON
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
-        if not (self.eps > 0 and math.isfinite(self.eps)):
-            raise ValueError(f"eps must be a finite number above 0, got {self.eps}")
-        if not (self.weight_decay >= 0 and math.isfinite(self.weight_decay)):
-            raise ValueError(f"weight_decay must be a finite number of at least 0, got {self.weight_decay}")
+        object.__setattr__(self, "betas", _betas(self.betas))
+        for name in ("eps", "weight_decay", "cycles", "floor"):
+            object.__setattr__(self, name, float(finite_number(name, getattr(self, name))))
+        for name, rule, legal in (
+            ("eps", "be above 0", self.eps > 0),
+            ("weight_decay", "be at least 0", self.weight_decay >= 0),
+            ("cycles", "be above 0", self.cycles > 0),
+            ("floor", "lie in [0, 1)", 0 <= self.floor < 1),
+        ):
+            if not legal:
+                raise ValueError(f"{name} must {rule}, got {getattr(self, name)}")
+        object.__setattr__(self, "warmup_steps", whole_number("warmup_steps", self.warmup_steps))
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
         if self.schedule not in get_args(Schedule):
             raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}, got {self.schedule!r}")
+        self._check_shape()
+
+    def _check_shape(self) -> None:
+        """Refuse what is not set, or without effect, for this schedule."""
+        for name, default, readers in (("floor", 0.0, ("linear", "cosine")), ("cycles", 0.5, ("cosine",))):
+            if getattr(self, name) != default and self.schedule not in readers:
+                raise ValueError(
+                    f"{name} has no meaning for a {self.schedule} schedule, got {getattr(self, name)}: leave it "
+                    f"out, or choose {' or '.join(readers)}"
+                )
         if self.schedule == "constant":
             if self.total_steps is not None:
-                raise ValueError(f"total_steps has no meaning for a constant schedule, got {self.total_steps}")
-        elif self.total_steps is None or self.total_steps <= self.warmup_steps:
+                raise ValueError(
+                    f"total_steps has no meaning for a constant schedule, got {self.total_steps}: leave it out"
+                )
+        elif self.total_steps is None or whole_number("total_steps", self.total_steps) <= self.warmup_steps:
             raise ValueError(
                 f"a {self.schedule} schedule needs total_steps above warmup_steps ({self.warmup_steps}), "
                 f"got {self.total_steps}"
             )
+
+    def factor(self, step: int) -> float:
+        """Return the fraction of the learning rate that optimizer step number `step`, from 0, uses."""
+        return schedule_factor(
+            step,
+            kind=self.schedule,
+            warmup_steps=self.warmup_steps,
+            total_steps=self.total_steps,
+            cycles=self.cycles,
+            floor=self.floor,
+        )
+
+
+def _betas(given: object) -> tuple[float, float]:
+    """Return the decay rates as a tuple; they are a list when read from YAML or JSON."""
+    if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
+        first, second = (float(finite_number("each of betas", beta)) for beta in given)
+        if 0 <= first < 1 and 0 <= second < 1:
+            return first, second
+    raise ValueError(f"betas must be two numbers in [0, 1), got {given!r}")

@@ -34,11 +34,15 @@ class Switches:
             soft gate instead of a clip; "gmpo" takes the geometric mean of ratios.
         advantage: What an action is worth. One value per completion: "outcome" standardises rewards in their group,
             "rloo" subtracts the mean of the others, "mean_only" the group's mean (Dr. GRPO), "batch_std" divides by
-            the member's batch instead of the group, "gdpo" standardises each reward function apart. One value per
-            action, from step rewards: "process" (DeepSeekMath), "return_to_go_group", "return_to_go_timestep".
+            the member's batch instead of the group, "gdpo" standardises each reward function apart, "reinforce" takes
+            the reward as it is (a baseline is then `reward_norm` or `whiten_advantages`). One value per action, from
+            step rewards: "process" (DeepSeekMath), "return_to_go_group", "return_to_go_timestep".
         advantage_eps: Added to standard deviations of rewards, in reward units.
         mask_truncated: Leave completions that ran out of length out of the loss (they keep their place in the group
             statistics).
+        min_group_reward: Leave groups out of the loss whose mean reward is not above this, as too hard (they keep
+            their place in statistics of rewards); None = no bound.
+        max_group_reward: The same for those whose mean reward is not below this, as too easy.
         whiten_advantages: Standardise advantages over all valid actions of a member's batch. Beware: groups whose
             rewards are all equal then get an advantage that is not 0, and long completions shift the mean.
         aggregation: The reduction; None = the loss type's own. "seq-mean-token-sum-norm" divides by the longest
@@ -83,6 +87,8 @@ class Switches:
     advantage: AdvantageType = "outcome"
     advantage_eps: float = 1e-4
     mask_truncated: bool = False
+    min_group_reward: float | None = None
+    max_group_reward: float | None = None
     whiten_advantages: bool = False
     aggregation: Aggregation | None = None
     kl_estimator: KlEstimator = "k3"
@@ -137,6 +143,8 @@ class Switches:
 _DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Switches)}
 _RULES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
     "advantage_eps": ("be above 0", lambda x: x > 0),
+    "min_group_reward": ("be a number", lambda x: True),
+    "max_group_reward": ("be a number", lambda x: True),
     "kl_target": ("be above 0", lambda x: x > 0),
     "kl_horizon": ("be at least 1", lambda x: x >= 1),
     "dual_clip": ("be above 1", lambda x: x > 1),

@@ -4,7 +4,7 @@ from evogrpo.records.acting import Acted, Actor
 from evogrpo.records.batches import Batch, Experience
 from evogrpo.records.inputs import Inputs, NoInputs, ObservationInputs, TokenInputs, map_tensors
 from evogrpo.records.reports import LearnReport, UpdateReport
-from evogrpo.records.rollouts import Rollout, Rows
+from evogrpo.records.rollouts import Rollout, Rows, SamplingOptions
 from evogrpo.records.transcripts import Transcript
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ObservationInputs",
     "Rollout",
     "Rows",
+    "SamplingOptions",
     "TokenInputs",
     "Transcript",
     "UpdateReport",

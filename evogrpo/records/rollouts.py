@@ -1,9 +1,54 @@
 """Rows of sampling work, and what a sampler returns for them."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """From how much of the distribution completions are drawn; see `evogrpo.functional.truncation`.
+
+    What is learnt is the whole distribution all the same: log-probabilities of a narrower one are not the trainer's.
+
+    Attributes:
+        top_k: Only so many of the most likely tokens; 0 = all.
+        top_p: Only the most likely tokens that together have this probability; in (0, 1], 1 = all.
+        min_p: Only tokens at least this many times as likely as the most likely one; in [0, 1), 0 = all.
+        repetition_penalty: Divides positive logits, and multiplies others, of tokens that are there already; above 0,
+            1 = none. Unlike the others it matters to greedy rows too.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be at least 0, got {self.top_k}: 0 keeps all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}: 1 keeps all tokens")
+        if not 0 <= self.min_p < 1:
+            raise ValueError(f"min_p must lie in [0, 1), got {self.min_p}: 0 keeps all tokens")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(
+                f"repetition_penalty must be a finite number above 0, got {self.repetition_penalty}: 1 is no penalty"
+            )
+
+    @property
+    def whole(self) -> bool:
+        """Whether completions are drawn from the whole distribution as it is."""
+        return self == WHOLE
+
+
+WHOLE = SamplingOptions()
+"""Everything is sampled from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +67,7 @@ class Rows:
             itself.
         max_new_tokens: Most tokens sampled for a row; with uniforms it is their t, and may be left out.
         min_new_tokens: Ends of sequence are ruled out for that many first tokens.
+        options: From how much of the distribution to draw.
         history: Token ids of everything after each row's prompt, said or heard; None = nothing yet.
         keep: Ask the sampler to keep what lets these rows go on without running them again, as `Rollout.kept`.
         kept: What the sampler kept for these rows. It only saves work: a sampler may run prompts and history again.
@@ -38,6 +84,7 @@ class Rows:
     uniforms: Tensor | None = None
     max_new_tokens: int = 0
     min_new_tokens: int = 0
+    options: SamplingOptions = WHOLE
     history: tuple[tuple[int, ...], ...] | None = None
     keep: bool = False
     kept: object | None = None
@@ -88,9 +135,10 @@ class Rollout:
     Attributes:
         actions: `[n, t]` token ids; the padding id after the end.
         present: `[n, t]` booleans: tokens that were said (the end of sequence included) or heard.
-        log_probs: `[n, t]` of the sampling policy, in nats; 0 where not present.
+        log_probs: `[n, t]` under what was drawn from, in nats, `Rows.options` included; 0 where not present.
         truncated: `[n]` booleans: the row used all its tokens without an end of sequence.
-        exact: Whether the log-probabilities are those that the trainer would compute, up to rounding in float32.
+        exact: Whether the log-probabilities are those that the trainer would compute, up to rounding in float32;
+            never where `Rows.options` leave some of the distribution out.
         action_mask: `[n, t]` booleans, a subset of `present`: said by the member, so that they count. Left out = all
             that is present, as in a single turn.
         kept: What the rows can go on from, where `Rows.keep` asked for it and the sampler can; for this sampler only.

@@ -119,9 +119,13 @@ def test_settings_reach_the_bank():
     report = agent.learn((ids, masks, graded(ids)))
     after = state_of(agent)
     gradient = after["exp_avg"] / 0.5
-    assert report.lr == pytest.approx(0.1)  # the first of three steps of warm-up: 1 / (3 + 1)
-    expected = before * (1 - 0.1 * 0.3) - 0.1 * gradient / (gradient.abs() + 1e-4)
-    torch.testing.assert_close(after["adapter"], expected, rtol=1e-4, atol=1e-6)
+    assert report.lr == 0.0, "the first of three steps of warm-up"
+    assert torch.equal(after["adapter"], before)
+    report = agent.learn((ids, masks, graded(ids)))
+    assert report.lr == pytest.approx(0.4 / 3)
+    # The same gradient twice: its first moment over its correction is the gradient itself.
+    expected = before * (1 - 0.4 / 3 * 0.3) - 0.4 / 3 * gradient / (gradient.abs() + 1e-4)
+    torch.testing.assert_close(state_of(agent)["adapter"], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_memory_settings_change_no_result():

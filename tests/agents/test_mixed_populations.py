@@ -14,6 +14,7 @@ from tests.tiny_training import equal_states, scatter, state_of, tiny_env, tiny_
 
 DAMPED = Optimizer(eps=1e-5)
 KINDS = ("outcome", "rloo", "mean_only", "batch_std", "gdpo", "process", "return_to_go_group", "return_to_go_timestep")
+KINDS += ("reinforce",)
 MIXED = [
     {"beta": 0.1, "clip_coef": 0.3},
     {"loss_type": "dapo", "advantage": "rloo", "group_size": 2, "update_epochs": 3, "batch_size": 5},

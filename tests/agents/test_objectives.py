@@ -38,6 +38,7 @@ CASES: dict[str, tuple[dict, dict]] = {
     "mean_only": ({}, {"advantage": "mean_only"}),
     "batch_std": ({}, {"advantage": "batch_std", "reward_clip": 0.8}),
     "gdpo": ({}, {"advantage": "gdpo"}),
+    "reinforce": ({"gamma": 0.9}, {"advantage": "reinforce", "reward_clip": 0.8}),
     "process": ({"gamma": 0.9}, {"advantage": "process"}),
     "return_to_go_group": ({"gamma": 0.8}, {"advantage": "return_to_go_group"}),
     "return_to_go_timestep": ({"advantage_clip": 0.7}, {"advantage": "return_to_go_timestep"}),
@@ -84,3 +85,21 @@ def test_learning_equals_the_formulas(case):
     assert float((state_of(agent)["adapter"] - expected).norm()) < 2e-3 * float(moved)
     means = [sum(row) / max(len(row), 1) for row in by_hand.advantages]
     assert report.advantages == pytest.approx(means, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("advantage", ["outcome", "reinforce", "batch_std"])
+def test_groups_that_are_too_hard_or_too_easy_teach_nothing_and_count_in_statistics(advantage):
+    """Their rows stay in the batch, as those that were cut off do: the same update as with their masks empty."""
+    rewards = torch.tensor([[0.1, 0.4, 0.2, 0.9], [0.0, 0.0, 0.0, 0.1], [1.0, 1.0, 0.9, 1.0]])
+    moved = []
+    for bounds in ({"min_group_reward": 0.1, "max_group_reward": 0.95}, {}):
+        agent = tiny_agent(**TWICE, objective=Objective(advantage=advantage, **bounds), optimizer=DAMPED)
+        scatter(agent)
+        batch = sampled(agent, rewards)
+        if not bounds:
+            learnt = (batch.group_ids == batch.group_ids[0])[:, None]
+            batch = replace(batch, action_mask=batch.action_mask & learnt, acted=batch.action_mask)
+        report = learn(agent.members, [agent.learner()], {"default": batch})[0]
+        assert sum(value != 0 for value in report.advantages) == 4
+        moved.append(state_of(agent)["adapter"])
+    assert torch.equal(*moved)

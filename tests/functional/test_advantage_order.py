@@ -205,6 +205,6 @@ def test_what_cannot_be_estimated_is_refused():
     with pytest.raises(ValueError, match="rewards of each"):
         advantages("gdpo", **work | {"components": None})
     lonely = {name: values[:4] for name, values in work.items()}
-    for kind in KINDS:
+    for kind in set(KINDS) - {"reinforce"}:  # which compares nothing
         with pytest.raises(ValueError, match=r"at least 2 completions.*\[1\]"):
             advantages(kind, **lonely)

@@ -13,6 +13,7 @@ from evogrpo.functional.advantages import (
     group_advantages,
     leave_one_out,
     mean_only,
+    reinforce,
     zero_variance_groups,
 )
 from tests.oracles import scalar_grpo, slow_advantages
@@ -133,13 +134,15 @@ def of_kind(kind, rewards, groups, members, eps=1e-4):
         return batch_std(rewards, groups, members, eps)
     if kind == "gdpo":
         return gdpo(rewards[:, None], None, groups, members, eps)
+    if kind == "reinforce":
+        return reinforce(rewards)
     return {"mean_only": mean_only, "rloo": leave_one_out}[kind](rewards, groups)
 
 
 KINDS = ("outcome", "mean_only", "rloo", "batch_std", "gdpo")
 
 
-@given(GROUPS, st.sampled_from(KINDS[:-1]), st.booleans())
+@given(GROUPS, st.sampled_from([*KINDS[:-1], "reinforce"]), st.booleans())
 def test_every_estimator_equals_the_slow_reference(dealt, kind, holes):
     rewards, groups = tensors(dealt)
     if holes:

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from transformers import get_scheduler
 
 from evogrpo.functional.optim import adamw_step_, clip_by_norm_, schedule_factor
 
@@ -52,9 +53,33 @@ def test_a_gradient_that_is_not_finite_has_a_norm_that_is_not_finite(bad):
 
 
 @pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
-def test_the_warm_up_rises_linearly_and_never_stands_still(kind):
+def test_the_warm_up_rises_linearly_from_0(kind):
     factors = [schedule_factor(step, kind=kind, warmup_steps=4, total_steps=20) for step in range(5)]
-    assert factors == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert factors == pytest.approx([0.0, 0.25, 0.5, 0.75, 1.0])
+
+
+TRANSFORMERS = [
+    ("constant_with_warmup", {}, {"kind": "constant"}),
+    ("linear", {}, {"kind": "linear"}),
+    ("cosine", {}, {"kind": "cosine"}),
+    ("cosine", {"num_cycles": 1.5}, {"kind": "cosine", "cycles": 1.5}),
+    ("cosine_with_min_lr", {"min_lr_rate": 0.2}, {"kind": "cosine", "floor": 0.2}),
+    ("cosine_with_min_lr", {"min_lr": 0.3, "num_cycles": 1}, {"kind": "cosine", "floor": 0.1, "cycles": 1.0}),
+    ("polynomial", {"lr_end": 0.6}, {"kind": "linear", "floor": 0.2}),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "own"), TRANSFORMERS)
+@pytest.mark.parametrize("warmup", [0, 1, 4])
+def test_every_step_of_a_schedule_is_that_of_transformers(name, given, own, warmup):
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=3.0)
+    optimizer.defaults["lr"] = 3.0
+    scheduler = get_scheduler(name, optimizer, warmup, 15, scheduler_specific_kwargs=given)
+    for step in range(16):
+        factor = schedule_factor(step, warmup_steps=warmup, total_steps=15, **own)
+        assert 3.0 * factor == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        scheduler.step()
 
 
 def test_without_a_warm_up_a_constant_schedule_is_one_for_ever():

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from evogrpo.functional.reward_shaping import (
     clip_rewards,
+    groups_within,
     normalise_rewards,
     overlong_penalty,
     penalise_kl,
@@ -25,6 +26,22 @@ NOTHING = torch.zeros(2, 3, dtype=torch.float64)
 def normalised(rewards, norm, **options):
     running = update_running(NOTHING, rewards, MEMBERS) if norm == "running" else None
     return normalise_rewards(rewards, norm, group_ids=GROUPS, member_ids=MEMBERS, running=running, **options)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "kept"),
+    [
+        (None, None, [True, True, True]),
+        (2.0, None, [False, True, False]),  # the means are 2, 7 and -2; on a bound is out
+        (None, 7.0, [True, False, True]),
+        (-2.5, 2.5, [True, False, True]),
+    ],
+)
+def test_groups_that_are_too_hard_or_too_easy_are_told_by_their_mean(low, high, kept):
+    inside = groups_within(REWARDS, GROUPS, low, high)
+    assert inside.tolist() == [kept[group] for group in GROUPS.tolist()]
+    unrewarded = groups_within(torch.full((2,), NAN), torch.zeros(2, dtype=torch.long), 1.0, 2.0)
+    assert unrewarded.all(), "no reward says that it is too hard"
 
 
 def test_clipped_rewards_keep_what_does_not_apply():

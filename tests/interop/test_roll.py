@@ -38,6 +38,7 @@ reward_scale: false
 add_token_level_kl: false
 """
 PLAIN = {"adv_estimator": "grpo"}
+BATCH = {"advantage": "reinforce", "reward_norm": "batch"}
 IN_REWARD = {"add_token_level_kl": True}
 BASE = {
     "aggregation": "seq-mean-token-mean",
@@ -96,6 +97,25 @@ def test_a_mapping_a_path_and_a_text_say_the_same(tmp_path):
         ({"reward_clip": 5}, {"reward_clip": 5.0}),
         ({"reward_clip": 0}, {}),
         ({"max_len_mask": True}, {"mask_truncated": True}),
+        ({"difficulty_mask": True}, {"min_group_reward": 0.0, "max_group_reward": 1.0}),
+        (
+            {"difficulty_mask": True, "difficulty_low_threshold": 0.1, "difficulty_high_threshold": 0.95},
+            {"min_group_reward": 0.1, "max_group_reward": 0.95},
+        ),
+        ({"adv_estimator": "reinforce"}, {"advantage": "reinforce"}),
+        ({"adv_estimator": "reinforce", "reward_norm": "None"}, {"advantage": "reinforce"}),
+        ({"adv_estimator": "reinforce", "norm_mean_type": "batch", "norm_std_type": "batch"}, BATCH),
+        ({"adv_estimator": "reinforce", "norm_mean_type": "batch"}, BATCH | {"reward_shift": True}),
+        ({"adv_estimator": "reinforce", "norm_std_type": "batch"}, BATCH | {"reward_scale": True}),
+        ({"adv_estimator": "reinforce", "reward_norm": "running"}, BATCH | {"reward_norm": "running"}),
+        (
+            {"adv_estimator": "reinforce", "reward_norm": "running", "reward_scale": True},
+            BATCH | {"reward_norm": "running", "reward_scale": True},
+        ),
+        (
+            {"adv_estimator": "reinforce", "norm_std_type": "group"},
+            BATCH | {"reward_norm": "group", "reward_scale": True},
+        ),
         (IN_REWARD, {"kl_placement": "reward", "kl_estimator": "k1"}),
         ({**IN_REWARD, "kl_penalty": "abs"}, {"kl_placement": "reward", "kl_estimator": "abs"}),
         ({**IN_REWARD, "kl_penalty": "mse"}, {"kl_placement": "reward", "kl_estimator": "k2"}),
@@ -171,6 +191,13 @@ def test_coefficients_become_hyperparameters(keys, values):
         ({"response_length": 200}, {"max_output_tokens": 200}),
         ({"prompt_length": 100, "sequence_length": 300}, {"max_prompt_length": 100, "max_output_tokens": 200}),
         ({"seed": 7}, {"seed": 7}),
+        ({"actor_infer": {"generating_args": {"temperature": 1.0}}}, {"top_k": 50, "top_p": 0.7}),  # ROLL's defaults
+        ({"actor_infer": {"generating_args": {"top_k": -1, "top_p": 1}}}, {}),
+        (
+            {"actor_infer": {"generating_args": {"top_k": 100, "top_p": 0.99, "repetition_penalty": 1.1}}},
+            {"top_k": 100, "top_p": 0.99, "repetition_penalty": 1.1},
+        ),
+        ({"prompt_length": "${most}", "most": 90}, {"max_prompt_length": 90}),
     ],
 )
 def test_sizes_and_lengths_become_settings(keys, settings):
@@ -190,6 +217,7 @@ def test_training_arguments_reach_the_optimizer():
     optimizer = result.optimizer
     assert (optimizer.weight_decay, optimizer.warmup_steps, optimizer.betas) == (0.1, 5, (0.9, 0.95))
     assert optimizer.schedule == "constant"
+    assert result.hyperparameters["lr"] == 5e-5, "ROLL's default"
     assert set(result.ignored) == {
         *("actor_train.strategy_args", "lr_scheduler_type", "warmup_ratio", "actor_train.training_args.bf16"),
         "actor_train.training_args.gradient_accumulation_steps",
@@ -207,8 +235,10 @@ def test_training_arguments_reach_the_optimizer():
         ({"loss_agg_mode": "token-sum"}, "did you mean 'seq-mean-token-sum'|did you mean 'token-mean'"),
         ({"adv_estimator": "gae"}, "adv_estimator has no counterpart here, got 'gae'"),
         ({"adv_estimator": None}, "got 'gae', its default"),
-        ({"adv_estimator": "reinforce"}, "reinforce with the mean of nothing"),
-        ({"adv_estimator": "reinforce", "reward_norm": "running"}, "reinforce with the mean of running"),
+        (
+            {"adv_estimator": "reinforce", "norm_mean_type": "batch", "norm_std_type": "running"},
+            "norm_mean_type 'batch' beside norm_std_type 'running'",
+        ),
         ({"reward_norm": "group", "norm_mean_type": "group", "adv_estimator": "reinforce"}, "say the same"),
         ({"reward_shift": True, "reward_scale": True}, "exclude each other"),
         ({"kl_penalty": "full", **IN_REWARD}, "got 'full'"),
@@ -222,8 +252,10 @@ def test_training_arguments_reach_the_optimizer():
         ({"pg_clip": 2.0}, "clip_coef must lie in"),
         ({"importance_sampling": "seq", **IN_REWARD}, "one ratio per completion"),
         ({"importance_sampling": "seq", "gamma": 0.9}, "gamma below 1"),
-        ({"actor_infer": {"generating_args": {"top_p": 0.99}}}, "top_p has no counterpart here, got 0.99: completions"),
-        ({"actor_infer": {"generating_args": {"top_k": 100}}}, "top_k has no counterpart here, got 100"),
+        ({"actor_infer": {"generating_args": {"num_beams": 3}}}, "num_beams has no counterpart here, got 3"),
+        ({"actor_infer": {"generating_args": {"stop_strings": ["END"]}}}, "stop_strings has no counterpart"),
+        ({"student_train": {}, "teacher": {"model_args": {}}}, r"(?s)2 things .*teacher has no .*student_train has no"),
+        ({"seed": "${ned}", "ned": "${seed}"}, "in a circle: seed -> ned -> seed|in a circle: ned -> seed -> ned"),
         ({"actor_infer": 3}, "actor_infer must be a mapping"),
         ({"train_infer_correction": {"filters": [{"enabled": True}]}}, "filters have no counterpart"),
         (
@@ -270,6 +302,8 @@ def test_what_only_steers_the_machinery_is_named_as_ignored(name):
         {"pg_clip_low": 0.1},
         {"pg_clip_high": 0.3},
         {"mask_type": "all"},
+        {"difficulty_low_threshold": 0.1},
+        {"difficulty_high_threshold": 0.9},
         {"rollout_importance_sampling_ratio_upper_bound": 2.0},
     ],
 )
@@ -278,6 +312,67 @@ def test_keys_that_nothing_reads_are_named_as_ignored(keys):
     assert set(result.ignored) == set(keys)
     assert result.objective == objective()
     assert dict(result.hyperparameters) == dict(imported().hyperparameters)
+
+
+# In the manner of ROLL's own examples: plain REINFORCE, whitened, easy and hard questions masked, a truncated sampler.
+PIPELINE = """
+defaults:
+  - ../config/deepspeed_zero@_here_
+exp_name: "sums-${rank}"
+rank: 16
+response_length: 4096
+prompt_length: 2048
+rollout_batch_size: 64
+num_return_sequences_in_group: 8
+adv_estimator: "reinforce"
+reward_clip: 10
+advantage_clip: 2.0
+dual_clip_loss: true
+norm_mean_type: ~
+norm_std_type: ~
+max_len_mask: true
+difficulty_mask: true
+difficulty_low_threshold: 0.1
+difficulty_high_threshold: 0.95
+error_max_len_clip: false
+difficulty_loss_weight: false
+add_token_level_kl: false
+whiten_advantages: true
+actor_train:
+  training_args: {learning_rate: 1.0e-6, weight_decay: 0, warmup_steps: 20, per_device_train_batch_size: 1}
+  model_args: {lora_rank: "${rank}"}
+actor_infer:
+  generating_args:
+    max_new_tokens: ${response_length}
+    top_p: 0.99
+    top_k: 100
+    num_beams: 1
+    temperature: 0.99
+    num_return_sequences: ${num_return_sequences_in_group}
+rewards:
+  math_rule: {tag_included: [sums], model_args: {model_name_or_path: "${reward_pretrain}"}}
+"""
+
+
+def test_a_whole_pipeline_is_read():
+    result = Objective.from_roll(PIPELINE)
+    assert result.objective == objective(
+        advantage="reinforce", reward_clip=10.0, dual_clip=1.4, mask_truncated=True, min_group_reward=0.1,
+        max_group_reward=0.95, whiten_advantages=True,
+    )  # fmt: skip
+    assert (result.hyperparameters["lr"], result.hyperparameters["temperature"]) == (1e-6, 0.99)
+    assert result.optimizer.warmup_steps == 20
+    assert dict(result.settings) == {
+        "samples_per_step": 512, "max_output_tokens": 4096, "max_prompt_length": 2048, "top_k": 100, "top_p": 0.99,
+    }  # fmt: skip
+    assert result.ignored["rank"] == "only other keys refer to it"
+
+
+def test_all_refusals_of_a_file_are_told_at_once():
+    with pytest.raises(ValueError, match="5 things cannot be taken over") as caught:
+        Objective.from_roll({"adv_estimator": "gae", "lambda": 1, "l2": 0.1, "pg_clip": 3.0, "ppo_epochs": "two"})
+    for part in ("adv_estimator has no", "'lambda': did you mean 'lambd'", "l2 has no", "clip_coef", "ppo_epochs must"):
+        assert part in str(caught.value)
 
 
 def test_a_default_written_out_is_not_ignored():

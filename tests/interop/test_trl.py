@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+import torch
+from transformers import TrainingArguments, get_scheduler
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.interop.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
@@ -126,6 +128,8 @@ def test_fields_left_out_have_the_defaults_of_trl():
         ({"max_completion_length": 64}, {"max_output_tokens": 64}),
         ({"max_prompt_length": 100}, {"max_prompt_length": 100}),
         ({"seed": 1}, {"seed": 1}),
+        ({"top_p": 0.9, "top_k": 50}, {"top_p": 0.9, "top_k": 50}),
+        ({"min_p": 0.1, "repetition_penalty": 1.1}, {"min_p": 0.1, "repetition_penalty": 1.1}),
         ({"reward_weights": (1.0, 0.5)}, {"reward_weights": [1.0, 0.5]}),
         ({"gradient_accumulation_steps": 4}, {"samples_per_step": 32}),
         ({"steps_per_generation": 4}, {"samples_per_step": 32}),
@@ -149,9 +153,47 @@ def test_a_schedule_needs_the_length_of_the_run(kind):
 
 def test_a_constant_schedule_needs_nothing():
     assert not imported(lr_scheduler_type="constant").ignored
-    assert "lr_scheduler_type" in imported(lr_scheduler_type="polynomial", max_steps=100).ignored
+    assert "lr_scheduler_type" in imported(lr_scheduler_type="inverse_sqrt", max_steps=100).ignored
     assert "warmup_ratio" in imported(lr_scheduler_type="constant", warmup_ratio=0.1).ignored
     assert "warmup_steps" in imported(lr_scheduler_type="constant", warmup_steps=0.1).ignored
+    assert "warmup_steps" in imported(lr_scheduler_type="constant", warmup_steps=5, max_steps=9).ignored
+    assert "lr_scheduler_kwargs" in imported(lr_scheduler_type="constant", lr_scheduler_kwargs={"a": 1}).ignored
+
+
+SCHEDULES = [
+    {"lr_scheduler_type": "constant", "warmup_steps": 3},
+    {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
+    {"lr_scheduler_type": "linear", "warmup_steps": 0.21},
+    {"lr_scheduler_type": "linear", "warmup_steps": 40},
+    {"lr_scheduler_type": "cosine", "warmup_steps": 2, "lr_scheduler_kwargs": {"num_cycles": 0.7}},
+    {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 2}'},
+    {"lr_scheduler_type": "cosine_with_restarts"},
+    {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-4}},
+    {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.3, "num_cycles": 1}},
+    {"lr_scheduler_type": "polynomial", "warmup_steps": 3, "lr_scheduler_kwargs": {"lr_end": 2e-4}},
+    {"lr_scheduler_type": "polynomial"},
+]
+
+
+@pytest.mark.parametrize("fields", SCHEDULES)
+def test_the_learning_rate_of_every_step_is_that_of_trl(fields, tmp_path):
+    lr, steps = 1e-3, 20
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, max_steps=steps, learning_rate=lr, **fields)
+    theirs = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr)
+    scheduler = get_scheduler(
+        arguments.lr_scheduler_type, theirs, arguments.get_warmup_steps(steps), steps, arguments.lr_scheduler_kwargs
+    )
+    result = imported(max_steps=steps, learning_rate=lr, **fields)
+    for step in range(steps):
+        expected = scheduler.get_last_lr()[0]
+        assert result.hyperparameters["lr"] * result.optimizer.factor(step) == pytest.approx(expected, abs=1e-15)
+        theirs.step()
+        scheduler.step()
+
+
+def test_a_ratio_of_warm_up_is_read_where_the_run_has_a_length_and_steps_do_not_say_otherwise():
+    assert imported(max_steps=30, warmup_ratio=0.11).optimizer.warmup_steps == 4
+    assert imported(max_steps=30, warmup_ratio=0.11, warmup_steps=2).optimizer.warmup_steps == 2
 
 
 @pytest.mark.parametrize(
@@ -180,14 +222,18 @@ def test_a_constant_schedule_needs_nothing():
         ({**VLLM, "vllm_importance_sampling_clip_max": None}, "unbounded weights are not offered"),
         ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, "part of one generation batch"),
         ({"generation_batch_size": 10, "steps_per_generation": 4}, "part of one generation batch"),
+        (
+            {"max_steps": 9, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 1}},
+            "unknown argument of lr_scheduler_type 'cosine' in .* 'cycles': did you mean 'num_cycles'",
+        ),
+        ({"max_steps": 9, "lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs must be a mapping"),
+        ({"max_steps": 9, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}}, "power has no"),
+        ({"max_steps": 9, "lr_scheduler_type": "cosine_with_min_lr"}, "min_lr or min_lr_rate: give one"),
+        ({"per_device_train_batch_size": 0}, "must be at least 1, got 0"),
         ({"optim": "sgd"}, "optim .*got 'sgd': .*AdamW.*leave it out"),
         *(
             ({name: value}, f"TRL field {name} has no counterpart here")
             for name, value in {
-                "top_p": 0.9,
-                "top_k": 50,
-                "min_p": 0.1,
-                "repetition_penalty": 1.1,
                 "router_aux_loss_coef": 0.01,
                 "generation_kwargs": {"num_beams": 2},
                 "chat_template_kwargs": {"enable_thinking": False},
@@ -240,6 +286,13 @@ def test_what_only_steers_the_machinery_is_named_as_ignored(name):
 )
 def test_fields_that_nothing_reads_are_named_as_ignored(fields):
     assert set(imported(lr_scheduler_type="constant", **fields).ignored) == {next(iter(fields))}
+
+
+def test_all_refusals_are_told_at_once():
+    with pytest.raises(ValueError, match="6 things cannot be taken over") as caught:
+        imported(loss_type="vespo", top_p=0.5, beta="x", epsilno=1, delta=0.5, learning_rate=-1.0, optim="sgd")
+    for part in ("loss_type", "beta must be", "'epsilno'", "delta must", "lr must", "optim has"):
+        assert part in str(caught.value)
 
 
 def test_defaults_written_out_are_not_ignored():
@@ -304,3 +357,5 @@ def test_a_real_grpo_config_is_understood(tmp_path):
     assert result.settings["samples_per_step"] == 16
     assert (result.optimizer.schedule, result.optimizer.total_steps) == ("linear", 30)
     assert {"output_dir", "use_cpu"} <= set(result.ignored)
+    assert config.gradient_checkpointing
+    assert "micro_batch_tokens" in result.ignored["gradient_checkpointing"], "a default of TRL that costs time"

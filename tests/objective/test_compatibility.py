@@ -75,6 +75,7 @@ ALIVE = {
     "rloo": ("group", "batch", "running"),
     "mean_only": ("group", "batch", "running"),
     "batch_std": ("group",),
+    "reinforce": ("group", "batch", "running"),
 }
 
 

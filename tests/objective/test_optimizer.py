@@ -23,6 +23,16 @@ from evogrpo.objective import Optimizer
         ({"schedule": "linear"}, "total_steps"),
         ({"schedule": "cosine", "warmup_steps": 5, "total_steps": 5}, "total_steps"),
         ({"total_steps": 10}, "total_steps"),
+        ({"warmup_steps": 1.5}, "warmup_steps must be an integer"),
+        ({"betas": 0.9}, "betas must be two numbers"),
+        ({"betas": "ab"}, "betas must be two numbers"),
+        ({"betas": ("a", 0.9)}, "each of betas must be a number"),
+        ({"eps": "1e-8"}, "eps must be a number"),
+        ({"schedule": "linear", "total_steps": "x"}, "total_steps must be an integer"),
+        ({"floor": 0.1}, "floor has no meaning for a constant schedule"),
+        ({"schedule": "linear", "total_steps": 9, "floor": 1.0}, r"floor must lie in \[0, 1\)"),
+        ({"schedule": "linear", "total_steps": 9, "cycles": 1.0}, "cycles has no meaning for a linear schedule"),
+        ({"schedule": "cosine", "total_steps": 9, "cycles": 0.0}, "cycles must be above 0"),
     ],
 )
 def test_an_optimizer_that_makes_no_sense_is_refused_by_name(fields, named):

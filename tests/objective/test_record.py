@@ -13,8 +13,9 @@ from evogrpo.objective import Objective
 NUMBERS = [
     *("advantage_eps", "kl_target", "kl_horizon", "dual_clip", "delta", "sapo_tau_positive", "sapo_tau_negative"),
     *("top_entropy_quantile", "importance_cap", "reward_clip", "overlong_buffer", "dynamic_sampling"),
-    *("reference_sync_steps", "reference_mixing"),
+    *("reference_sync_steps", "reference_mixing", "min_group_reward", "max_group_reward"),
 ]
+ANY_SIGN = ["min_group_reward", "max_group_reward"]
 WHOLE = ["kl_horizon", "overlong_buffer", "dynamic_sampling", "reference_sync_steps"]
 FLAGS = [
     *("mask_truncated", "whiten_advantages", "cispo_clip_low", "reward_shift", "reward_scale"),
@@ -52,6 +53,8 @@ LEGAL = {
     "dynamic_sampling": [0, 3],
     "reference_sync_steps": [1],
     "reference_mixing": [1, 0.1],
+    "min_group_reward": [-1, 0, 0.5],
+    "max_group_reward": [-1, 0, 0.5],
 }
 
 
@@ -63,6 +66,8 @@ def test_every_field_is_covered_here():
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, True, "1e-4", [1]])
 def test_no_number_takes_what_is_none(name, value):
+    if name in ANY_SIGN and value == -1:
+        return
     with pytest.raises(ValueError, match=f"^{name} must"):
         Objective(**{name: value})
 
@@ -76,7 +81,7 @@ def test_counts_are_whole(name):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *((name, 0) for name in NUMBERS if name != "dynamic_sampling"),
+        *((name, 0) for name in NUMBERS if name not in ["dynamic_sampling", *ANY_SIGN]),
         ("dual_clip", 1.0),
         ("delta", 1.0),
         ("top_entropy_quantile", 1.01),

@@ -17,6 +17,9 @@ def of_completions(
     """Return one advantage per completion."""
     result = []
     for reward, group, member in zip(rewards, groups, members, strict=True):
+        if kind == "reinforce":
+            result.append(0.0 if math.isnan(reward) else reward)
+            continue
         peers = [r for r, g in zip(rewards, groups, strict=True) if g == group and not math.isnan(r)]
         if math.isnan(reward) or len(set(peers)) == 1:
             result.append(0.0)

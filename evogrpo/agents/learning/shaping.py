@@ -1,13 +1,14 @@
 """From rewards to advantages, in the order of `Objective`: every member's from its own rows and statistics."""
 
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.coefficients import Coefficients
 from evogrpo.functional.advantages import advantages, zero_variance_groups
-from evogrpo.functional.reward_shaping import normalise_rewards, update_running
+from evogrpo.functional.reward_shaping import groups_within, normalise_rewards, update_running
 from evogrpo.functional.statistics import numbered
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.kinds import LOSS_TYPES, STEP_ADVANTAGES
@@ -49,6 +50,15 @@ def refuse_for_transitions(objective: Objective, hyperparameters: Hyperparameter
     for name in ("loss_type", "advantage"):
         for kind in (getattr(hyperparameters, name), *(space[name].names if name in space else ())):
             refuse_whole_completions(objective.with_types(**{name: kind}))
+
+
+def without_groups(batch: Batch, objective: Objective) -> Batch:
+    """Return the batch with the groups left out of the loss that are too hard or too easy by their mean reward."""
+    low, high = objective.min_group_reward, objective.max_group_reward
+    if low is None and high is None:
+        return batch
+    inside = groups_within(batch.rewards, batch.group_ids, low, high)
+    return replace(batch, action_mask=batch.action_mask & inside[:, None], acted=batch.chosen)
 
 
 def shaped_advantages(

@@ -20,7 +20,7 @@ from evogrpo.agents.learning.metrics import (
     sampling_metrics,
     update_metrics,
 )
-from evogrpo.agents.learning.shaping import refuse_whole_completions, shaped_advantages
+from evogrpo.agents.learning.shaping import refuse_whole_completions, shaped_advantages, without_groups
 from evogrpo.agents.members.banks import Banks
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
@@ -162,7 +162,7 @@ class _LearningStep:
         self._objective = objective = policy.settings.objective
         self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
         self._check(batch)
-        lessons = lessons_of(batch, learners)
+        lessons = lessons_of(without_groups(batch, objective), learners)
         self._episodes = episodes = lessons.outcomes
         self._steps: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
         self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.functional.optim import schedule_factor
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import CARRIED_AT_BIRTH
@@ -269,16 +268,7 @@ class StackedStates:
         settings, reports = self._optimizer, dict[int, UpdateReport]()
         for stack in self.stacks:
             slots = [slot for slot in stack.slots if slot in hyperparameters]
-            factors = [
-                schedule_factor(
-                    self._steps[slot],
-                    kind=settings.schedule,
-                    warmup_steps=settings.warmup_steps,
-                    total_steps=settings.total_steps,
-                )
-                for slot in slots
-            ]
-            lrs = [hyperparameters[slot].lr * factor for slot, factor in zip(slots, factors, strict=True)]
+            lrs = [hyperparameters[slot].lr * settings.factor(self._steps[slot]) for slot in slots]
             norms, taken = stack.step(
                 [int(self._row_of[slot]) for slot in slots],
                 [self._steps[slot] + 1 for slot in slots],

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits
+from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
-from evogrpo.records import Rollout, Rows
+from evogrpo.records import Rollout, Rows, SamplingOptions
 from evogrpo.tally import Tally
 
 ROWS_OF_LOGITS = 128
@@ -45,13 +46,19 @@ def generate(
         if context is not None:
             aside.append((numbers, context))
 
+    def said(step: int) -> Tensor | None:
+        """Return what every row that takes part has read and said, where that matters."""
+        return None if read is None else torch.cat([read[carried], actions[carried, :step]], dim=1)
+
+    read = None if rows.options.repetition_penalty == 1.0 else _read(rows, device)
     hidden = decoding.start()
     carried = torch.arange(count, device=device)  # rows that take part in the forward passes
     live = torch.ones(count, dtype=torch.bool, device=device)  # of those, the ones that have not ended
     for step in range(width):
         give_way()
         forbid = step < rows.min_new_tokens
-        tokens, chosen = _choose(model, hidden, rows.temperature[carried], uniforms[carried, step], end_ids, forbid)
+        policy = rows.temperature[carried], end_ids, forbid, rows.options, said(step)
+        tokens, chosen = _choose(model, hidden, uniforms[carried, step], *policy)
         at = carried[live]
         before = len(at)
         actions[at, step], log_probs[at, step], present[at, step] = tokens[live], chosen[live], True
@@ -68,14 +75,30 @@ def generate(
             carried, tokens, live = carried[left], tokens[left], live[left]
         hidden = decoding.advance(tokens)
     ended = (present & torch.isin(actions, end_ids)).any(1)
-    rollout = Rollout(actions=actions, present=present, log_probs=log_probs, truncated=~ended, exact=model.exact)
+    exact = model.exact and rows.options.whole
+    rollout = Rollout(actions=actions, present=present, log_probs=log_probs, truncated=~ended, exact=exact)
     return rollout, aside
 
 
+def _read(rows: Rows, device: torch.device) -> Tensor:
+    """Return `[n, w]` the tokens of each row's prompt, filled up with its first one, which is there anyway."""
+    prompts = [torch.tensor(prompt) for prompt in rows.prompts]
+    width = max(len(rows.prompts[prompt]) for prompt in rows.prompt_ids.tolist())
+    wide = [torch.cat([prompt, prompt[:1].expand(max(0, width - len(prompt)))])[:width] for prompt in prompts]
+    return torch.stack(wide).to(device)[rows.prompt_ids]
+
+
 def _choose(
-    model: TokenModel[Any], hidden: Tensor, temperature: Tensor, uniforms: Tensor, end_ids: Tensor, forbid: bool
+    model: TokenModel[Any],
+    hidden: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor,
+    end_ids: Tensor,
+    forbid: bool,
+    options: SamplingOptions,
+    said: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the next token of each row and its log-probability under the sampling policy (0 for greedy rows)."""
+    """Return the next token of each row and its log-probability under what it is drawn from (0 for greedy rows)."""
     tokens = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
     log_probs = torch.zeros(hidden.shape[0], device=hidden.device)
     for start in range(0, hidden.shape[0], ROWS_OF_LOGITS):
@@ -83,11 +106,16 @@ def _choose(
         greedy = temperature[part] == 0
         heat = torch.where(greedy, 1.0, temperature[part])
         banned = torch.full_like(greedy, forbid)
-        scaled = scaled_logits(model.head(hidden[part]), heat, banned, end_ids)
+        logits = model.head(hidden[part])
+        if said is not None:
+            logits = penalise_repetition(logits, said[part], options.repetition_penalty)
+        scaled = scaled_logits(logits, heat, banned, end_ids)
         best = scaled.max(1)
         if bool(greedy.all()):
             tokens[part] = best.indices
             continue
+        if not options.whole:
+            scaled = truncate(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
         weights = scaled.sub_(best.values[:, None]).exp_()
         drawn = invert_cumulative(weights, uniforms[part])
         drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end

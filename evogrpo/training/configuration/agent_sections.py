@@ -36,6 +36,10 @@ class LanguageAgent:
 
     max_output_tokens: int = 128
     min_output_tokens: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     eos_token_ids: tuple[int, ...] | None = None
     micro_batch_tokens: int = 1024
     reduce_memory_peak: bool = True

@@ -58,6 +58,7 @@ def asked_rows(
         temperature=torch.full((shape[0],), learner.hyperparameters.temperature if training else 0.0),
         uniforms=torch.from_numpy(uniforms),
         min_new_tokens=settings.min_output_tokens,
+        options=settings.sampling_options,
     )
 
 

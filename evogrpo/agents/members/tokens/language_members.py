@@ -241,6 +241,7 @@ class LanguageMembers:
             temperature=temperature,
             uniforms=uniforms,
             min_new_tokens=self.settings.min_output_tokens,
+            options=self.settings.sampling_options,
         )
 
     # ---- in a caller's own loop

@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from evogrpo.hyperparameters import refuse_unknown
+from evogrpo.hyperparameters import finite_number, refuse_unknown, whole_number
 from evogrpo.objective import Objective, Optimizer
+from evogrpo.records import SamplingOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +21,11 @@ class LanguageSettings:
             sampling and learning.
         max_episode_tokens: Most tokens of a conversation, said and heard together: it goes on while a whole further
             turn fits. None = as many as the model's context takes.
+        top_k: Completions are drawn from so many of the most likely tokens; 0 = all. See `SamplingOptions`, like the
+            next three.
+        top_p: From the most likely tokens that together have this probability; 1 = all.
+        min_p: From tokens at least this many times as likely as the most likely one; 0 = all.
+        repetition_penalty: Makes tokens that are there already less likely, in greedy answers too; 1 = none.
         objective: The loss.
         optimizer: AdamW settings.
         seed: Root of every random stream.
@@ -33,6 +39,10 @@ class LanguageSettings:
     max_output_tokens: int = 128
     min_output_tokens: int = 0
     max_episode_tokens: int | None = None
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
     objective: Objective = field(default_factory=Objective)
     optimizer: Optimizer = field(default_factory=Optimizer)
     seed: int = 0
@@ -58,10 +68,21 @@ class LanguageSettings:
             raise ValueError(
                 f"overlong_buffer must be at most max_output_tokens = {self.max_output_tokens}, got {buffer}"
             )
+        whole_number("top_k", self.top_k)
+        for name in ("top_p", "min_p", "repetition_penalty"):
+            finite_number(name, getattr(self, name))
+        _ = self.sampling_options  # refuses what is out of range
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
         if self.micro_batch_tokens < 1:
             raise ValueError(f"micro_batch_tokens must be at least 1, got {self.micro_batch_tokens}")
+
+    @property
+    def sampling_options(self) -> SamplingOptions:
+        """From how much of the distribution completions are drawn."""
+        return SamplingOptions(
+            top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, repetition_penalty=self.repetition_penalty
+        )
 
     @property
     def max_actions(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from evogrpo.functional.optim import adamw_step_, clip_by_norm_, schedule_factor
+from evogrpo.functional.optim import adamw_step_, clip_by_norm_
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import CARRIED_AT_BIRTH
@@ -158,12 +158,7 @@ class LearnerStates:
             The report; its norm is NaN when the gradient, or the weights after the step, are not finite.
         """
         settings = self._optimizer
-        lr = hyperparameters.lr * schedule_factor(
-            self._steps[slot],
-            kind=settings.schedule,
-            warmup_steps=settings.warmup_steps,
-            total_steps=settings.total_steps,
-        )
+        lr = hyperparameters.lr * settings.factor(self._steps[slot])
         norm = clip_by_norm_(gradient, hyperparameters.max_grad_norm)
         if not norm < float("inf"):
             return UpdateReport(grad_norm=float("nan"), lr=lr, loss=loss, step=self._steps[slot])
