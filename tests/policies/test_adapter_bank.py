@@ -119,7 +119,7 @@ def test_the_schedules_clock_is_the_members_own_and_is_inherited():
     second = bank.update(batch, loss, {0: HYPERPARAMETERS[0]})
     bank.inherit([0, 1, 0])
     third = bank.update(batch, loss, HYPERPARAMETERS)
-    assert [first[0].lr, first[1].lr, second[0].lr] == pytest.approx([0.005, 0.005, 0.01])
+    assert [first[0].lr, first[1].lr, second[0].lr] == pytest.approx([0.0, 0.0, 0.01])
     assert [third[0].lr, third[1].lr, third[2].lr] == pytest.approx([0.0075, 0.01, 0.0075])
     for _ in range(3):
         last = bank.update(batch, loss, HYPERPARAMETERS)

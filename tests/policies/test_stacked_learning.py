@@ -79,7 +79,7 @@ def test_learning_equals_separate_torch_optimizers(space, architectures, short, 
                 optimizers[slot].zero_grad()
                 loss.backward()
                 norm = float(torch.nn.utils.clip_grad_norm_(apart[slot].parameters(), MAX_NORMS[slot]))
-                optimizers[slot].param_groups[0]["lr"] = LRS[slot] * min(1.0, (steps[slot] + 1) / 3)
+                optimizers[slot].param_groups[0]["lr"] = LRS[slot] * min(1.0, steps[slot] / 2)
                 optimizers[slot].step()
                 steps[slot] += 1
                 assert reports[slot].grad_norm == pytest.approx(norm, rel=1e-3)
