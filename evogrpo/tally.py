@@ -3,9 +3,30 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Literal
 
-Listener = Callable[[str, float], None]
-"""(what is being done, in words; which part of it is done, from 0 to 1)."""
+Doing = Literal["writing", "playing", "rewarding", "scoring", "learning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One piece of work, as far as it has come.
+
+    Attributes:
+        doing: What is being done.
+        count: With how many.
+        noun: Of what; "completions", "episodes" or "actions".
+        part: Which part of it is done, from 0 to 1.
+    """
+
+    doing: Doing
+    count: int
+    noun: str
+    part: float
+
+
+Listener = Callable[[Work], None]
 
 _LISTENER: ContextVar[Listener | None] = ContextVar("evogrpo tally listener", default=None)
 
@@ -14,24 +35,26 @@ class Tally:
     """Counts one piece of work, and tells the listener of this context; where nobody listens, nothing is counted.
 
     Args:
-        what: What is being done, in words, such as "writing 64 completions".
-        total: How much of it there is, in any unit.
+        doing: What is being done.
+        count: With how many.
+        noun: Of what.
     """
 
-    def __init__(self, what: str, total: float) -> None:
-        self._what, self._total, self._done, self._listener = what, total, 0.0, _LISTENER.get()
+    def __init__(self, doing: Doing, count: int, noun: str) -> None:
+        self._doing, self._count, self._noun, self._listener = doing, count, noun, _LISTENER.get()
+        self._done = 0.0
         self.reach(0.0)
 
     def add(self, amount: float) -> None:
         """Count a further amount; work that memory made begin anew never counts for more than all of it."""
-        if self._listener is not None:
-            self.reach(self._done + amount)
+        self.reach(self._done + amount)
 
     def reach(self, amount: float) -> None:
         """Set how much is done."""
         if self._listener is not None:
-            self._done = min(amount, self._total)
-            self._listener(self._what, self._done / self._total if self._total else 1.0)
+            self._done = min(amount, self._count)
+            part = self._done / self._count if self._count else 1.0
+            self._listener(Work(self._doing, self._count, self._noun, part))
 
 
 @contextmanager

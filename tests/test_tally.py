@@ -33,12 +33,13 @@ def take_a_step(population, env):
 @pytest.mark.parametrize("make", [language, networks, teams])
 def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
     heard = []
-    with heard_by(lambda what, part: heard.append((what, part))):
+    with heard_by(lambda work: heard.append((f"{work.doing} {work.count} {work.noun}", work.part))):
         listened = take_a_step(*make())
+    learning = next(what for what, _ in heard if what.startswith("learning"))
     acting = "writing 16 completions" if make is language else "playing 16 episodes"
     parts = {what: [part for each, part in heard if each == what] for what, _ in heard}
-    assert {acting, "learning"} < set(parts)
-    for what in (acting, "learning", *(["scoring 16 completions"] if make is language else [])):
+    assert {acting, learning} < set(parts)
+    for what in (acting, learning, *(["scoring 16 completions"] if make is language else [])):
         # An evaluation, and each policy of a team, begins anew.
         rises = [after - before for before, after in zip(parts[what], parts[what][1:], strict=False)]
         assert all(rise >= 0 or parts[what][place + 1] == 0 for place, rise in enumerate(rises)), what
@@ -50,12 +51,12 @@ def test_every_part_of_a_step_goes_from_none_to_all_of_it(make):
 
 def test_a_listener_hears_its_own_block_only():
     heard = []
-    with heard_by(lambda what, part: heard.append(part)):
-        outer = Tally("outer", 4)
-        with heard_by(lambda what, part: None):
-            Tally("inner", 1).add(1)
+    with heard_by(lambda work: heard.append(work.part)):
+        outer = Tally("playing", 4, "episodes")
+        with heard_by(lambda work: None):
+            Tally("learning", 1, "actions").add(1)
         outer.add(1)
         outer.add(9)
-        Tally("empty", 0)
-    Tally("later", 2).add(1)
+        Tally("scoring", 0, "completions")
+    Tally("writing", 2, "completions").add(1)
     assert heard == [0.0, 0.25, 1.0, 1.0]

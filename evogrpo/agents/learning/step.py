@@ -115,7 +115,8 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
             continue
         step = _LearningStep(policies[policy], taught, own)
         plan = step.deal()
-        tally = Tally("learning", sum(len(rows) for dealt in plan for rows in dealt.values()))
+        noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
+        tally = Tally("learning", sum(len(rows) for dealt in plan for rows in dealt.values()), noun)
         for number, dealt in enumerate(plan):
             step.take(dealt, tally, first=number == 0)
         for slot, report in step.reports().items():

@@ -167,7 +167,7 @@ def play_episodes(
     queue = _queue(wanted.member_ids)
     rows = t = np.empty(0, dtype=np.int64)
     total, limit = len(queue), wanted.limit or math.inf
-    tally = Tally(f"playing {total:,} episodes", total)
+    tally = Tally("playing", total, "episodes")
     while True:
         free = min(count - len(rows), len(queue))
         if free:

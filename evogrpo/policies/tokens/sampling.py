@@ -92,7 +92,7 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
     served = torch.zeros(len(rows), dtype=torch.bool) if kept is None else _served(kept, rows, stamps)
     route, spare, pieces = weights.route("base" if base else "weights"), CACHED_TOKENS, list[_Piece]()
-    tally = Tally(f"writing {len(rows):,} completions", len(rows))
+    tally = Tally("writing", len(rows), "completions")
     for going_on, numbers in ((kept, order[served[order]]), (None, order[~served[order]])):
         for wave in numbers.split(max(1, CACHED_TOKENS // width)) if len(numbers) else ():
             spare -= len(wave) * width

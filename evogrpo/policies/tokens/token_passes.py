@@ -40,7 +40,7 @@ class TokenPasses:
         """Return log-probabilities and entropies `[n, t]` in nats, without gradient; 0 where masked."""
         log_probs = torch.zeros(batch.actions.shape, device=batch.actions.device)
         entropies = torch.zeros_like(log_probs)
-        tally = Tally(f"scoring {len(batch):,} completions", len(batch))
+        tally = Tally("scoring", len(batch), "completions")
         while True:
             try:
                 for part in self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy):

@@ -1,11 +1,11 @@
 """A run, shown while it goes on: a bar with the time left on a terminal, plain lines in a log."""
 
 import time
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
@@ -15,8 +15,10 @@ from evogrpo.history.records import GenerationReport, Report, StepReport
 from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.history.text import count_text, duration_text, score_text
 from evogrpo.history.words import Words, verdict, words_of
+from evogrpo.tally import Work, heard_by
 from evogrpo.training.display.completions_table import completions_table
 from evogrpo.training.display.pace import Pace
+from evogrpo.training.display.regions import region
 from evogrpo.training.display.tables import generation_table, plan_lines, rewards_text, step_text
 from evogrpo.training.loop.run import Evolution
 
@@ -25,7 +27,7 @@ SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")
 
 
 class RunDisplay:
-    """Shows a run while it goes on; a context manager.
+    """Shows a run while it goes on; a context manager, which may be left and entered again.
 
     Args:
         console: Where to.
@@ -38,24 +40,35 @@ class RunDisplay:
         self.words = words_of(evolution.population.members.kind)
         self._spinner = Spinner("dots")
         self._began = time.monotonic() - evolution.progress.seconds
+        self._work: Work | None = None
         self._step: StepReport | None = None
         self._logged = -SECONDS_BETWEEN_LINES
+        self._entered = False
         self._baseline_shown = evolution.progress.baseline is not None
-        self._live = Live(
-            self, console=console, refresh_per_second=8, transient=True, redirect_stdout=False, redirect_stderr=False
-        )
+        self._region = region(console, self)
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
-            self._live.start()
-        else:
+        self._pace.go_on()
+        if self._region is None and not self._entered:
             self._console.print(self._phase())
+        self._entered = True
+        with ExitStack() as stack:
+            stack.enter_context(heard_by(self._hear))
+            if self._region is not None:
+                stack.enter_context(self._region)
+            self._shown = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        self._shown.close()
+
+    def _hear(self, work: Work) -> None:
+        self._work = work
+        self._pace.hear(work)
+        if self._region is not None:
+            self._region.refresh()
 
     def show(self, report: Report) -> None:
         """Show a report of the run."""
@@ -63,7 +76,7 @@ class RunDisplay:
         self._show_baseline()
         if isinstance(report, StepReport):
             self._step = report
-            if not self._console.is_terminal:
+            if self._region is None:
                 self._log_step(report)
         elif isinstance(report, GenerationReport):
             self._show_generation(report)
@@ -130,8 +143,11 @@ class RunDisplay:
             self._spinner, self._phase(), bar, Text(gone if left is None else f"{gone}, {_about(left)} left", "dim")
         )
         lines: list[RenderableType] = [row]
+        if self._work is not None:
+            lines.append(work_text(self._work))
         if self._step is not None:
-            rewards = Text.assemble(("  mean reward", "dim"), rewards_text(self._step))
+            head = f"  mean reward in step {self._step.step + 1}"
+            rewards = Text.assemble((head, "dim"), rewards_text(self._step))
             lines.append(rewards.append(f"   {self._step.seconds:.1f} s a step", "dim"))
         if self._evolution.stopping.reason:
             lines.append(Text("  stopping… Ctrl-C again aborts at once", "yellow"))
@@ -150,6 +166,13 @@ class RunDisplay:
         if progress.step_in_generation >= progress.steps_per_generation:
             return Text(f"{where} · validating")
         return Text(f"{where} · step {progress.step_in_generation + 1}/{progress.steps_per_generation}")
+
+
+def work_text(work: Work) -> Text:
+    """Write what is being computed: with how many of what, and how much of it is done."""
+    part = f" · {work.part:.0%}" if work.part else ""
+    doing = "learning from" if work.doing == "learning" else work.doing
+    return Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim")
 
 
 def _about(seconds: float) -> str:

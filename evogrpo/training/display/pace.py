@@ -3,6 +3,7 @@
 import time
 
 from evogrpo.history.records import GenerationReport, Report, StepReport
+from evogrpo.tally import Work
 from evogrpo.training.loop.run import Evolution
 
 
@@ -19,6 +20,19 @@ class Pace:
         self._steps: list[float] = []
         self._evaluation: float | None = None
         self._last = time.monotonic()
+        self._unit, self._within = self._present(), 0.0
+
+    def go_on(self) -> None:
+        """Leave out the time in which somebody else had control."""
+        self._last = time.monotonic()
+
+    def hear(self, work: Work) -> None:
+        """Take note of how far the part of the run under way has come: acting is half of a step, learning the rest."""
+        if self._unit != self._present():
+            self._unit, self._within = self._present(), 0.0
+        half = work.part / 2
+        done = {"writing": half, "playing": half, "rewarding": 0.5, "scoring": 0.5, "learning": 0.5 + half}[work.doing]
+        self._within = max(self._within, done if self._unit[0] == "step" else work.part)
 
     def note(self, report: Report) -> None:
         """Take the time of the part that just ended."""
@@ -36,9 +50,13 @@ class Pace:
         schedule, progress = self._evolution.schedule, self._evolution.progress
         parts = [0.0]
         if schedule.generations is not None:
-            # Evaluations count as a step each; what is left goes by the steps of the generation under way.
+            # An evaluation of all members counts as a step; what is left goes by the steps of the generation under way.
+            baseline, test = 1 / self._members, self._test(1.0)
             done = progress.step + progress.generation
-            parts.append(done / max(1, done + self.steps_left() + schedule.generations - progress.generation))
+            whole = baseline + done + self.steps_left() + max(0, schedule.generations - progress.generation) + test
+            within = self._within if self._unit == self._present() else 0.0
+            unit = baseline if progress.baseline is None else test if self._evolution.finished() else 1.0
+            parts.append(((0.0 if progress.baseline is None else baseline) + done + within * unit) / whole)
         if schedule.max_tokens is not None:
             parts.append(progress.tokens / schedule.max_tokens)
         if schedule.max_seconds is not None:
@@ -68,6 +86,14 @@ class Pace:
             bounds.append(max(schedule.max_tokens / progress.tokens - 1.0, 0.0) * progress.seconds)
         waited = min(time.monotonic() - self._last, per_step)
         return max(min(bounds) - waited, 0.0) + self._test(evaluation)
+
+    def _present(self) -> tuple[str, int]:
+        """Name the part of the run that is under way: a learning step or an evaluation."""
+        progress = self._evolution.progress
+        if progress.baseline is None:
+            return "baseline", 0
+        stepping = progress.step_in_generation < progress.steps_per_generation and not self._evolution.finished()
+        return "step" if stepping else "evaluation", progress.step
 
     def _test(self, evaluation: float) -> float:
         """Estimate the final test: two passes over its questions, where an evaluation makes one per member."""

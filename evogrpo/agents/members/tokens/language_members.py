@@ -212,7 +212,7 @@ class LanguageMembers:
 
     def _scored(self, opened: Conversations, conversed: Conversed) -> Scores:
         """Let the environment reward what was said."""
-        Tally(f"rewarding {len(conversed.transcripts):,} completions", len(conversed.transcripts))
+        Tally("rewarding", len(conversed.transcripts), "completions")
         return opened.score(conversed.transcripts)
 
     def _room(self, opened: Conversations) -> int | None:
