@@ -13,20 +13,18 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.text import Text
 
 from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
 from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.strategies import NoEvolution
-from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.training.configuration.environment_tasks import reward_threshold
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning
-from evogrpo.training.display.live import RunDisplay, outcome_lines
+from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import free_run_dir, read_resumable, start
@@ -128,12 +126,10 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     resume_line = command("resume", run_dir)
-    outcome: TestOutcome | None = None
     try:
         with display, clean_warnings(console), stopping_on_signals(evolution.stopping, _announce) as signals:
             for report in evolution.reports():
                 display.show(report)
-                outcome = report if isinstance(report, TestOutcome) else None
     except KeyboardInterrupt:
         say_error("aborted; what was learned since the newest checkpoint is lost")
         show_command(console, "go on", resume_line)
@@ -148,14 +144,10 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     except Exception:
         show_command(console, "go on", resume_line)
         raise
+    display.say_end()
     if not evolution.result.complete:
-        step, reason = evolution.progress.step, evolution.result.reason
-        console.print(Text(f"{reason} after learning step {step}; everything is saved", "yellow"))
         show_command(console, "go on", resume_line)
         return 128 + signals[0]
-    for line in outcome_lines(outcome, display.words) if outcome else ():
-        console.print(line)
-    console.print(f"\nended: {evolution.ended()}")
     console.print()
     show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
     return OK

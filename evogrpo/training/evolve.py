@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from torch import nn
 
 from evogrpo.agents.population import Population
@@ -11,6 +12,8 @@ from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat
+from evogrpo.training.display.console import console_for
+from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
@@ -26,6 +29,7 @@ def evolve(
     keep_checkpoints: int = 2,
     completions: int = 16,
     completions_format: CompletionsFormat = "jsonl",
+    progress: bool | None = None,
     **schedule: Any,
 ) -> Run:
     """Train a population generation by generation; whatever the caller wants to do in between goes in the loop body.
@@ -43,6 +47,8 @@ def evolve(
         keep_checkpoints: See `evogrpo.training.rundir.LoggingConfig`.
         completions: Likewise.
         completions_format: Likewise.
+        progress: Whether the run is shown while it goes on, as on the command line; None = where somebody looks: if
+            stdout is a terminal, and in a notebook.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
     Returns:
@@ -53,6 +59,7 @@ def evolve(
         ValueError: If a setting is unknown or out of range, or the run directory already holds a run.
     """
     refuse_unknown("argument of evolve", schedule, Schedule.__dataclass_fields__)
+    console = console_for(progress)
     logging = LoggingConfig(
         keep_checkpoints=keep_checkpoints, completions=completions, completions_format=completions_format
     )
@@ -63,7 +70,7 @@ def evolve(
         strategy=strategy or Tournament(),
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
-    return Run(run)
+    return _shown(run, console)
 
 
 def resume(
@@ -73,6 +80,7 @@ def resume(
     actor_network: nn.Module | None = None,
     strategy: Strategy | type[Strategy] | None = None,
     allow_changed_data: bool = False,
+    progress: bool | None = None,
     **limits: Any,
 ) -> Run:
     """Open a run that `evolve` began, where its newest complete checkpoint left it.
@@ -89,6 +97,7 @@ def resume(
             checkpoint is never imported.
         allow_changed_data: Go on although the environment differs; the journal and the report say how. Fitness before
             and after cannot be compared then.
+        progress: Whether the run is shown while it goes on; see `evolve`.
         limits: Fields of `Schedule` to change: generations, max_tokens, max_seconds, target_fitness, test_questions.
 
     Raises:
@@ -97,17 +106,22 @@ def resume(
             is another one.
     """
     refuse_unknown("limit of a resumed run", limits, LIMITS)
+    console = console_for(progress)
     saved = open_run(run_dir)
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
-    population, progress = saved.restore(actor_network)
+    population, so_far = saved.restore(actor_network)
     run = Evolution(
         population,
         env,
         schedule=schedule,
         strategy=chosen,
         run_dir=saved.run_dir(run_dir),
-        progress=progress,
+        progress=so_far,
         changed_data=changed,
     )
-    return Run(run)
+    return _shown(run, console)
+
+
+def _shown(run: Evolution, console: Console | None) -> Run:
+    return Run(run, None if console is None else RunDisplay(console, run))

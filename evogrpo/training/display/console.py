@@ -25,6 +25,25 @@ def make_console(stream: TextIO | None = None) -> Console:
     return Console(file=stream, force_terminal=terminal, width=width, highlight=False, legacy_windows=False)
 
 
+def console_for(progress: bool | None) -> Console | None:
+    """Return the console on which a run of Python's is shown, if it is.
+
+    Args:
+        progress: True or False, or None: where somebody looks, on a terminal or in a notebook.
+
+    Raises:
+        ValueError: If it is anything else.
+    """
+    if progress not in (None, True, False):
+        raise ValueError(f"progress must be True, False or None (shown where somebody looks), got {progress!r}")
+    if progress is False or sys.stdout is None:
+        return None
+    notebook = Console(highlight=False)
+    if notebook.is_jupyter:
+        return notebook
+    return make_console() if progress or sys.stdout.isatty() else None
+
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
 
 

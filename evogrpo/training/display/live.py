@@ -40,10 +40,10 @@ class RunDisplay:
         self.words = words_of(evolution.population.members.kind)
         self._spinner = Spinner("dots")
         self._began = time.monotonic() - evolution.progress.seconds
-        self._work: Work | None = None
         self._step: StepReport | None = None
         self._logged = -SECONDS_BETWEEN_LINES
-        self._entered = False
+        self._entered = self._said_end = False
+        self._outcome: TestOutcome | None = None
         self._baseline_shown = evolution.progress.baseline is not None
         self._region = region(console, self)
 
@@ -65,7 +65,6 @@ class RunDisplay:
         self._shown.close()
 
     def _hear(self, work: Work) -> None:
-        self._work = work
         self._pace.hear(work)
         if self._region is not None:
             self._region.refresh()
@@ -80,6 +79,20 @@ class RunDisplay:
                 self._log_step(report)
         elif isinstance(report, GenerationReport):
             self._show_generation(report)
+        else:
+            self._outcome = report
+
+    def say_end(self) -> None:
+        """Say what a run that is over came to, once: the test, and why it ended; or that it was stopped."""
+        if self._said_end:
+            return
+        self._said_end, result, console = True, self._evolution.result, self._console
+        if not result.complete:
+            kept = "nothing was recorded" if result.run_dir is None else "everything is saved"
+            console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
+            return
+        lines: list[RenderableType] = [*outcome_lines(self._outcome, self.words), ""] if self._outcome else []
+        console.print(Group(*lines, f"ended: {result.reason}"))
 
     def _log_step(self, report: StepReport) -> None:
         """Write a line into a log: for the last step of a generation, and else if none was written for a second."""
@@ -99,21 +112,24 @@ class RunDisplay:
             self._baseline_shown = True
 
     def _show_generation(self, report: GenerationReport) -> None:
-        console, width = self._console, self._console.width
+        width = self._console.width
         total = self._evolution.schedule.generations
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
         spent = f"{duration_text(report.seconds)} · {count_text(report.tokens)} {self.words.tokens} processed"
         facts = f" · step {report.step} · {spent}"
-        console.print(Text.assemble((head, "bold"), (facts, "dim")))
+        shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
         evolving = list(self._evolution.population.space) or SHOWN_IF_NOTHING_EVOLVES
-        console.print(generation_table(report, evolving, width, self.words))
-        for line in plan_lines(report):
-            console.print(line)
+        best = self._evolution.progress.best
+        kept = best is None or best.generation == report.generation
+        shown.append(generation_table(report, evolving, width, self.words, kept=kept))
+        if best is not None and not kept:
+            score = score_text(best.fitness.mean, best.fitness.standard_error)
+            shown.append(f"★ is still #{best.index} of generation {best.generation}, {score}: it is kept as the best")
+        shown += plan_lines(report)
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
-            console.print()
-            console.print(table)
-        console.print()
+            shown += ["", table]
+        self._console.print(Group(*shown, ""))  # in one go: a notebook frames whatever is printed by itself
 
     def _questions(self, split: str) -> int:
         schedule, env = self._evolution.schedule, self._evolution.env
@@ -143,8 +159,9 @@ class RunDisplay:
             self._spinner, self._phase(), bar, Text(gone if left is None else f"{gone}, {_about(left)} left", "dim")
         )
         lines: list[RenderableType] = [row]
-        if self._work is not None:
-            lines.append(work_text(self._work))
+        work = self._pace.work
+        if work is not None:
+            lines.append(work_text(work))
         if self._step is not None:
             head = f"  mean reward in step {self._step.step + 1}"
             rewards = Text.assemble((head, "dim"), rewards_text(self._step))
@@ -162,15 +179,17 @@ class RunDisplay:
             return Text(f"measuring the {self.words.untrained}")
         if evolution.finished():
             return Text(f"testing on {self._questions('test')} {self.words.questions}")
-        where = f"generation {progress.generation + 1}{total}"
         if progress.step_in_generation >= progress.steps_per_generation:
-            return Text(f"{where} · validating")
+            # Counted already while it is being recorded.
+            number = progress.generation + (0 if progress.unplanned else 1)
+            return Text(f"generation {number}{total} · validating")
+        where = f"generation {progress.generation + 1}{total}"
         return Text(f"{where} · step {progress.step_in_generation + 1}/{progress.steps_per_generation}")
 
 
 def work_text(work: Work) -> Text:
     """Write what is being computed: with how many of what, and how much of it is done."""
-    part = f" · {work.part:.0%}" if work.part else ""
+    part = "" if work.doing == "rewarding" else f" · {work.part:.0%}"  # nobody tells how far rewards have come
     doing = "learning from" if work.doing == "learning" else work.doing
     return Text(f"  {doing} {count_text(work.count)} {work.noun}{part}", "dim")
 

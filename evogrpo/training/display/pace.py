@@ -21,6 +21,7 @@ class Pace:
         self._evaluation: float | None = None
         self._last = time.monotonic()
         self._unit, self._within = self._present(), 0.0
+        self._work: Work | None = None
 
     def go_on(self) -> None:
         """Leave out the time in which somebody else had control."""
@@ -30,9 +31,15 @@ class Pace:
         """Take note of how far the part of the run under way has come: acting is half of a step, learning the rest."""
         if self._unit != self._present():
             self._unit, self._within = self._present(), 0.0
+        self._work = work
         half = work.part / 2
         done = {"writing": half, "playing": half, "rewarding": 0.5, "scoring": 0.5, "learning": 0.5 + half}[work.doing]
         self._within = max(self._within, done if self._unit[0] == "step" else work.part)
+
+    @property
+    def work(self) -> Work | None:
+        """What is being computed, as far as was heard of the part of the run under way."""
+        return self._work if self._unit == self._present() else None
 
     def note(self, report: Report) -> None:
         """Take the time of the part that just ended."""

@@ -35,7 +35,9 @@ def rewards_text(report: StepReport) -> Text:
     return text
 
 
-def generation_table(report: GenerationReport, evolving: Sequence[str], width: int, words: Words) -> Table:
+def generation_table(
+    report: GenerationReport, evolving: Sequence[str], width: int, words: Words, *, kept: bool = True
+) -> Table:
     """Draw one generation: a row per member.
 
     Args:
@@ -43,14 +45,16 @@ def generation_table(report: GenerationReport, evolving: Sequence[str], width: i
         evolving: The hyperparameters to show.
         width: Columns of the terminal.
         words: What things are called.
+        kept: Whether the best member of this generation is the best so far, and so the one that is kept.
     """
     wide = width >= NARROW
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
     heads |= {"fitness ± SE": "left", words.tokens: "right"} | ({"time": "right"} if wide else {}) | {"": "left"}
+    long = any("_" in head for head in heads)
     table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", pad_edge=False)
     for head, justify in heads.items():
         # Long names take two lines, and the others stand on the second.
-        text = head.replace("_", "_\n", 1) if "_" in head else f"\n{head}"
+        text = head.replace("_", "_\n", 1) if "_" in head else f"\n{head}" if long else head
         table.add_column(text, justify="left" if justify == "left" else "right", no_wrap=bool(head))
     for member in report.members:
         best = member.index == report.best.index
@@ -62,7 +66,9 @@ def generation_table(report: GenerationReport, evolving: Sequence[str], width: i
             Text("failed", "red") if member.fitness is None else score_text(member.fitness, member.standard_error),
         ]
         costs = [_short_count(member.tokens), *([_short_time(member.seconds)] if wide else [])]
-        table.add_row(*row, *costs, member_note(member, report, short=not wide), style="bold green" if best else "")
+        table.add_row(
+            *row, *costs, member_note(member, report, short=not wide, kept=kept), style="bold green" if best else ""
+        )
     return table
 
 
@@ -74,11 +80,13 @@ def _value(member: MemberReport, name: str) -> Text:
     return text
 
 
-def member_note(member: MemberReport, report: GenerationReport, *, short: bool) -> Text:
-    """Say what is special about a member in this generation: failed, best, newly born."""
+def member_note(member: MemberReport, report: GenerationReport, *, short: bool, kept: bool = True) -> Text:
+    """Say what is special about a member in this generation: failed, newly born, best; a star marks what is kept."""
     if member.failed is not None:
         return Text(printable(member.failed), "red")
-    notes = ["★" if short else "★ best"] if member.index == report.best.index else []
+    notes = []
+    if member.index == report.best.index:
+        notes.append(("★" if short else "★ best so far") if kept else "best" if short else "best of this generation")
     if member.parent is not None and member.born == report.generation - 1:
         moves = ", ".join(f"{name} {_move(old, new)}" for name, (old, new) in member.changes.items())
         notes.append(f"{'new' if short else f'clone of #{member.parent}'}{f': {moves}' if moves else ''}")

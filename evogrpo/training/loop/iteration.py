@@ -1,10 +1,12 @@
 """A run as Python iterates over it."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 from evogrpo.agents.population import Population
 from evogrpo.history.records import GenerationReport
 from evogrpo.history.results import Result
+from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.loop.stopping import STOPPED, leave, stopping_on_signals
 
@@ -17,14 +19,15 @@ class Run(Iterator[GenerationReport]):
 
     Args:
         evolution: The run, step by step.
+        display: Shows it while the run has control, never while the loop's body has it; None = nothing is shown.
 
     Attributes:
         evolution: As given.
     """
 
-    def __init__(self, evolution: Evolution) -> None:
-        self.evolution = evolution
-        self._generations = iter(evolution)
+    def __init__(self, evolution: Evolution, display: RunDisplay | None = None) -> None:
+        self.evolution, self._display = evolution, display
+        self._reports = evolution.reports()
 
     @property
     def population(self) -> Population:
@@ -51,10 +54,12 @@ class Run(Iterator[GenerationReport]):
             StopIteration: If the schedule has come to its end, or the run was stopped.
             KeyboardInterrupt: After Ctrl-C, once everything is saved.
         """
-        with stopping_on_signals(self.evolution.stopping) as received:
-            report = next(self._generations, None)
+        with self._display or nullcontext(), stopping_on_signals(self.evolution.stopping) as received:
+            report = self._advance()
             if received:  # perhaps too late for what has just ended
-                next(self._generations, None)
+                self._advance()
+        if self._display is not None and self.evolution.over:
+            self._display.say_end()
         if received:
             run_dir, step = self.evolution.run_dir, self.evolution.progress.step
             where = "nothing was recorded" if run_dir is None else f"evogrpo.resume({str(run_dir.path)!r}, ...) goes on"
@@ -62,3 +67,12 @@ class Run(Iterator[GenerationReport]):
         if report is None:
             raise StopIteration
         return report
+
+    def _advance(self) -> GenerationReport | None:
+        """Run to the end of the next generation, if there is one, and show what happens on the way."""
+        for report in self._reports:
+            if self._display is not None:
+                self._display.show(report)
+            if isinstance(report, GenerationReport):
+                return report
+        return None

@@ -136,6 +136,11 @@ class Evolution:
         return filter(_closes_a_generation, self.reports())
 
     @property
+    def over(self) -> bool:
+        """Whether the run has come to its end, or was stopped: then it has a result."""
+        return self._ended is not None
+
+    @property
     def result(self) -> Result:
         """What the run came to.
 

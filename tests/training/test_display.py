@@ -1,0 +1,211 @@
+"""What a run shows while it goes on: in Python as on the command line, on a terminal, in a notebook and in a log."""
+
+import io
+import re
+import sys
+import types
+
+import pytest
+from rich.console import Console
+from rich.text import Text
+
+from evogrpo import evolve, resume
+from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.display.regions import NotebookRegion
+from tests.tiny_models import tiny_model
+from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run
+
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def on_a_terminal(monkeypatch):
+    """Let stdout write to a terminal of 80 columns, and return it."""
+    stream = Terminal()  # in the test itself: pytest changes stdout after fixtures
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    return stream
+
+
+def quick_run(**options):
+    return evolve(
+        tiny_population(2, hp_config=SPACE, update_epochs=2), tiny_env(), **{**QUICK, "generations": 2} | options
+    )
+
+
+def drawn(shown, width=80):
+    """Return what a terminal would show of it right now."""
+    console = Console(file=io.StringIO(), force_terminal=False, width=width)
+    console.print(shown)
+    return console.file.getvalue()
+
+
+# ---- in Python
+
+
+def test_nothing_is_shown_where_nobody_looks(capfd):
+    assert len(list(quick_run())) == 2
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_shows_the_run_and_is_left_to_the_loop(monkeypatch, tmp_path):
+    terminal = on_a_terminal(monkeypatch)
+    for generation in quick_run(run_dir=tmp_path / "run"):
+        assert sys.stdout is terminal  # nothing stands between the loop and its terminal
+        assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h")  # the cursor is back
+        print("mine", generation.generation)
+    said = CONTROL.sub("", terminal.getvalue())
+    for text in ("measuring the untrained base", "untrained base: fitness", "generation 1/2 · step 1/2", "mine 1"):
+        assert text in said, text
+    assert said.index("Generation 1 of 2") < said.index("mine 1") < said.index("Generation 2 of 2")
+    assert said.index("mine 2") < said.index("Test: ") < said.index("ended: generations 2 are done")
+    for _ in resume(tmp_path / "run", tiny_env(), actor_network=tiny_model(), generations=3):
+        pass
+    assert "Generation 3 of 3" in CONTROL.sub("", terminal.getvalue())
+
+
+def test_what_is_printed_meanwhile_goes_above_the_display(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+
+    def chatty(completion, answer, question):
+        print("thinking of it")
+        return 0.0
+
+    for _ in evolve(tiny_population(2), tiny_env(reward_fn=chatty), **QUICK | {"generations": 1}):
+        assert sys.stdout is terminal
+    lines = terminal.getvalue().replace("\r", "\n").split("\n")
+    assert all(CONTROL.sub("", line).strip() == "thinking of it" for line in lines if "thinking" in line)
+
+
+def test_a_loop_that_is_left_leaves_a_clean_terminal(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    run = quick_run()
+    for _ in run:
+        break
+    before = terminal.getvalue()
+    assert before.count("\x1b[?25l") == before.count("\x1b[?25h") > 0
+    run.stop("enough")
+    assert list(run) == []
+    assert "enough after learning step 2; nothing was recorded" in CONTROL.sub("", terminal.getvalue())
+
+
+def test_an_error_of_the_users_leaves_a_clean_terminal(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+
+    def broken(completion, answer, question):
+        raise KeyError("mine")
+
+    run = evolve(tiny_population(2), tiny_env(reward_fn=broken), **QUICK)
+    with pytest.raises(Exception, match="mine"):
+        next(run)
+    assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") > 0
+    assert sys.stdout is terminal
+    with pytest.raises(StopIteration):
+        next(run)
+
+
+@pytest.mark.parametrize(("progress", "shown"), [(True, True), (False, False)])
+def test_who_asks_decides(monkeypatch, progress, shown):
+    terminal = on_a_terminal(monkeypatch)
+    list(quick_run(progress=progress))
+    assert ("Generation 2 of 2" in terminal.getvalue()) is shown
+
+
+def test_a_log_gets_lines_where_they_are_asked_for(capfd):
+    list(quick_run(progress=True))
+    output, errors = capfd.readouterr()
+    assert not CONTROL.search(output)
+    assert errors == ""
+    assert "step 4/4  mean reward" in output
+    assert "ended: generations 2 are done" in output
+
+
+@pytest.mark.parametrize("progress", ["yes", 2, 0.5])
+def test_progress_is_a_choice_of_three(progress):
+    with pytest.raises(ValueError, match="progress must be True, False or None"):
+        quick_run(progress=progress)
+
+
+# ---- how far it is
+
+
+def test_the_bar_moves_inside_every_part_of_a_run():
+    console = Console(file=io.StringIO(), force_terminal=False)
+    heard = []
+
+    def looking(completion, answer, question):
+        heard.append((display._phase().plain, display._pace.fraction(), drawn(display)))
+        return float(len(set(completion)))
+
+    run = tiny_run(None, env=tiny_env(reward_fn=looking), generations=2)
+    display = RunDisplay(console, run)
+    fractions = [display._pace.fraction()]
+    with display:
+        for report in run.reports():
+            display.show(report)
+            fractions.append(display._pace.fraction())
+    within = {phase: fraction for phase, fraction, _ in heard}
+    assert list(within) == [
+        "measuring the untrained base",
+        "generation 1/2 · step 1/2",
+        "generation 1/2 · step 2/2",
+        "generation 1/2 · validating",
+        "generation 2/2 · step 1/2",
+        "generation 2/2 · step 2/2",
+        "generation 2/2 · validating",
+        "testing on 36 questions",
+    ]
+    inside = list(within.values())
+    assert inside == sorted(set(inside))  # every part is further than the one before
+    assert fractions == sorted(fractions)
+    assert fractions[0] == 0
+    assert inside[-1] <= fractions[-1] + 1e-9 <= 1 + 2e-9
+    assert all("rewarding" in shown for _, _, shown in heard)
+    assert max(len(line) for _, _, shown in heard for line in shown.split("\n")) <= 80
+
+
+def test_the_star_marks_what_is_kept():
+    falling = iter(range(10**6, 0, -1))
+    console = Console(file=io.StringIO(), width=140)
+    run = tiny_run(None, env=tiny_env(reward_fn=lambda completion, answer, question: float(next(falling))))
+    display = RunDisplay(console, run)
+    with display:
+        for report in run.reports():
+            display.show(report)
+    tables = console.file.getvalue().split("Generation ")[1:]
+    assert "★ best so far" in tables[0]
+    for table in tables[1:]:
+        assert "best of this generation" in table
+        assert f"★ is still #{run.progress.best.index} of generation 1" in table
+
+
+# ---- in a notebook
+
+
+def test_a_notebook_shows_one_output_that_changes_and_is_emptied(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/html"])
+
+    def display(page, display_id):
+        shown.append(page.data)
+        return Handle()
+
+    pages = types.SimpleNamespace(display=display, HTML=lambda data: types.SimpleNamespace(data=data))
+    monkeypatch.setitem(sys.modules, "IPython.display", pages)
+    region = NotebookRegion(Console(file=io.StringIO(), width=60), Text("half <done>"))
+    with region:
+        region.refresh()  # too soon after the first drawing
+        region._drawn -= 1
+        region.refresh()
+    assert [text.count("half &lt;done&gt;") for text in shown] == [1, 1, 0]
+    assert shown[-1] == ""
