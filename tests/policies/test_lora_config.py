@@ -8,12 +8,12 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
 from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.policies.tokens.exports import peft_files
 from evogrpo.policies.tokens.lora import (
     check_supported,
     default_lora_config,
     find_targets,
     initial_weights,
-    peft_files,
     scaling,
 )
 from tests.oracles.peft_members import PeftMember

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
-from evogrpo.policies.tokens.lora import peft_files
+from evogrpo.policies.tokens.exports import peft_files
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.scalar_grpo import member_loss
 from tests.rounding import REMEMBERED, assert_gradients_agree, assert_weights_agree

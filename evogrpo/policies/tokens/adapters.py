@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import PolicyVersion
 from evogrpo.policies.tokens.engine.causal import CausalModel
+from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids
 from evogrpo.policies.tokens.token_bank import TokenBank
 from evogrpo.policies.tokens.weights.adapter_weights import AdapterWeights
 
@@ -57,6 +58,9 @@ class AdapterBank(TokenBank[AdapterWeights]):
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         own_reference: bool = False,
     ) -> None:
+        check_causal_class(model)
+        check_token_ids(model, [pad_token_id], "pad_token_id")
+        check_token_ids(model, eos_token_ids, "eos_token_ids")
         weights = AdapterWeights(
             model, size, lora_config, optimizer or Optimizer(), seed=seed, own_reference=own_reference
         )

@@ -1,7 +1,6 @@
 """Low-rank adapters: which modules a peft.LoraConfig targets, how they start, and how they are written for PEFT."""
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ class Target:
         width_out: Features out.
         start: Where its A, then its B, begins in a member's flat vector.
         rank: Inner width of the adapter.
+        by_weight: Whether PEFT is told the module's weight rather than the module; see `exports.as_peft_loads`.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Target:
     width_out: int
     start: int
     rank: int
+    by_weight: bool = False
 
     @property
     def middle(self) -> int:
@@ -116,6 +117,11 @@ def check_supported(config: LoraConfig) -> None:
         )
 
 
+def adapts_all(config: LoraConfig) -> bool:
+    """Tell whether a config names all linear layers rather than some."""
+    return isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
+
+
 def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
     """List the modules that `config` adapts, in the model's own order.
 
@@ -125,11 +131,10 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
     """
     check_supported(config)
     head = model.get_output_embeddings()  # type: ignore[operator]
-    everything = isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear"
     targets: list[Target] = []
     for name, module in model.named_modules():
         linear = isinstance(module, (nn.Linear, Conv1D))
-        if everything:
+        if adapts_all(config):
             matched = linear and module is not head and not _excluded(config, name)
         else:
             matched = bool(check_target_module_exists(config, name))
@@ -149,6 +154,12 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
         raise ValueError(
             f"lora_config.target_modules={config.target_modules!r} matches no module of {type(model).__name__}; "
             "use target_modules='all-linear', or names from model.named_modules()"
+        )
+    widest = max(max(target.width_in, target.width_out) for target in targets)
+    if config.r > widest:
+        raise ValueError(
+            f"lora_config.r must be at most {widest}, the width of the widest adapted layer of {type(model).__name__}, "
+            f"got {config.r}: ranks of 8 to 64 are common"
         )
     return tuple(targets)
 
@@ -183,24 +194,3 @@ def initial_weights(targets: tuple[Target, ...], config: LoraConfig, seed: int) 
             values = rng.uniform(-bound, bound, shape).astype(np.float32)
         target.a(flat).copy_(torch.from_numpy(values))
     return flat
-
-
-def peft_files(targets: tuple[Target, ...], config: LoraConfig, flat: Tensor) -> tuple[dict[str, Tensor], bytes]:
-    """Return one member as PEFT stores it: tensors of adapter_model.safetensors and bytes of adapter_config.json.
-
-    Args:
-        targets: The adapted modules.
-        config: What they were made from.
-        flat: `[k]` the member's adapters.
-    """
-    tensors: dict[str, Tensor] = {}
-    for target in targets:
-        stem = f"base_model.model.{target.name}"
-        tensors[f"{stem}.lora_A.weight"] = target.a(flat).detach().cpu().clone()
-        tensors[f"{stem}.lora_B.weight"] = target.b(flat).detach().cpu().clone()
-    record: dict[str, Any] = config.to_dict()
-    record.update(peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none")
-    # Full names, so that a folder loads the same whatever a later PEFT counts as "all-linear".
-    record.update(target_modules=sorted(target.name for target in targets), exclude_modules=None)
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in record.items()}
-    return tensors, (json.dumps(plain, indent=2, sort_keys=True, default=str) + "\n").encode()

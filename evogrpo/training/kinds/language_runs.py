@@ -12,8 +12,10 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.history.text import counted
 from evogrpo.objective import Objective
-from evogrpo.policies.tokens.lora import Target, check_supported, find_targets, lora_from_json
+from evogrpo.policies.tokens.engine.probes import check_causal_class
+from evogrpo.policies.tokens.lora import Target, check_supported, lora_from_json
 from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
+from evogrpo.policies.tokens.targets import trained_by
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config
@@ -124,7 +126,8 @@ class LanguageKind:
         lora = lora_from_json(plain(config.agent.lora))
         check_supported(lora)
         outline = load_outline(config.model)
-        targets = find_targets(outline.model, lora)
+        check_causal_class(outline.model)
+        targets = trained_by(outline.model, lora).targets
         longest = config.task.max_prompt_length
         context = getattr(outline.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is None and context is not None:

@@ -15,6 +15,7 @@ from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
 from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
 from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
 from evogrpo.policies.tokens.engine.heads import close, find_head
+from evogrpo.policies.tokens.engine.probes import check_causal, check_differentiable, context_of, find_decoder
 from evogrpo.policies.tokens.weights.weights import Route, View
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
@@ -40,7 +41,7 @@ def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
 
 
 class CausalModel:
-    """A base language model, used by calling its modules only; see `engine.protocol.TokenModel`.
+    """A base language model, used by calling its modules only; see `engine.token_model.TokenModel`.
 
     Members' weights act through forward hooks on the modules that they change. The hooks exist only while the model is
     `working`, and do nothing but during a pass of its own.
@@ -57,7 +58,8 @@ class CausalModel:
         autocast: Makes the context that passes run in, for mixed precision.
 
     Raises:
-        ValueError: If the logits cannot be computed from the hidden states, or padding changes them.
+        ValueError: If the model is not causal, its logits cannot be computed from its hidden states, or padding changes
+            them.
     """
 
     def __init__(
@@ -76,12 +78,14 @@ class CausalModel:
         self._changed = {name: model.get_submodule(name) for name in changed}
         self._view: View | None = None
         self._working = False
-        self.decoder: nn.Module = model.base_model
+        self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
-        self.context: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.context = context_of(model)
         with frozen(model), torch.no_grad():
-            self.head = find_head(model)
+            check_causal(model)
+            self.head = find_head(model, self.decoder)
+            check_differentiable(model, self.decoder, self._changed)
             self._probe_padding()
             self.shares_prefix = True  # as the probe tries it
             self.shares_prefix = self._probe_prefix()

@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import PolicyVersion
-from evogrpo.policies.tokens.lora import default_lora_config, find_targets, initial_weights, peft_files, scaling
+from evogrpo.policies.tokens.exports import peft_files
+from evogrpo.policies.tokens.lora import default_lora_config, initial_weights, scaling
+from evogrpo.policies.tokens.targets import tell_left_out, trained_by
 from evogrpo.policies.tokens.weights.low_rank import LowRankAdapters
 from evogrpo.policies.tokens.weights.states import LearnerStates
 from evogrpo.policies.tokens.weights.weights import Route, View
@@ -43,7 +45,9 @@ class AdapterWeights(LearnerStates):
         own_reference: bool,
     ) -> None:
         self.lora_config = lora_config or default_lora_config()
-        self.targets = find_targets(model, self.lora_config)
+        trained = trained_by(model, self.lora_config)
+        tell_left_out(trained, model)
+        self.targets = trained.targets
         first = initial_weights(self.targets, self.lora_config, seed).to(next(model.parameters()).device)
         super().__init__(first, size, optimizer, own_reference=own_reference)
         scale = scaling(self.lora_config)

@@ -61,6 +61,7 @@ class RoutedAdapters:
         """Add scale * B A x to what a module put out, in place."""
         target, scale = self._adapters.targets[module], self._adapters.scale
         weights, leaves = self._adapters.weights, self._adapters.leaves[module]
+        output = output.contiguous()  # which it is, but for layers that transpose what they put out
         x = inputs.reshape(-1, target.width_in).to(weights.dtype)
         out = output.view(-1, target.width_out)
         # Not output.shape[0]: some architectures flatten rows and positions before their linear layers.

@@ -1,0 +1,133 @@
+"""Probes of a model before it is used: whether it is a causal language model, and how it is run."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def check_causal_class(model: PreTrainedModel) -> None:
+    """Refuse, by its class, a model that does not predict the next token: nothing runs.
+
+    Raises:
+        ValueError: If it encodes what it reads before it writes, or has no vocabulary head.
+    """
+    what = ""
+    if getattr(model.config, "is_encoder_decoder", False):
+        what = "encodes its prompt and decodes the answer"
+    elif not model.can_generate() or model.get_output_embeddings() is None:
+        what = "has no head that predicts the next token"
+    if what:
+        raise ValueError(
+            f"{type(model).__name__} is not a causal language model, it {what}: load one with "
+            "AutoModelForCausalLM.from_pretrained or evogrpo.policies.tokens.models.load_base"
+        )
+
+
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """Return how many token ids a model can read."""
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # of any module, for mypy
+    return len(weight)
+
+
+def context_of(model: PreTrainedModel) -> int | None:
+    """Return the most tokens of a sequence that the model's config allows; None = no limit."""
+    declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(declared) if declared and declared > 0 else None  # -1 where positions have no limit
+
+
+def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> None:
+    """Refuse token ids that the model's vocabulary does not have.
+
+    Raises:
+        ValueError: If one is negative or too large.
+    """
+    size = vocabulary_of(model)
+    beyond = [token for token in ids if not 0 <= token < size]
+    if beyond:
+        raise ValueError(
+            f"{name} must lie in the vocabulary of {type(model).__name__}, ids 0 to {size - 1}, got {beyond[0]}: the "
+            "tokenizer has more tokens than the model, or is another's. Use the model's own, or "
+            "model.resize_token_embeddings(len(tokenizer))"
+        )
+
+
+def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Return the model's own logits `[n, t, v]` of token ids `[n, t]`.
+
+    Raises:
+        ValueError: If it cannot be run on token ids alone.
+    """
+    try:
+        logits: Tensor = model(input_ids=ids).logits
+    except Exception as error:
+        raise ValueError(
+            f"{type(model).__name__} cannot be run on token ids alone, as a causal language model is: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    return logits
+
+
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a model that gives the hidden states which its head turns into logits.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if model.base_model is not model:
+        return model.base_model
+    # Where the inner model has another name than the class declares, it is still the one model inside.
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    if len(inner) != 1:
+        raise ValueError(f"{type(model).__name__} has no inner model that gives hidden states: use another one")
+    return inner[0]
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Refuse a model whose logits depend on tokens that come later.
+
+    Another last token must change the last logits alone; the shapes are the same, so that only rounding remains.
+
+    Raises:
+        ValueError: If earlier logits change as well.
+    """
+    device = next(model.parameters()).device
+    ids = torch.tensor([[3, 1, 2, 1, 3]], device=device) % vocabulary_of(model)
+    other = ids.clone()
+    other[0, -1] = (ids[0, -1] + 2) % vocabulary_of(model)
+    change = (logits_of(model, ids).float() - logits_of(model, other).float()).abs().amax((0, 2))
+    if float(change[:-1].max()) > 0.02 * float(change[-1]):
+        raise ValueError(
+            f"{type(model).__name__} is not causal: its prediction of a token depends on tokens that come later. If it "
+            "was built from an encoder's config, set is_decoder=True; otherwise use a causal language model"
+        )
+
+
+def check_differentiable(model: PreTrainedModel, decoder: nn.Module, names: Iterable[str]) -> None:
+    """Refuse a model in which no gradient reaches the modules that are to be changed.
+
+    Args:
+        model: The model, frozen.
+        decoder: What gives its hidden states.
+        names: Dotted names of the modules.
+
+    Raises:
+        ValueError: If gradients end inside, as in models that write their own backward pass.
+    """
+
+    def begin(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        # A copy, as a model may write into what a layer put out.
+        return output if output.requires_grad else output.detach().requires_grad_().clone()
+
+    handles = [model.get_submodule(name).register_forward_hook(begin) for name in names]
+    try:
+        with torch.enable_grad():
+            hidden = decoder(input_ids=torch.zeros((1, 2), dtype=torch.long, device=model.device)).last_hidden_state
+    finally:
+        for handle in handles:
+            handle.remove()
+    if handles and not hidden.requires_grad:
+        raise ValueError(
+            f"no gradient reaches what is to be trained inside {type(model).__name__}: use another architecture"
+        )

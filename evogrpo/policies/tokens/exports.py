@@ -1,0 +1,158 @@
+"""Adapters as PEFT stores them, and what PEFT makes of them: tried on a copy of the model that has no weights."""
+
+import copy
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModelForCausalLM
+from peft.tuners.lora import LoraLayer
+from peft.utils.save_and_load import set_peft_model_state_dict
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from evogrpo.policies.tokens.lora import Target, scaling
+
+Named = tuple[tuple[Target, ...], tuple[Target, ...]]
+_TRIED: dict[Any, Named] = {}  # PEFT's reading of models that were tried before, by their structure
+STEM = "base_model.model."  # begins every name in a PEFT file of a transformers model
+
+
+def peft_files(targets: Sequence[Target], config: LoraConfig, flat: Tensor) -> tuple[dict[str, Tensor], bytes]:
+    """Return one member as PEFT stores it: tensors of adapter_model.safetensors and bytes of adapter_config.json.
+
+    Args:
+        targets: The adapted modules.
+        config: What they were made from.
+        flat: `[k]` the member's adapters.
+    """
+    tensors: dict[str, Tensor] = {}
+    for target in targets:
+        tensors[f"{STEM}{target.name}.lora_A.weight"] = target.a(flat).detach().cpu().clone()
+        tensors[f"{STEM}{target.name}.lora_B.weight"] = target.b(flat).detach().cpu().clone()
+    record = peft_record(targets, config)
+    return tensors, (json.dumps(record, indent=2, sort_keys=True, default=str) + "\n").encode()
+
+
+def peft_record(targets: Sequence[Target], config: LoraConfig) -> dict[str, Any]:
+    """Return the values of adapter_config.json."""
+    record: dict[str, Any] = config.to_dict()
+    record.update(peft_type="LORA", task_type="CAUSAL_LM", inference_mode=True, lora_dropout=0.0, bias="none")
+    # Full names, so that a folder loads the same whatever a later PEFT counts as "all-linear".
+    record.update(
+        target_modules=sorted(target.name for target in targets if not target.by_weight),
+        target_parameters=sorted(f"{target.name}.weight" for target in targets if target.by_weight) or None,
+        exclude_modules=None,
+    )
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in record.items()}
+
+
+def as_peft_loads(model: PreTrainedModel, targets: Sequence[Target], config: LoraConfig) -> Named:
+    """Name every target so that PEFT puts its adapter where it belongs.
+
+    PEFT takes some names of modules for those of fused experts, `mlp.up_proj` in a model with `mlp.experts` for
+    instance, and refuses others. What is misread by the name of the module is named by its weight.
+
+    Args:
+        model: The base; only its modules' names and shapes are read.
+        targets: The adapted modules.
+        config: What they were made from.
+
+    Returns:
+        The targets as PEFT is to be told them, and those for which there is no such name.
+    """
+    key = _structure(model), tuple(targets), json.dumps(peft_record(targets, config), sort_keys=True, default=str)
+    if key not in _TRIED:
+        _TRIED[key] = _tried(_outline(model), tuple(targets), config)
+    return _TRIED[key]
+
+
+def _structure(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Return all that PEFT's reading of names depends on."""
+    return model.config.model_type, *((name, type(module)) for name, module in model.named_modules())
+
+
+def _tried(outline: nn.Module, named: tuple[Target, ...], config: LoraConfig) -> Named:
+    if not misread(outline, named, config):
+        return named, ()
+    families: dict[str, list[Target]] = {}
+    for target in named:  # what PEFT makes of a name depends on its last word
+        families.setdefault(target.name.rpartition(".")[2], []).append(target)
+    kept: dict[str, Target] = {}
+    for family in families.values():
+        for attempt in (family, [replace(target, by_weight=True) for target in family]):
+            wrong = misread(outline, attempt, config)
+            kept.update((target.name, target) for target in attempt if target.name not in wrong | kept.keys())
+    fitting = tuple(kept[target.name] for target in named if target.name in kept)
+    together = misread(outline, fitting, config) if fitting else frozenset()
+    return (
+        tuple(target for target in fitting if target.name not in together),
+        tuple(target for target in named if target.name not in kept or target.name in together),
+    )
+
+
+def misread(model: nn.Module, targets: Sequence[Target], config: LoraConfig) -> frozenset[str]:
+    """Return the names of targets whose exported adapters PEFT does not load into their modules, unchanged.
+
+    Args:
+        model: The base, or its outline; PEFT is given a copy without weights.
+        targets: The adapted modules.
+        config: What they were made from.
+    """
+    everything = frozenset(target.name for target in targets)
+    # The values of a tensor say which one it is; expanded from one number, it takes no memory.
+    marks = {
+        f"{STEM}{target.name}.lora_{part}.weight": torch.tensor(float(2 * number + offset)).expand(shape)
+        for number, target in enumerate(targets)
+        for offset, (part, shape) in enumerate(
+            (("A", (target.rank, target.width_in)), ("B", (target.width_out, target.rank)))
+        )
+    }
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded = _load(model, marks, peft_record(targets, config))
+    except Exception:  # noqa: BLE001  # whatever PEFT raises, it does not load the adapter
+        return everything
+    layers = {name: module for name, module in loaded.named_modules() if isinstance(module, LoraLayer)}
+    if layers.keys() - {f"{STEM}{name}" for name in everything}:
+        return everything
+    factor = scaling(config)
+    return frozenset(
+        target.name
+        for target in targets
+        if not _holds(layers.get(f"{STEM}{target.name}"), marks, f"{STEM}{target.name}", factor)
+    )
+
+
+def _load(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> nn.Module:
+    """Let PEFT load an adapter onto a copy of a model without weights."""
+    values = {key: value for key, value in record.items() if key not in ("peft_type", "auto_mapping")}
+    loaded = PeftModelForCausalLM(_outline(model), LoraConfig(**values), low_cpu_mem_usage=True)
+    set_peft_model_state_dict(loaded, dict(tensors), low_cpu_mem_usage=True)
+    return loaded
+
+
+def _holds(layer: LoraLayer | None, marks: Mapping[str, Tensor], stem: str, factor: float) -> bool:
+    """Tell whether a layer of PEFT's holds the tensors that were meant for it, scaled as they are meant to be."""
+    if layer is None or abs(layer.scaling["default"] - factor) > 1e-6 * factor:
+        return False
+    for part in ("A", "B"):
+        held: Tensor = getattr(layer, f"lora_{part}")["default"].weight
+        meant = marks[f"{stem}.lora_{part}.weight"]
+        if held.shape != meant.shape or held.device != meant.device or held[0, 0] != meant[0, 0]:
+            return False
+    return True
+
+
+def _outline(model: nn.Module) -> nn.Module:
+    """Copy a model without its weights: each is one zero, expanded to the shape."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.zeros((), dtype=buffer.dtype).expand(buffer.shape)
+    return copy.deepcopy(model, memo)

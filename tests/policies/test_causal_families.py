@@ -1,0 +1,179 @@
+"""Causal architectures: what a bank trains of each is what PEFT loads and computes, or the bank refuses it."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from safetensors.torch import save_file
+
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.policies.tokens.engine.heads import find_head
+from evogrpo.policies.tokens.engine.probes import find_decoder
+from tests.causal_families import FAMILIES, family_model
+from tests.tiny_batches import different_members, grpo_loss, lora, sampled_batch
+from tests.tiny_models import tiny_model
+
+# Experts beside dense and shared layers, a layer that PEFT refuses, one that is not linear, names that PEFT takes for
+# experts' in a model without any, scaled hidden states, and an inner model under another name.
+DIFFERENT = ["deepseek_v3", "laguna", "falcon_mamba", "phimoe", "beam", "minicpm3", "llama4_text"]
+NOT_CAUSAL = ["bert-generation", "xlm", "cpmant"]
+slow = pytest.mark.slow
+
+
+def log_probs_one_by_one(model, batch, row):
+    """Score a row by as many passes as it has tokens: nothing that comes later, no padding, no cache."""
+    prompt = batch.inputs.prompts[int(batch.inputs.prompt_ids[row])]
+    completion = batch.actions[row][batch.present[row]].tolist()
+    found = []
+    for place, token in enumerate(completion):
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[*prompt, *completion[:place]]])).logits[0, -1]
+        found.append((logits / batch.inputs.temperature[row]).log_softmax(0)[token])
+    return torch.stack(found)
+
+
+def exported(bank, slot, folder, model):
+    tensors, config = bank.peft_files(slot)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_bytes(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        return PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+
+
+def built(family):
+    try:
+        model = family_model(family)
+        model(input_ids=torch.ones((1, 3), dtype=torch.long))
+    except Exception as error:  # noqa: BLE001  # whatever an architecture's own code raises
+        pytest.skip(f"{family} cannot be built small: {type(error).__name__}: {error}")
+    return model
+
+
+@pytest.mark.parametrize(
+    "family", [*DIFFERENT, *(pytest.param(family, marks=slow) for family in FAMILIES if family not in DIFFERENT)]
+)
+def test_what_is_trained_is_what_peft_computes_or_is_refused(family, tmp_path):
+    """The sweep of all architectures is slow; the different ones stand for it."""
+    model = built(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            bank = different_members(model, 2)
+            batch = sampled_batch(bank, tokens=4)
+        except ValueError:
+            if family in DIFFERENT:
+                raise
+            return
+    rows = [int((batch.member_ids == slot).nonzero()[0, 0]) for slot in range(2)]
+    base = bank.log_probs(batch, base=True)
+    for row in rows:
+        torch.testing.assert_close(
+            base[row][batch.present[row]], log_probs_one_by_one(model, batch, row), atol=2e-3, rtol=0
+        )
+    reports = bank.update(batch, grpo_loss(batch), {slot: Hyperparameters(lr=1e-3) for slot in range(2)})
+    assert all(report.grad_norm > 0 for report in reports.values())
+    scored = bank.log_probs(batch)
+    assert float((scored - base).abs().max()) > 1e-3, "the adapters must matter"
+    loaded = exported(bank, 1, tmp_path, model)
+    torch.testing.assert_close(
+        scored[rows[1]][batch.present[rows[1]]], log_probs_one_by_one(loaded, batch, rows[1]), atol=2e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize("family", NOT_CAUSAL)
+def test_a_model_that_sees_what_comes_later_is_refused(family):
+    with pytest.raises(ValueError, match="is not causal: its prediction of a token depends on tokens that come later"):
+        different_members(family_model(family), 1)
+
+
+def test_a_model_that_no_gradient_passes_is_refused():
+    with pytest.raises(ValueError, match="no gradient reaches what is to be trained inside ReformerModelWithLMHead"):
+        different_members(family_model("reformer"), 1)
+
+
+# ---- what is left out
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        (
+            "deepseek_v3",
+            r"train 16 linear layers .*\.\*\.mlp\.experts\.gate_up_proj, .*down_proj \(no linear layers",
+        ),
+        ("laguna", r"shared_experts\.gate_proj.* \(PEFT would refuse its adapter or load it elsewhere\)"),
+        ("falcon_mamba", r"train 6 linear layers of FalconMambaForCausalLM and leave out backbone\..*\.out_proj"),
+        ("phimoe", r"mlp\.router \(no plain linear layer that sees every token\)"),
+    ],
+)
+def test_what_all_linear_leaves_out_is_said(family, told):
+    with pytest.warns(UserWarning, match=told):
+        different_members(family_model(family), 1)
+
+
+def test_a_model_of_linear_layers_says_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        different_members(tiny_model("llama"), 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "named"),
+    [("falcon_mamba", "out_proj"), ("phimoe", "router"), ("laguna", r".*shared_experts\.up_proj")],
+)
+def test_what_cannot_be_exported_or_trained_is_refused_where_it_is_named(family, named):
+    targets = named if "." in named else ["q_proj", named]
+    with pytest.raises(ValueError, match=rf"cannot be adapted: .*{named.rpartition('.')[2]}.*; name others"):
+        different_members(family_model(family), 1, lora_config=lora(target_modules=targets))
+
+
+def test_modules_whose_names_peft_takes_for_experts_are_named_by_their_weights():
+    bank = different_members(family_model("beam"), 1)
+    record = json.loads(bank.peft_files(0)[1])
+    assert "model.layers.1.mlp.up_proj.weight" in record["target_parameters"]
+    assert "model.layers.1.self_attn.q_proj" in record["target_modules"]
+    assert len(record["target_parameters"]) + len(record["target_modules"]) == len(bank.weights.targets)
+
+
+# ---- the vocabulary head
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cap", [30.0, 50.0])
+def test_a_soft_cap_is_found_in_every_precision_though_logits_are_small(dtype, cap):
+    """With small weights the logits of a random model are far below the cap, as a probe on them alone would see."""
+    model = family_model("gemma2", final_logit_softcapping=cap)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.01)
+    model.to(dtype)
+    with torch.no_grad():
+        head = find_head(model, find_decoder(model))
+        hidden = 1e4 * torch.randn(5, 32).to(dtype)
+        capped = cap * torch.tanh(model.lm_head(hidden).float() / cap)
+        found = head(hidden).float()
+    assert float(capped.abs().max()) > 0.99 * cap, "the cap must matter"
+    torch.testing.assert_close(found, capped, rtol=0.02, atol=0.02 * cap)
+
+
+@pytest.mark.parametrize("family", ["cohere", "granite", "hyperclovax", "minicpm3", "gemma2"])
+def test_the_head_that_is_found_is_the_models_own(family):
+    model = family_model(family)
+    ids = torch.tensor([[3, 4, 5, 60]])
+    with torch.no_grad():
+        head = find_head(model, find_decoder(model))
+        torch.testing.assert_close(head(find_decoder(model)(input_ids=ids).last_hidden_state), model(ids).logits)
+
+
+def test_a_head_that_is_something_else_is_refused():
+    with pytest.raises(ValueError, match="are not its output embeddings applied to its final hidden states"):
+        different_members(family_model("modernbert-decoder"), 1)
+
+
+def test_a_rank_beyond_every_layer_is_refused():
+    with pytest.raises(ValueError, match=r"lora_config\.r must be at most 48, .* got 100000"):
+        different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=100_000, target_modules="all-linear"))
