@@ -65,7 +65,7 @@ def step_run(
 
 def resumed_step_run(folder: Path, *, env: GymnasiumGroups | None = None, **schedule: Any) -> Evolution:
     """Return a run as another process would bring it back: new bank, new environment."""
-    saved = open_run(folder)
+    saved = open_run(folder, go_on=True)
     population, progress = saved.restore()
     return Evolution(
         population,

@@ -175,7 +175,7 @@ def resumed_run(
     **schedule: Any,
 ) -> Evolution:
     """Return a run as another process would bring it back: new model object, new bank, new environment."""
-    saved = open_run(folder)
+    saved = open_run(folder, go_on=True)
     population, progress = saved.restore(tiny_model())
     return Evolution(
         population,

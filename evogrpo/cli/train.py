@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from importlib.resources import as_file, files
 from pathlib import Path
 
@@ -27,11 +27,10 @@ from evogrpo.training.display.console import clean_warnings, make_console, say_e
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
-from evogrpo.training.launch import free_run_dir, read_resumable, start
+from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, start
 from evogrpo.training.launch import resume as resume_run
 from evogrpo.training.loop.run import AllFailedError, Evolution, StrategyError
 from evogrpo.training.loop.stopping import stopping_on_signals
-from evogrpo.training.rundir import RunDir
 
 
 def demo(chosen: argparse.Namespace) -> int:
@@ -76,15 +75,15 @@ def _begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
     """Start a run, or only say what it would be."""
     console = make_console()
     wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
-    run_dir = wanted or free_run_dir(name)
-    config = dataclasses.replace(config, run_dir=str(run_dir))
-    if not chosen.dry_run:
-        RunDir(run_dir).check_unused()
-    with _working(console, "checking the task and who is to learn it"):
-        prepared = kind_of(config.task).prepare(config)
-    show_intent(console, prepared, run_dir)
-    with closing(prepared.env):
-        if chosen.dry_run:
+    with ExitStack() as stack:
+        claim = None if chosen.dry_run else stack.enter_context(claimed(name, wanted))
+        run_dir = claim.folder if claim is not None else wanted or next(free_run_dirs(name))
+        config = dataclasses.replace(config, run_dir=str(run_dir))
+        with _working(console, "checking the task and who is to learn it"):
+            prepared = kind_of(config.task).prepare(config)
+        stack.enter_context(closing(prepared.env))
+        show_intent(console, prepared, run_dir)
+        if claim is None:
             show_forecast(console, prepared)
             return OK
         with _working(console, "making the population"):

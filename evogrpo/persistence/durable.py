@@ -1,7 +1,10 @@
 """Files that are on disk, whole, when the call returns: sync, write, replace."""
 
 import os
+import re
 from pathlib import Path
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.temporary")
 
 
 def sync_folder(folder: Path) -> None:
@@ -33,7 +36,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Give a file new content in one step: a reader, or a kill, meets the old bytes or the new, never a mixture."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")  # as `sweep` finds it
     temporary.unlink(missing_ok=True)
     try:
         write_synced(temporary, content)
@@ -41,3 +44,10 @@ def replace_file(path: Path, content: bytes) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writes of files in this folder left; nobody else may be writing there."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if _TEMPORARY.fullmatch(entry.name) and not entry.is_dir():
+            entry.unlink(missing_ok=True)

@@ -8,6 +8,9 @@ from evogrpo.persistence.checkpoint import verify_checkpoint
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import remove_folder, stored_at
 
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's that holds its generations."""
+
 _GENERATION = re.compile(r"\.?generation-(\d{4,})(?:\.previous)?")
 
 
@@ -30,7 +33,7 @@ def generation_folder(run_dir: Path | str, generation: int) -> Path:
     """Return the checkpoint folder of one generation, at least 0; it need not exist."""
     if generation < 0:
         raise ValueError(f"a generation is numbered from 0, got {generation}")
-    return Path(run_dir) / "checkpoints" / f"generation-{generation:04d}"
+    return Path(run_dir) / CHECKPOINTS / f"generation-{generation:04d}"
 
 
 def latest_complete(run_dir: Path | str) -> LatestCheckpoint:

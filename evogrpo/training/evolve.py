@@ -107,7 +107,7 @@ def resume(
     """
     refuse_unknown("limit of a resumed run", limits, LIMITS)
     console = console_for(progress)
-    saved = open_run(run_dir)
+    saved = open_run(run_dir, go_on=True)
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network)

@@ -1,13 +1,16 @@
 """From a configuration to a run, and from a run's folder back to one: what a start and a resumption have in common."""
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from evogrpo.agents.population import Population
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.persistence.claim import Claim, holds_nothing
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.training.configuration.reading import CONFIG_FILE, override, parse_config, write_config
@@ -21,15 +24,46 @@ from evogrpo.training.rundir import JOURNAL, RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 
 
-def free_run_dir(name: str, folder: Path | None = None) -> Path:
-    """Return `runs/name`, or `runs/name-2` and so on: the first that holds nothing yet."""
-    parent = folder or Path("runs")
-    number = 1
-    while True:
-        path = parent / (name if number == 1 else f"{name}-{number}")
-        if not path.exists() or (path.is_dir() and not any(path.iterdir())):
-            return path
-        number += 1
+def free_run_dirs(name: str, folder: Path = Path("runs")) -> Iterator[Path]:
+    """Yield `runs/name`, `runs/name-2` and so on: those that hold nothing yet."""
+    for number in itertools.count(1):
+        path = folder / (name if number == 1 else f"{name}-{number}")
+        if not path.exists() or (path.is_dir() and holds_nothing(path)):
+            yield path
+
+
+@contextmanager
+def claimed(name: str, wanted: Path | None = None) -> Iterator[Claim]:
+    """Claim a folder for a new run; if nothing is written into it, it is gone afterwards.
+
+    Args:
+        name: Of the run: it takes the first folder that `free_run_dirs` yields and nobody else has claimed.
+        wanted: The folder, if the caller names one; it may exist.
+
+    Raises:
+        ValueError: If the folder that was named holds a run, or another process is about to write one into it.
+    """
+    candidates = free_run_dirs(name) if wanted is None else [wanted]
+    for folder in candidates:
+        RunDir(folder).check_unused()
+        missing = [place for place in (folder, *folder.parents) if not place.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            claim = Claim(folder)
+        except ValueError:  # another process was faster
+            if wanted is not None:
+                raise
+            continue
+        if wanted is not None or holds_nothing(folder):
+            break
+        claim.release()
+    try:
+        yield claim
+    finally:
+        claim.withdraw()
+        with suppress(OSError):  # raised by the first that holds something
+            for place in missing:
+                place.rmdir()
 
 
 def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
@@ -39,7 +73,8 @@ def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
         ValueError: If the weights cannot be loaded, or the folder already holds a run.
     """
     config = prepared.config
-    evolution = _evolution(prepared, prepared.population(), config.schedule, config.strategy, run_dir)
+    folder = RunDir(run_dir, config.logging)
+    evolution = _evolution(prepared, prepared.population(), config.schedule, config.strategy, folder)
     write_config(config, run_dir)
     return evolution
 
@@ -115,11 +150,12 @@ def resume(
     Raises:
         ValueError: If these differ, the weights cannot be loaded, or they are not the ones the run was trained on.
     """
-    saved = open_run(run_dir)
+    saved = open_run(run_dir, go_on=True)
     changed = saved.check_data(prepared.env, allowed=allow_changed_data)
     population, progress = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)
-    return _evolution(prepared, population, resumable.schedule, strategy, run_dir, progress, changed)
+    folder = RunDir(run_dir, prepared.config.logging, claim=saved.claim)
+    return _evolution(prepared, population, resumable.schedule, strategy, folder, progress, changed)
 
 
 def _evolution(
@@ -127,7 +163,7 @@ def _evolution(
     population: Population,
     schedule: Schedule,
     strategy: Strategy,
-    run_dir: Path,
+    run_dir: RunDir,
     progress: Progress | None = None,
     changed_data: Sequence[str] = (),
 ) -> Evolution:
@@ -138,7 +174,7 @@ def _evolution(
         prepared.env,
         schedule=schedule,
         strategy=strategy,
-        run_dir=RunDir(run_dir, config.logging),
+        run_dir=run_dir,
         progress=progress,
         changed_data=changed_data,
         description={name: fact for name, fact in facts.items() if fact is not None},

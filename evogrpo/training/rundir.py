@@ -16,10 +16,12 @@ from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
-from evogrpo.persistence.generations import generation_folder, latest_complete, prune
+from evogrpo.persistence.claim import Claim
+from evogrpo.persistence.durable import sweep
+from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, latest_complete, prune
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.persistence.placement import stored_at
+from evogrpo.persistence.placement import stored_at, tidy
 from evogrpo.training.completions import COMPLETIONS, CompletionsFormat, CompletionsLog, check_completions
 from evogrpo.training.configuration.own_strategies import restored_strategy, strategy_record
 from evogrpo.training.loop.progress import Best, Progress
@@ -73,9 +75,12 @@ class LoggingConfig:
 class RunDir:
     """Where a run keeps its records.
 
+    Nobody else may write into it meanwhile: it is claimed when it is created or opened again.
+
     Args:
         path: The folder.
         logging: What it keeps.
+        claim: The right to write into it, if the caller has it already.
 
     Attributes:
         path: As given.
@@ -83,8 +88,9 @@ class RunDir:
         completions: Writes them.
     """
 
-    def __init__(self, path: str | Path, logging: LoggingConfig | None = None) -> None:
+    def __init__(self, path: str | Path, logging: LoggingConfig | None = None, *, claim: Claim | None = None) -> None:
         self.path = Path(path)
+        self._claim = claim
         self.logging = logging or LoggingConfig()
         self.completions = CompletionsLog(
             self.path / COMPLETIONS, most=self.logging.completions, form=self.logging.completions_format
@@ -108,12 +114,24 @@ class RunDir:
             )
 
     def create(self) -> None:
-        """Make the folder; refuse one that already holds a run, as `check_unused` does."""
+        """Make the folder and claim it; refuse one that already holds a run, as `check_unused` does."""
         self.check_unused()
         self.path.mkdir(parents=True, exist_ok=True)
+        self._claim = Claim(self.path)
+        self.check_unused()  # whoever had it until now has perhaps begun a run
+
+    def close(self) -> None:
+        """Let go of the folder: nothing more is written."""
+        if self._claim is not None:
+            self._claim.release()
+        if self._journal is not None:
+            self._journal.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def journal(self, event: str, **fields: Any) -> None:
         """Append one event."""
+        self._check_claim()
         if self._journal is None:
             self._journal = Journal(self.path / JOURNAL)
         if event == "run":
@@ -129,6 +147,7 @@ class RunDir:
         data: Mapping[str, str] | None,
     ) -> None:
         """Checkpoint everything as the generation under way, and drop old generations; `data` is what it acts in."""
+        self._check_claim()
         tensors, record = population_state(population)
         record = {
             "population": record,
@@ -145,8 +164,14 @@ class RunDir:
 
     def save_best(self, agent: Any, generation: int) -> None:
         """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one."""
+        self._check_claim()
         note = {"generation": generation}
         save_agent(agent, self.path / "best", include_base=False, replace=True, note=note)
+
+    def _check_claim(self) -> None:
+        if self._claim is None:
+            self._claim = Claim(self.path)
+        self._claim.check()
 
     def log_scalars(self, step: int, values: Mapping[int, Mapping[str, float | str | None]]) -> None:
         """Log members' numbers for TensorBoard, by slot and name; what is no number is left out."""
@@ -173,6 +198,7 @@ class Saved:
         best: Tensors and record of the best member; None before the first evaluation.
         folder: The checkpoint it was read from.
         skipped: Why each newer checkpoint could not be used, newest first.
+        claim: The right to write into the run's folder, if it was opened to go on.
     """
 
     tensors: dict[str, Tensor]
@@ -180,6 +206,7 @@ class Saved:
     best: tuple[dict[str, Tensor], dict[str, Any]] | None
     folder: Path
     skipped: tuple[CheckpointError, ...] = ()
+    claim: Claim | None = None
 
     @property
     def base(self) -> Mapping[str, Any]:
@@ -205,9 +232,14 @@ class Saved:
         """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
         return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
 
+    @property
+    def logging(self) -> LoggingConfig:
+        """What the run keeps."""
+        return LoggingConfig.from_json(self.record.get("records", {}))
+
     def run_dir(self, path: str | Path) -> RunDir:
         """Return the run's folder, which keeps what it kept from the beginning."""
-        return RunDir(path, LoggingConfig.from_json(self.record.get("records", {})))
+        return RunDir(path, self.logging, claim=self.claim)
 
     def restore(self, model: nn.Module | None = None, device: str | None = None) -> tuple[Population, Progress]:
         """Build the population and the progress over the base model; small networks need none.
@@ -237,16 +269,21 @@ class Saved:
         return population, progress
 
 
-def open_run(path: str | Path) -> Saved:
+def open_run(path: str | Path, *, go_on: bool = False) -> Saved:
     """Read the newest complete state of a run.
 
     Args:
         path: The run directory.
+        go_on: Claim the folder, and sweep up what a kill left in it.
 
     Raises:
         CheckpointError: If there is no run, or none of its checkpoints is complete.
+        ValueError: If it is to go on, and another process has claimed it.
     """
     folder = Path(path)
+    claim = Claim(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
+    if claim is not None:
+        _sweep(folder)
     latest = latest_complete(folder)
     if latest.folder is None:
         reasons = "".join(f" {error}" for error in latest.skipped)
@@ -258,4 +295,16 @@ def open_run(path: str | Path) -> Saved:
             best = read_checkpoint(folder / "best", kind="agent")
         except CheckpointError as error:  # the members themselves are whole, so the run goes on without it
             skipped.append(error)
-    return Saved(tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped))
+    saved = Saved(tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped), claim=claim)
+    if claim is not None:
+        assert latest.generation is not None  # it has a folder
+        prune(folder, latest.generation, keep=saved.logging.keep_checkpoints)
+    return saved
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left half-written; put back what it had set aside."""
+    tidy(generation_folder(folder, 0))
+    tidy(folder / "best")
+    for place in (folder, folder / COMPLETIONS):
+        sweep(place)

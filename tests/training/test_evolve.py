@@ -14,6 +14,7 @@ from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.agents.rollout.collecting import evaluate
 from evogrpo.evolution import Plan
 from evogrpo.history.records import GenerationReport, StepReport, TestReport
+from evogrpo.persistence.claim import LOCK
 from evogrpo.persistence.journal import read_journal
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
@@ -161,7 +162,7 @@ def test_the_best_ever_is_kept_as_it_was_when_it_earned_its_fitness(run):
 def test_only_the_newest_checkpoints_stay(run):
     names = sorted(path.name for path in (run.folder / "checkpoints").iterdir())
     assert names == ["generation-0003", "generation-0004"]
-    names = ["best", "checkpoints", "completions", "journal.jsonl", "tensorboard"]
+    names = [LOCK, "best", "checkpoints", "completions", "journal.jsonl", "tensorboard"]
     assert sorted(path.name for path in run.folder.iterdir()) == names
 
 

@@ -100,7 +100,7 @@ def test_a_resumed_run_goes_on_as_if_it_had_never_stopped(tmp_path, make):
             run.stop()
     again = resume(tmp_path / "parts", environment(make))
     assert isinstance(again.population[0], MultiAgentGRPO)
-    for _ in again.reports():
+    for _ in again.evolution.reports():
         pass
     assert story(tmp_path / "parts") == story(tmp_path / "whole")
     one, other = (open_run(tmp_path / name).tensors for name in ("parts", "whole"))

@@ -351,7 +351,7 @@ def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"is trap:Halving, a class that is not imported.*strategy=ItsClass"):
         resume(folder, tiny_env(), actor_network=tiny_model())
     run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=Halving)
-    assert run.strategy == Halving(survivors=2)
+    assert run.evolution.strategy == Halving(survivors=2)
     assert "trap" not in sys.modules
 
 
@@ -372,14 +372,14 @@ def test_a_run_goes_on_with_the_strategy_it_began_with(tmp_path, begin, given):
         resume(folder, tiny_env(), actor_network=tiny_model(), strategy=given, generations=2)
     for right in (begin, type(begin)):
         run = resume(folder, tiny_env(), actor_network=tiny_model(), strategy=right, generations=2)
-        assert run.strategy == begin
+        assert run.evolution.strategy == begin
 
 
 def test_strategies_of_the_package_need_not_be_given_and_their_relatives_go_by_their_own_name(tmp_path):
     run = resume(begun(tmp_path / "one", Tournament(z=0.5)), tiny_env(), actor_network=tiny_model(), generations=2)
-    assert run.strategy == Tournament(z=0.5)
+    assert run.evolution.strategy == Tournament(z=0.5)
     run = resume(begun(tmp_path / "other", Relative(z=0.5)), tiny_env(), actor_network=tiny_model(), strategy=Relative)
-    assert run.strategy == Relative(z=0.5)
+    assert run.evolution.strategy == Relative(z=0.5)
 
 
 def test_a_checkpoint_of_a_version_without_history_goes_on_from_there(tmp_path):

@@ -12,6 +12,7 @@ from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resum
 from evogrpo.evolution import Choice, Plan, Stateless
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
+from evogrpo.persistence.claim import LOCK
 from evogrpo.persistence.generations import generation_folder
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.rundir import open_run
@@ -264,3 +265,36 @@ def test_a_damaged_best_member_does_not_keep_the_run_from_going_on(tmp_path):
     assert [str(tmp_path / "best") in str(error) for error in saved.skipped] == [True]
     run = resume(tmp_path, tiny_env(), actor_network=tiny_model(), generations=2)
     assert [report.generation for report in run] == [2]
+
+
+def test_what_a_kill_left_is_swept_up_when_the_run_is_opened_again(whole, tmp_path):
+    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+    before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+    third = generation_folder(folder, 1)
+    shutil.copytree(generation_folder(folder, 2), third)  # killed between writing a checkpoint and removing the oldest
+    junk = [
+        folder / "checkpoints" / f".generation-0004.temporary-{'0' * 32}" / "population.json",
+        folder / f".best.temporary-{'1' * 32}" / "agent.json",
+        folder / "completions" / ".step-000003.jsonl.123.temporary",
+        folder / ".config.yaml.123.temporary",
+    ]
+    for path in junk:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("half a fi")
+    open_run(folder)
+    assert all(path.exists() for path in (*junk, third))  # only looked at: somebody may be writing
+    saved = open_run(folder, go_on=True)
+    assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == sorted({*before, Path(LOCK)})
+    assert saved.folder == generation_folder(folder, 3)
+
+
+def test_a_run_that_was_opened_again_is_not_written_by_whoever_had_it_before(tmp_path):
+    first = tiny_run(tmp_path / "run")
+    reports = first.reports()
+    next(reports)
+    best = resumed_run(tmp_path / "run")
+    finish(best)
+    told = story(tmp_path / "run")
+    with pytest.raises(ValueError, match="no longer writes into"):
+        list(reports)
+    assert story(tmp_path / "run") == told

@@ -107,6 +107,9 @@ class Evolution:
         except Interrupted:
             self._ended = self.stopping.reason or STOPPED
             self._save(self._ended)
+        finally:
+            if self.run_dir is not None:
+                self.run_dir.close()
 
     def _reports(self) -> Iterator[Report]:
         progress = self.progress
