@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 
 from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.learning.shaping import check_usable
 from evogrpo.agents.members.members import Members
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import NETWORK, MemberRecord
@@ -41,6 +42,27 @@ class _Hyperparameter:
         agent.hyperparameters = Hyperparameters.from_json({**agent.hyperparameters.to_json(), self.name: value})
 
 
+class _Misnomer:
+    """An attribute that agents of other libraries have: whoever sets it learns what it is called here."""
+
+    def __init__(self, own: str) -> None:
+        self.own = own
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, agent: "EvolvableAlgorithm | None", owner: type) -> Any:
+        if agent is not None:
+            raise self._error(owner)
+        return self
+
+    def __set__(self, agent: "EvolvableAlgorithm", value: object) -> None:
+        raise self._error(type(agent))
+
+    def _error(self, owner: type) -> AttributeError:
+        return AttributeError(f"{owner.__name__} has no attribute {self.name!r}: it is called {self.own!r} here")
+
+
 class EvolvableAlgorithm:
     """One member of a population: a slot of a bank, an identity and a frozen record of hyperparameters.
 
@@ -52,13 +74,20 @@ class EvolvableAlgorithm:
         parent: Index of the member it was cloned from; None for a founder.
         born: Generation of its birth.
         members: All agents of its population, with their weights.
-        hyperparameters: Its frozen record; `agent.lr = x` and the like replace it, and take effect at the next use.
+        hyperparameters: Its frozen record; `agent.lr = x` and the like replace it, checked as by the constructor, and
+            take effect at the next use.
         fitness: Its last evaluation; None before the first, or when it failed.
         failed: Why it must be replaced; None when all is well.
         retired: Whether its slot holds nobody: it neither acts nor learns until a plan fills it.
         training: Whether `get_action` samples (True) or takes what is most likely.
         steps: Calls of `get_action` in training, plus calls of `learn`; numbers its random streams.
     """
+
+    # A name that is not declared cannot be set by mistake; a subclass that declares no slots takes any.
+    __slots__ = (
+        *("members", "slot", "index", "parent", "born", "fitness", "failed", "retired", "training", "steps"),
+        *("_hyperparameters", "_hooks", "_predictions", "_evaluated", "__weakref__"),
+    )
 
     kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of members that agents of this class have."""
@@ -78,6 +107,18 @@ class EvolvableAlgorithm:
     gamma = _Hyperparameter()
     loss_type = _Hyperparameter()
     advantage = _Hyperparameter()
+
+    learning_rate = _Misnomer("lr")
+    epsilon = _Misnomer("clip_coef")
+    clip_range = _Misnomer("clip_coef")
+    epsilon_low = _Misnomer("clip_low")
+    epsilon_high = _Misnomer("clip_high")
+    num_generations = _Misnomer("group_size")
+    kl_coef = _Misnomer("beta")
+    num_iterations = _Misnomer("update_epochs")
+    n_epochs = _Misnomer("update_epochs")
+    mini_batch_size = _Misnomer("batch_size")
+    ent_coef = _Misnomer("entropy_coef")
 
     def __init__(self, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self.members = members
@@ -99,6 +140,20 @@ class EvolvableAlgorithm:
         return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {self.hyperparameters})"
 
     # ---- evolution
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The member's frozen record; see `Hyperparameters`."""
+        return self._hyperparameters
+
+    @hyperparameters.setter
+    def hyperparameters(self, record: Hyperparameters) -> None:
+        if not isinstance(record, Hyperparameters):
+            raise ValueError(f"hyperparameters must be a Hyperparameters record, got {record!r:.80}")
+        members = self.members
+        of_transitions = any(bank.rows_are_transitions for bank in members.banks.values())
+        check_usable(members.settings.objective, record, members.hp_config, of_transitions=of_transitions)
+        self._hyperparameters = record
 
     @property
     def hp_config(self) -> HyperparameterConfig | None:

@@ -28,6 +28,8 @@ _NETWORKS = ("actor", "base")
 class AgileRLAgent(EvolvableAlgorithm):
     """What AgileRL's users further call on an agent, in its terms."""
 
+    __slots__ = ()
+
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, dict[str, torch.Tensor]]:
         """Return copies of what selection copies: the policy's own weights, its own reference, optimiser, statistics.
 

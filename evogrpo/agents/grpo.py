@@ -14,7 +14,7 @@ from torch import nn
 from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
 from evogrpo.agents.learning.step import learn
-from evogrpo.agents.options import Options, founders_samples, open_members
+from evogrpo.agents.options import Options, checked_size, founders_samples, open_members
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import check_groups, evaluate
 from evogrpo.envs.groups import GroupEnvironment, Split
@@ -40,6 +40,8 @@ class GRPO(AgileRLAgent):
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1.
     """
 
+    __slots__ = ()
+
     kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
 
     def __init__(
@@ -56,7 +58,7 @@ class GRPO(AgileRLAgent):
     @classmethod
     def population(
         cls,
-        size: int,
+        size: int | None = None,
         observation_space: spaces.Space[Any] | None = None,
         action_space: spaces.Space[Any] | None = None,
         wrapper_cls: type[Any] | None = None,
@@ -88,6 +90,7 @@ class GRPO(AgileRLAgent):
         Raises:
             ValueError: If an argument is unknown, missing or out of range.
         """
+        size = checked_size(size, options)
         samples = founders_samples(options, samples_per_step)
         members, first = open_members(size, observation_space, action_space, actor_network, pad_token_id, options)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 from evogrpo.agents.agent import EvolvableAlgorithm
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.members.control.team_members import AgentSpaces
-from evogrpo.agents.options import TeamOptions, founders_samples, open_team
+from evogrpo.agents.options import TeamOptions, checked_size, founders_samples, open_team
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.wanted import Collected
@@ -34,12 +34,14 @@ class MultiAgentGRPO(GRPO):
     Source: DeepSeekMath (arXiv:2402.03300), section 4.1, applied to every agent apart.
     """
 
+    __slots__ = ()
+
     kinds = ("joint",)
 
     def __init__(
         self,
-        observation_spaces: AgentSpaces,
-        action_spaces: AgentSpaces,
+        observation_spaces: AgentSpaces | None = None,
+        action_spaces: AgentSpaces | None = None,
         **options: Unpack[TeamOptions],
     ) -> None:
         members, first = open_team(1, observation_spaces, action_spaces, options)
@@ -48,9 +50,9 @@ class MultiAgentGRPO(GRPO):
     @classmethod
     def population(  # type: ignore[override]  # spaces by agent
         cls,
-        size: int,
-        observation_spaces: AgentSpaces,
-        action_spaces: AgentSpaces,
+        size: int | None = None,
+        observation_spaces: AgentSpaces | None = None,
+        action_spaces: AgentSpaces | None = None,
         wrapper_cls: type[Any] | None = None,
         wrapper_kwargs: Mapping[str, Any] | None = None,
         *,
@@ -76,6 +78,7 @@ class MultiAgentGRPO(GRPO):
         Raises:
             ValueError: If an argument is unknown or out of range.
         """
+        size = checked_size(size, options)
         samples = founders_samples(options, samples_per_step)
         members, first = open_team(size, observation_spaces, action_spaces, options)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)

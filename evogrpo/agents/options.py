@@ -11,7 +11,7 @@ from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel
 
-from evogrpo.agents.learning.shaping import refuse_for_transitions
+from evogrpo.agents.learning.shaping import check_usable
 from evogrpo.agents.members.control.network_members import NetworkMembers
 from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, NetworkSettings
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
@@ -30,6 +30,7 @@ from evogrpo.hyperparameters import (
     LossType,
     common_samples,
     refuse_unknown,
+    whole_between,
 )
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
@@ -261,14 +262,14 @@ def _open_networks(
     )
     hyperparameters = _first_member(values, settings)
     space = values.get("hp_config") or HyperparameterConfig()
-    refuse_for_transitions(settings.objective, hyperparameters, space)
+    check_usable(settings.objective, hyperparameters, space, of_transitions=True)
     device = device_of(values.get("accelerator"), values.get("device")) or "cpu"
     networks = StackedPolicy(*given, size, settings, module=module, device=device)
     return NetworkMembers(networks, values.get("hp_config")), hyperparameters
 
 
 def open_team(
-    size: int, observation_spaces: AgentSpaces, action_spaces: AgentSpaces, options: TeamOptions
+    size: int, observation_spaces: AgentSpaces | None, action_spaces: AgentSpaces | None, options: TeamOptions
 ) -> tuple[Members, Hyperparameters]:
     """Check the constructor arguments of members that act for several agents, then make the banks they describe.
 
@@ -276,14 +277,30 @@ def open_team(
         ValueError: If an argument is unknown or out of range; nothing is made then.
     """
     refuse_unknown("argument", options, TeamOptions.__annotations__)
+    for name, given in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
+        if not isinstance(given, Mapping) or not given:
+            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {given!r:.80}")
+    assert observation_spaces is not None and action_spaces is not None
     values: Mapping[str, Any] = {**NETWORK_DEFAULTS, **options}
     settings = TeamSettings(**{name: values[name] for name in TeamSettings.__dataclass_fields__ if name in values})
     hyperparameters = _first_member(values, settings)
     space = values.get("hp_config") or HyperparameterConfig()
-    refuse_for_transitions(settings.objective, hyperparameters, space)
+    check_usable(settings.objective, hyperparameters, space, of_transitions=True)
     device = values.get("device") or "cpu"
     members = TeamMembers(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
     return members, hyperparameters
+
+
+MOST_MEMBERS = 100_000
+"""A larger population is a slip: each member has weights, an optimiser's state and a record of its own."""
+
+
+def checked_size(size: int | None, options: Mapping[str, Any]) -> int:
+    """Return the number of members, or raise ValueError if it is missing or out of range."""
+    if size is None:
+        refuse_unknown("argument", options, ["size", *Options.__annotations__, *TeamOptions.__annotations__])
+        raise ValueError("size must be given: how many members the population has")
+    return whole_between("size", size, 1, MOST_MEMBERS)
 
 
 def founders_samples(options: CommonOptions, samples_per_step: int | None) -> int:

@@ -37,6 +37,8 @@ class Population(Sequence[Any]):
         next_index: The first index that no member has had.
     """
 
+    __slots__ = ("__weakref__", "_handed_out", "agents", "lineage", "members", "next_index")
+
     def __init__(
         self,
         agents: "Sequence[EvolvableAlgorithm]",

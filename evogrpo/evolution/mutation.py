@@ -13,6 +13,7 @@ from evogrpo.hyperparameters import (
     Hyperparameters,
     RLParameter,
     Value,
+    answering,
     check_group_size,
     finite_number,
     is_categorical,
@@ -25,6 +26,7 @@ Changes = Mapping[str, tuple[Value, Value]]
 """Each hyperparameter that changed, by name: (old value, new value)."""
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
     """How a child's hyperparameters differ from its parent's.

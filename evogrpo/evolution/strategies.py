@@ -11,7 +11,7 @@ from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
-from evogrpo.hyperparameters import finite_number, refuse_unknown, unknown_name_error, whole_number
+from evogrpo.hyperparameters import answering, finite_number, refuse_unknown, unknown_name_error, whole_number
 
 
 class Strategy(Protocol):
@@ -74,6 +74,7 @@ class Stateless:
             )
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class Tournament(Stateless):
     """Replace members that a challenger beats beyond the noise by a mutated clone of it; keep everyone else.
@@ -134,6 +135,7 @@ class Tournament(Stateless):
         return {"size": self.size, "elitism": self.elitism, "z": self.z, "mutation": mutation}
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class NoEvolution(Stateless):
     """Train every member apart: no selection and no mutation, the control for both.

@@ -1,6 +1,15 @@
 """The hyperparameters of one member and the space that evolution searches; numbers and names only."""
 
-from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, unknown_name_error, whole_number
+from evogrpo.hyperparameters.checks import (
+    finite_number,
+    flag,
+    instance,
+    refuse_unknown,
+    unknown_name_error,
+    whole_between,
+    whole_number,
+)
+from evogrpo.hyperparameters.named import answering
 from evogrpo.hyperparameters.space import (
     HyperparameterConfig,
     RLParameter,
@@ -29,13 +38,17 @@ __all__ = [
     "RLParameter",
     "Scale",
     "Value",
+    "answering",
     "check_group_size",
     "common_samples",
     "feasible_group_sizes",
     "finite_number",
+    "flag",
+    "instance",
     "is_categorical",
     "is_integer",
     "refuse_unknown",
     "unknown_name_error",
+    "whole_between",
     "whole_number",
 ]

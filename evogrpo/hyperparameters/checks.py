@@ -4,12 +4,17 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable
+from typing import TypeVar
+
+from evogrpo.hyperparameters.synonyms import counterpart, remark
+
+T = TypeVar("T")
 
 MOST_LISTED = 60  # more names than that hide the nearest one
 
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
-    """Build the error for a name that does not exist, with the nearest name that does.
+    """Build the error for a name that does not exist, with the name that it has here or the nearest one.
 
     Args:
         kind: What was being named, e.g. "hyperparameter".
@@ -20,6 +25,11 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
         The error, for the caller to raise.
     """
     names = list(valid)
+    own, said = counterpart(str(name), names), remark(str(name))
+    if own is not None:
+        return ValueError(f"unknown {kind} {name!r}: it is called {own!r} here")
+    if said is not None:
+        return ValueError(f"unknown {kind} {name!r}: {said}")
     close = difflib.get_close_matches(str(name), names, n=1)
     known = f"Valid names: {', '.join(names) or '(none)'}"
     if close:
@@ -51,3 +61,34 @@ def whole_number(what: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise ValueError(f"{what} must be an integer, got {value!r} ({type(value).__name__})")
     return int(value)
+
+
+def whole_between(what: str, value: object, least: int, most: int) -> int:
+    """Return `value` as a plain int, or raise ValueError naming `what` if it is none or lies outside [least, most].
+
+    Whatever is looped over or allocated has a most: a number of that size is a slip, and would look like a hang.
+    """
+    number = whole_number(what, value)
+    if number < least:
+        raise ValueError(f"{what} must be at least {least}, got {number}")
+    if number > most:
+        raise ValueError(f"{what} must be at most {most:,}, got {number:,}")
+    return number
+
+
+def flag(what: str, value: object) -> bool:
+    """Return `value`, or raise ValueError naming `what` if it is neither True nor False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{what} must be True or False, got {value!r:.80}")
+    return value
+
+
+def instance(what: str, value: object, kind: type[T], example: str) -> T:
+    """Return `value`, or raise ValueError naming `what` and an example if it is no instance of `kind`."""
+    if not isinstance(value, kind):
+        title = kind.__name__
+        article = "an" if title[0] in "AEIOU" else "a"
+        raise ValueError(
+            f"{what} must be {article} {title}, such as {example}, got {value!r:.80} ({type(value).__name__})"
+        )
+    return value

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
 from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, whole_number
+from evogrpo.hyperparameters.named import answering
 from evogrpo.hyperparameters.values import HYPERPARAMETER_NAMES, checked_value, is_categorical
 
 Scale = Literal["linear", "log"]
 DEFAULT_FACTOR = 1.2
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class RLParameter:
     """The values one hyperparameter may take: a range (`min` and `max`), a ladder of numbers or a set of names.

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, whole_number
+from evogrpo.hyperparameters.named import answering
 from evogrpo.kinds import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 
 Value = int | float | str | None
 """What a hyperparameter can be: a number, a name, or None where its meaning says so."""
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
     """What evolution may change between generations: one frozen record per member.

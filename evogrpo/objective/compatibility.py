@@ -114,11 +114,26 @@ def _reward_problems(objective: Switches) -> Iterator[str]:
         )
 
 
-def check_space(objective: Switches, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> None:
-    """Refuse an objective that a member could not use, or that none could; see `Objective.check`.
+def check_effect(objective: Switches, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> None:
+    """Refuse switches that no member of a population could use; see `Objective.check`.
 
     Raises:
-        ValueError: If there is such a member, or no use.
+        ValueError: If there are any.
+    """
+    if highest("beta", hyperparameters, space) == 0:
+        for name in ("kl_target", "reference"):
+            if objective.is_set(name):
+                raise ValueError(
+                    f"{name} has no effect while beta is 0 for every member, got {getattr(objective, name)!r}: leave "
+                    "it out, or give beta a value above 0"
+                )
+
+
+def check_member(objective: Switches, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> None:
+    """Refuse an objective that a member, or what evolution makes of it, could not use; see `Objective.check`.
+
+    Raises:
+        ValueError: If there is such a member.
     """
     loss_types = possible("loss_type", objective, hyperparameters, space)
     for loss_type in loss_types:
@@ -129,13 +144,6 @@ def check_space(objective: Switches, hyperparameters: Hyperparameters, space: Hy
                 raise ValueError(
                     f"a member can have loss_type {loss_type!r}, advantage {advantage!r}: {error}"
                 ) from None
-    if highest("beta", hyperparameters, space) == 0:
-        for name in ("kl_target", "reference"):
-            if objective.is_set(name):
-                raise ValueError(
-                    f"{name} has no effect while beta is 0 for every member, got {getattr(objective, name)!r}: leave "
-                    "it out, or give beta a value above 0"
-                )
     faded = lowest("gamma", hyperparameters, space) < 1
     for loss_type in loss_types:
         if faded and not LOSS_TYPES[loss_type].of_actions:

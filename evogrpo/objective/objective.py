@@ -7,15 +7,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, answering
 from evogrpo.interop.foreign_fields import Reading
 from evogrpo.interop.roll import read_roll
 from evogrpo.interop.trl import read_trl
-from evogrpo.objective.compatibility import check_combination, check_space
+from evogrpo.objective.compatibility import check_combination, check_effect, check_member
 from evogrpo.objective.optimizer import Optimizer
 from evogrpo.objective.switches import Switches
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class Objective(Switches):
     """Which loss is minimised; its coefficients live in `Hyperparameters`, its fields are those of `Switches`.
@@ -57,7 +58,21 @@ class Objective(Switches):
             ValueError: If this objective is incompatible with a loss type, an advantage or a coefficient that a member
                 has or can come to have.
         """
-        check_space(self, hyperparameters, HyperparameterConfig() if space is None else space)
+        space = HyperparameterConfig() if space is None else space
+        check_member(self, hyperparameters, space)
+        check_effect(self, hyperparameters, space)
+
+    def check_member(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
+        """Refuse what one member could not use, or what evolution could make of it; others may differ.
+
+        Args:
+            hyperparameters: The member's.
+            space: What evolves; None = nothing.
+
+        Raises:
+            ValueError: As `check`.
+        """
+        check_member(self, hyperparameters, HyperparameterConfig() if space is None else space)
 
     @classmethod
     def from_roll(cls, source: Mapping[str, Any] | str | Path) -> "Imported":

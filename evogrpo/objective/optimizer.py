@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from evogrpo.functional.optim import schedule_factor
-from evogrpo.hyperparameters import finite_number, whole_number
+from evogrpo.hyperparameters import answering, finite_number, whole_number
 
 Schedule = Literal["constant", "linear", "cosine"]
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW settings that all members share; the learning rate itself is a hyperparameter.

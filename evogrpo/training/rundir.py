@@ -15,6 +15,7 @@ from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.hyperparameters import answering
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.claim import Claim
 from evogrpo.persistence.durable import sweep
@@ -30,6 +31,7 @@ from evogrpo.training.schedule import Schedule
 JOURNAL = "journal.jsonl"
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """What a run leaves behind besides its journal and its best member.

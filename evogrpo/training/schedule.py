@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from evogrpo.agents.population import Population
-from evogrpo.hyperparameters import check_group_size, feasible_group_sizes
+from evogrpo.hyperparameters import answering, check_group_size, feasible_group_sizes
 from evogrpo.objective.neutral import neutral
 
 LIMITS = ("generations", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The arithmetic and the end of a run.

@@ -84,6 +84,8 @@ def test_reset_repeats_the_batch_and_seeds_start_an_order(env, tokenizer):
     assert asked(tokenizer, env.reset()[0]) == second != first
     assert asked(tokenizer, env.reset(seed=0)[0]) == first
     assert asked(tokenizer, env.reset(options={"step": 1})[0]) == second
+    assert asked(tokenizer, env.reset()[0]) == second
+    assert asked(tokenizer, env.reset(reset_dataloaders=True)[0]) == first  # AgileRL's word for the beginning
     assert asked(tokenizer, env.reset(seed=5)[0]) != first
     assert asked(tokenizer, env.reset(seed=5)[0]) == asked(tokenizer, env.reset(seed=5)[0])
 

@@ -41,15 +41,25 @@ def refuse_whole_completions(objective: Objective) -> None:
     )
 
 
-def refuse_for_transitions(objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> None:
-    """Refuse what one of the members could come to have that cannot learn from single transitions.
+def check_usable(
+    objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig | None, *, of_transitions: bool
+) -> None:
+    """Refuse hyperparameters with which a member, or what evolution makes of it, could not learn.
+
+    Args:
+        objective: The population's.
+        hyperparameters: The member's.
+        space: What evolves; None = nothing.
+        of_transitions: Whether members learn from single transitions.
 
     Raises:
-        ValueError: See `refuse_whole_completions`.
+        ValueError: See `Objective.check_member` and `refuse_whole_completions`.
     """
-    for name in ("loss_type", "advantage"):
-        for kind in (getattr(hyperparameters, name), *(space[name].names if name in space else ())):
-            refuse_whole_completions(objective.with_types(**{name: kind}))
+    objective.check_member(hyperparameters, space)
+    if of_transitions:
+        for name in ("loss_type", "advantage"):
+            for kind in (getattr(hyperparameters, name), *(space[name].names if space and name in space else ())):
+                refuse_whole_completions(objective.with_types(**{name: kind}))
 
 
 def without_groups(batch: Batch, objective: Objective) -> Batch:

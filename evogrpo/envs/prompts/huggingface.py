@@ -178,9 +178,18 @@ class HuggingFaceGym(QuestionGroups):
         return OpenedPrompts(**self._opened(split, starts))
 
     def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+        self,
+        reset_dataloaders: bool = False,
+        *,
+        seed: int | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> tuple[list[PromptTensors], dict[str, Any]]:
-        """Serve the prompts at the cursor; see `Facade.reset`."""
+        """Serve the prompts at the cursor, or with AgileRL's `reset_dataloaders` those at the beginning.
+
+        See `Facade.reset`.
+        """
+        if reset_dataloaders:
+            options = {"step": 0, **(options or {})}
         return self._facade.reset(seed, options)
 
     def step(self, completion_ids: Sequence[Tensor]) -> StepResult:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.hyperparameters import finite_number, refuse_unknown, whole_number
+from evogrpo.hyperparameters import answering, finite_number, refuse_unknown, whole_number
 
 Activation = Literal["tanh", "relu", "elu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -26,6 +26,7 @@ MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # the power of the gradient that each
 TANH_SCALE = 0.25  # tanh(x / 4) * 4 is x to 2 % at |x| = 1
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
     """The architecture of one member's network.
@@ -79,6 +80,7 @@ class NetworkConfig:
         return cls.from_json(values)
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureLimits:
     """What changes of architecture may lead to.

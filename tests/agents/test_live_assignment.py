@@ -1,0 +1,128 @@
+"""What is set on a living agent is checked as its constructor checks it, and names that are none are refused."""
+
+import pytest
+
+from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, MultiAgentGRPO, Objective, Population, RLParameter
+from evogrpo import Tournament
+from evogrpo.hyperparameters.synonyms import counterpart
+from tests.tiny_steps import step_agent
+from tests.tiny_training import shared_model, tiny_agent, tiny_options, tiny_population
+
+# What the agent is made with, what is then set, and what the constructor says of it.
+TOGETHER = [
+    ({"gamma": 0.9}, ("loss_type", "gspo"), "gamma below 1 .*'gspo'"),
+    ({"loss_type": "gmpo"}, ("gamma", 0.5), "gamma below 1 .*'gmpo'"),
+    ({"objective": Objective(delta=1.5)}, ("clip_high", 0.6), "delta must exceed 1 . clip_high"),
+    ({"objective": Objective(delta=1.5)}, ("clip_coef", 0.5), "delta must exceed 1 . clip_high"),
+    ({"objective": Objective(dual_clip=3.0)}, ("loss_type", "sapo"), "dual_clip bounds the loss"),
+    ({"objective": Objective(advantage="rloo", reward_norm="batch")}, ("advantage", "outcome"), "undoes reward_norm"),
+    ({"objective": Objective(kl_placement="reward")}, ("loss_type", "luspo"), "in-reward KL"),
+    ({}, ("lr", float("nan")), "lr must be finite"),
+    ({}, ("group_size", 1), "group_size must be at least 2"),
+    ({}, ("update_epochs", True), "update_epochs must be an integer"),
+]
+
+
+@pytest.mark.parametrize(("options", "change", "rule"), TOGETHER)
+def test_what_the_constructor_refuses_cannot_be_assigned(options, change, rule):
+    name, value = change
+    agent = tiny_agent(**options)
+    before = agent.hyperparameters
+    with pytest.raises(ValueError, match=rule):
+        setattr(agent, name, value)
+    assert agent.hyperparameters is before
+    with pytest.raises(ValueError, match=rule):
+        tiny_agent(**options | {name: value})
+    if not isinstance(value, bool) and value == value and value != 1:
+        with pytest.raises(ValueError, match=rule):
+            agent.hyperparameters = Hyperparameters.from_json({**before.to_json(), name: value})
+
+
+def test_what_evolution_could_make_of_it_counts():
+    space = HyperparameterConfig(loss_type=RLParameter(choices=["grpo", "gspo"]))
+    agent = tiny_agent(hp_config=space)
+    with pytest.raises(ValueError, match=r"gamma below 1 .*'gspo'"):
+        agent.gamma = 0.9
+
+
+def test_small_networks_refuse_what_single_transitions_cannot_learn_from():
+    agent = step_agent()
+    for name, value in (("loss_type", "gspo"), ("loss_type", "grpo"), ("advantage", "gdpo")):
+        with pytest.raises(ValueError, match=r"single transitions|an environment gives one reward|would average"):
+            setattr(agent, name, value)
+    agent.loss_type = "cispo"
+    assert agent.loss_type == "cispo"
+
+
+def test_one_member_may_be_what_the_whole_population_may_not():
+    population = tiny_population(2, beta=0.1, objective=Objective(kl_target=0.1))
+    population[1].beta = 0.0  # without effect on this one alone
+    with pytest.raises(ValueError, match="kl_target has no effect while beta is 0 for every member"):
+        tiny_population(2, objective=Objective(kl_target=0.1))
+
+
+@pytest.mark.parametrize("record", [None, {"lr": 0.1}, "lr"])
+def test_hyperparameters_are_a_record(record):
+    with pytest.raises(ValueError, match="hyperparameters must be a Hyperparameters record"):
+        tiny_agent().hyperparameters = record
+
+
+# ---- names
+
+
+MISNOMERS = ["learning_rate", "num_generations", "epsilon", "num_iterations", "kl_coef", "ent_coef", "epsilon_high"]
+
+
+@pytest.mark.parametrize("name", MISNOMERS)
+def test_a_name_of_another_library_is_answered_with_the_own_one(name):
+    own = counterpart(name, Hyperparameters.__dataclass_fields__)
+    for agent in (tiny_agent(), step_agent()):
+        assert not hasattr(agent, name)
+        with pytest.raises(AttributeError, match=f"{type(agent).__name__} has no attribute '{name}': .*'{own}' here"):
+            setattr(agent, name, 1.0)
+    with pytest.raises(ValueError, match=f"unknown argument '{name}': it is called '{own}' here"):
+        tiny_agent(**{name: 1.0})
+    with pytest.raises(ValueError, match=f"unknown hyperparameter '{name}': it is called '{own}' here"):
+        HyperparameterConfig(**{name: RLParameter(min=0.1, max=0.2)})
+
+
+@pytest.mark.parametrize("name", ["clip_coeff", "groupsize", "LR", "temprature", "anything"])
+def test_what_is_no_attribute_cannot_be_set_by_mistake(name):
+    for thing in (tiny_agent(), step_agent(), tiny_population(2), Tournament(), Objective(), Hyperparameters()):
+        with pytest.raises(AttributeError):
+            setattr(thing, name, 1)
+        assert not hasattr(thing, name)
+    assert not any("__dict__" in vars(kind) for kind in (GRPO, MultiAgentGRPO, Population))
+
+
+def test_a_class_of_ones_own_has_attributes_of_its_own():
+    class Curious(GRPO):
+        def __init__(self, *spaces, curiosity=0.5, **options):
+            super().__init__(*spaces, **options)
+            self.curiosity = curiosity
+
+    agent = Curious(actor_network=shared_model(), curiosity=0.7, **tiny_options())
+    agent.seen = 3
+    assert (agent.curiosity, agent.seen) == (0.7, 3)
+    with pytest.raises(AttributeError, match="Curious has no attribute 'learning_rate': it is called 'lr' here"):
+        agent.learning_rate = 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (lambda: Tournament(2, True), r"by name, got 2 without: write Tournament\(size=2, elitism=True\)"),
+        (lambda: Tournament(tournament_size=2), "unknown setting of Tournament 'tournament_size': it is called 'size'"),
+        (lambda: Tournament(sise=2), "did you mean 'size'"),
+        (lambda: RLParameter(1e-5, 1e-3), r"write RLParameter\(min=1e-05, max=0.001\)"),
+        (lambda: RLParameter(min=1, max=2, dtype=int), "'dtype': a hyperparameter's name says whether it is whole"),
+        (lambda: RLParameter(min=1, max=2, grow_factor=1.2), "'grow_factor': it is called 'factor' here"),
+        (lambda: tiny_agent(INIT_HP={"LR": 1}), "'INIT_HP': give its entries by name"),
+        (lambda: tiny_agent(max_completion_length=9), "it is called 'max_output_tokens' here"),
+        (lambda: tiny_agent(per_device_train_batch_size=9), "it is called 'batch_size' here"),
+        (lambda: GRPO.population(pop_size=9), "it is called 'size' here"),
+    ],
+)
+def test_calls_in_the_manner_of_other_libraries_are_answered(call, answer):
+    with pytest.raises(ValueError, match=answer):
+        call()
