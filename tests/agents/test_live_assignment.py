@@ -2,8 +2,16 @@
 
 import pytest
 
-from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, MultiAgentGRPO, Objective, Population, RLParameter
-from evogrpo import Tournament
+from evogrpo import (
+    GRPO,
+    HyperparameterConfig,
+    Hyperparameters,
+    MultiAgentGRPO,
+    Objective,
+    Population,
+    RLParameter,
+    Tournament,
+)
 from evogrpo.hyperparameters.synonyms import counterpart
 from tests.tiny_steps import step_agent
 from tests.tiny_training import shared_model, tiny_agent, tiny_options, tiny_population
