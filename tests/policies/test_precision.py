@@ -56,8 +56,15 @@ def test_a_gpu_computes_what_the_cpu_computes():
     assert float((gpu.sample(rows).actions.cpu() == cpu.sample(rows).actions).float().mean()) > 0.95
 
 
-def in_bfloat16():
+@pytest.fixture
+def accelerators():
+    """Let an Accelerator be made, and forget it afterwards: the library keeps one state per process."""
     AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def in_bfloat16():
     return Accelerator(mixed_precision="bf16", cpu=True).autocast
 
 
@@ -68,7 +75,7 @@ def in_float16():
 @pytest.mark.parametrize("precision", [in_bfloat16, in_float16])
 @pytest.mark.parametrize("prompts", [PROMPTS, ((3, 4, 5), (6, 7, 8))], ids=["ragged", "alike"])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_mixed_precision_samples_scores_and_learns_at_every_size(size, prompts, precision):
+def test_mixed_precision_samples_scores_and_learns_at_every_size(size, prompts, precision, accelerators):
     """Members with equally many rows take one product for all, ragged ones a product each; with gradients a third."""
     mixed = different_members(tiny_model("llama"), size, std=0.05, autocast=precision())
     exact = different_members(tiny_model("llama"), size, std=0.05)
