@@ -75,11 +75,10 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         commands, "demo", "evogrpo.cli.train:demo", "evolve four agents on a small language model, in minutes"
     )
     demo.add_argument("--seed", type=int, help="root of every random stream (default 0)")
-    demo.add_argument("--run-dir", type=Path, help="where records go (default: a new folder under runs/)")
     demo.add_argument(
         "--fixed", action="store_true", help="the control: all members keep the poor start, nothing evolves, same cost"
     )
-    demo.add_argument("--dry-run", action="store_true", help="print what would be trained and at what cost")
+    _starting(demo)
     demo.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
 
     train = _command(
@@ -91,8 +90,8 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "Reward functions and environments named in CONFIG are your code, and are run.",
     )
     train.usage = (
-        "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--traceback] (CONFIG | --env ID | --parallel-env MODULE) "
-        "[KEY=VALUE ...]"
+        "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--allow-memory] [--traceback]\n"
+        "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
     )
     instead = train.add_mutually_exclusive_group()
     instead.add_argument(
@@ -103,8 +102,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         metavar="MODULE",
         help="likewise for several agents: a module with parallel_env, e.g. mpe2.simple_spread_v3, or MODULE:FUNCTION",
     )
-    train.add_argument("--run-dir", type=Path, help="where records go (default: a new folder under runs/)")
-    train.add_argument("--dry-run", action="store_true", help="print what would be trained and at what cost")
+    _starting(train)
     train.add_argument("overrides", nargs="*", metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}")
 
     resume = _command(
@@ -117,6 +115,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
     resume.add_argument("--generations", type=int, metavar="N", help="generations in all, those already done included")
+    _allow_memory(resume)
     resume.add_argument(
         "--allow-changed-data",
         action="store_true",
@@ -127,6 +126,21 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         nargs="*",
         metavar="KEY=VALUE",
         help="generations, max_tokens, max_seconds, target_fitness, test_questions, model or device",
+    )
+
+
+def _starting(parser: argparse.ArgumentParser) -> None:
+    """Declare what a run that begins takes, whatever it is of."""
+    parser.add_argument(
+        "--run-dir", type=Path, metavar="DIR", help="where records go (default: a new folder under runs/)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print what would be trained and at what cost")
+    _allow_memory(parser)
+
+
+def _allow_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-memory", action="store_true", help="go on although more memory is estimated to be needed than is there"
     )
 
 

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import FAILED, OK
 from evogrpo.training.display.console import make_console
+from evogrpo.training.memory import process_memory
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}
@@ -123,7 +124,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_memory() -> Iterator[Finding]:
     """Look at the memory that is there for the process."""
-    size = _memory()
+    size = process_memory()
     if size is None:
         yield Finding(what="memory", state="note", detail="cannot be told on this system")
     elif size < DEMO_MEMORY:
@@ -132,19 +133,6 @@ def check_memory() -> Iterator[Finding]:
         yield Finding(what="memory", state="problem", detail=detail, remedy=remedy)
     else:
         yield Finding(what="memory", state="ok", detail=f"{size / 1e9:.1f} GB")
-
-
-def _memory() -> int | None:
-    """Return the machine's memory in bytes, or a container's share of it."""
-    sizes = []
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            sizes.append(int(Path(limit).read_text()))
-        except (OSError, ValueError):
-            continue
-    return min(sizes, default=None)
 
 
 def check_model() -> Iterator[Finding]:

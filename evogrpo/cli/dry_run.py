@@ -16,6 +16,7 @@ from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
+from evogrpo.training.memory import check_memory
 
 
 def show_intent(console: Console, prepared: PreparedRun, run_dir: Path) -> None:
@@ -34,10 +35,20 @@ def show_intent(console: Console, prepared: PreparedRun, run_dir: Path) -> None:
     _show(console, rows)
 
 
-def show_forecast(console: Console, prepared: PreparedRun) -> None:
-    """Print the arithmetic of a run that is not started."""
+def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool) -> None:
+    """Print the arithmetic of a run that is not started.
+
+    Raises:
+        ValueError: If it needs more memory than there is, unless that is allowed.
+    """
     console.print(Text("Arithmetic", "bold"))
-    _show(console, prepared.forecast().rows(prepared.config))
+    forecast = prepared.forecast()
+    rows = dict(forecast.rows(prepared.config))
+    if forecast.need is not None:
+        rows["memory here"] = check_memory(forecast.need, allowed=True)
+    _show(console, rows)
+    if forecast.need is not None:
+        check_memory(forecast.need, allowed=allow_memory, remedy="--allow-memory")
     console.print("nothing was trained: leave out --dry-run to start")
 
 

@@ -31,6 +31,8 @@ from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, star
 from evogrpo.training.launch import resume as resume_run
 from evogrpo.training.loop.run import AllFailedError, Evolution, StrategyError
 from evogrpo.training.loop.stopping import stopping_on_signals
+from evogrpo.training.memory import check_memory
+from evogrpo.training.rundir import RunDir
 
 
 def demo(chosen: argparse.Namespace) -> int:
@@ -79,13 +81,15 @@ def _begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         claim = None if chosen.dry_run else stack.enter_context(claimed(name, wanted))
         run_dir = claim.folder if claim is not None else wanted or next(free_run_dirs(name))
         config = dataclasses.replace(config, run_dir=str(run_dir))
+        RunDir(run_dir).check_unused()
         with _working(console, "checking the task and who is to learn it"):
             prepared = kind_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
         show_intent(console, prepared, run_dir)
         if claim is None:
-            show_forecast(console, prepared)
+            show_forecast(console, prepared, allow_memory=chosen.allow_memory)
             return OK
+        _check_memory(prepared, chosen)
         with _working(console, "making the population"):
             evolution = start(prepared, run_dir)
         with _fitting_threads(prepared):
@@ -113,10 +117,18 @@ def resume(chosen: argparse.Namespace) -> int:
         f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
     )
     with closing(prepared.env):
+        _check_memory(prepared, chosen)
         with _working(console, "reading the members"):
             evolution = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
         with _fitting_threads(prepared):
             return _go(console, evolution, run_dir)
+
+
+def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
+    """Refuse with a ValueError a run that needs more memory than there is."""
+    need = prepared.forecast().need
+    if need is not None:
+        check_memory(need, allowed=chosen.allow_memory, remedy="--allow-memory")
 
 
 def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:

@@ -14,8 +14,10 @@ from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.run import Evolution
+from evogrpo.training.memory import check_memory
 from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 
@@ -30,6 +32,7 @@ def evolve(
     completions: int = 16,
     completions_format: CompletionsFormat = "jsonl",
     progress: bool | None = None,
+    allow_memory: bool = False,
     **schedule: Any,
 ) -> Run:
     """Train a population generation by generation; whatever the caller wants to do in between goes in the loop body.
@@ -49,6 +52,7 @@ def evolve(
         completions_format: Likewise.
         progress: Whether the run is shown while it goes on, as on the command line; None = where somebody looks: if
             stdout is a terminal, and in a notebook.
+        allow_memory: Go on although more memory is estimated to be needed than is there.
         schedule: The fields of `evogrpo.training.schedule.Schedule`: generations, steps_per_generation, ...
 
     Returns:
@@ -56,17 +60,20 @@ def evolve(
         and after, and where everything lies; `stop()` ends it early.
 
     Raises:
-        ValueError: If a setting is unknown or out of range, or the run directory already holds a run.
+        ValueError: If a setting is unknown or out of range, the run directory is no place for a run, or more memory is
+            needed than is there.
     """
     refuse_unknown("argument of evolve", schedule, Schedule.__dataclass_fields__)
     console = console_for(progress)
     logging = LoggingConfig(
         keep_checkpoints=keep_checkpoints, completions=completions, completions_format=completions_format
     )
+    planned = Schedule(**schedule)
+    _check_memory(population, env, planned, allowed=allow_memory)
     run = Evolution(
         population,
         env,
-        schedule=Schedule(**schedule),
+        schedule=planned,
         strategy=strategy or Tournament(),
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
@@ -81,6 +88,7 @@ def resume(
     strategy: Strategy | type[Strategy] | None = None,
     allow_changed_data: bool = False,
     progress: bool | None = None,
+    allow_memory: bool = False,
     **limits: Any,
 ) -> Run:
     """Open a run that `evolve` began, where its newest complete checkpoint left it.
@@ -98,6 +106,7 @@ def resume(
         allow_changed_data: Go on although the environment differs; the journal and the report say how. Fitness before
             and after cannot be compared then.
         progress: Whether the run is shown while it goes on; see `evolve`.
+        allow_memory: Likewise.
         limits: Fields of `Schedule` to change: generations, max_tokens, max_seconds, target_fitness, test_questions.
 
     Raises:
@@ -111,6 +120,7 @@ def resume(
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network)
+    _check_memory(population, env, schedule, allowed=allow_memory)
     run = Evolution(
         population,
         env,
@@ -121,6 +131,16 @@ def resume(
         changed_data=changed,
     )
     return _shown(run, console)
+
+
+def _check_memory(population: Population, env: GroupEnvironment, schedule: Schedule, *, allowed: bool) -> None:
+    """Refuse with a ValueError a run that needs more memory than there is."""
+    if not isinstance(population, Population) or population.members.kind not in RUN_KINDS:
+        return  # `Evolution` refuses the one, and nobody here knows the other
+    population.check(env)
+    need = RUN_KINDS[population.members.kind].need(population, env, schedule)
+    if need is not None:
+        check_memory(need, allowed=allowed)
 
 
 def _shown(run: Evolution, console: Console | None) -> Run:

@@ -15,23 +15,26 @@ class Rounds:
         groups: Starts per learning step and member, by each group size that a member can come to have.
         learning_steps: In all; None when tokens or seconds end the run.
         evaluated: Completions, or episodes, from held-out starts in the run; None likewise.
+        validation: Held-out starts of one evaluation of a member.
     """
 
     groups: dict[int, int]
     learning_steps: int | None
     evaluated: int | None
+    validation: int
 
     @classmethod
     def of(cls, config: AnyConfig, env: GroupEnvironment) -> "Rounds":
         """Count them."""
         schedule, size = config.schedule, config.population.size
-        validation = _limited(env.size("validation"), schedule.validation_questions)
-        test = _limited(env.size("test"), schedule.test_questions)
+        validation = limited(env.size("validation"), schedule.validation_questions)
+        test = limited(env.size("test"), schedule.test_questions)
         generations = schedule.generations
         return cls(
             groups={group: schedule.samples_per_step // group for group in possible(config, "group_size")},
             learning_steps=None if generations is None else generations * schedule.steps_per_generation,
             evaluated=None if generations is None else validation * (1 + size * generations) + 2 * test,
+            validation=validation,
         )
 
     def groups_row(self) -> str:
@@ -72,5 +75,6 @@ def possible(config: AnyConfig, name: str) -> list[int]:
     return sorted(values)
 
 
-def _limited(available: int, limit: int | None) -> int:
+def limited(available: int, limit: int | None) -> int:
+    """Return how many starts of a split are used: all of them, or the first so many."""
     return available if limit is None else min(limit, available)

@@ -19,6 +19,7 @@ from evogrpo.hyperparameters import answering
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.claim import Claim
 from evogrpo.persistence.durable import sweep
+from evogrpo.persistence.folders import check_new_folder
 from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, latest_complete, prune
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import CheckpointError
@@ -101,19 +102,18 @@ class RunDir:
         self._writer: Any = None
 
     def check_unused(self) -> None:
-        """Refuse a folder that already holds a run, before anything expensive.
+        """Refuse a folder that already holds a run, or that is no place for one, before anything expensive.
 
         Raises:
-            ValueError: If it does, or it is a file.
+            ValueError: If it is; see `evogrpo.persistence.folders.check_new_folder`.
         """
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"{self.path} is a file: choose another run directory")
         # The founders are saved before the first event: a journal is always one that can be resumed.
         if (self.path / JOURNAL).exists() or latest_complete(self.path).folder is not None:
             raise ValueError(
                 f"{self.path} already holds a run, which is never overwritten: continue it (`evogrpo resume` on the "
                 "command line, evogrpo.resume in Python), or choose another run directory"
             )
+        check_new_folder(self.path, "run directory")
 
     def create(self) -> None:
         """Make the folder and claim it; refuse one that already holds a run, as `check_unused` does."""

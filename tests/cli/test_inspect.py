@@ -58,7 +58,7 @@ def test_an_old_or_missing_package_is_a_problem(monkeypatch):
 
 
 def test_too_little_memory_is_a_problem(monkeypatch):
-    monkeypatch.setattr(doctor, "_memory", lambda: 10**9)
+    monkeypatch.setattr(doctor, "process_memory", lambda: 10**9)
     (finding,) = check_memory()
     assert finding.state == "problem"
     assert finding.remedy

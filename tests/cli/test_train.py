@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peft import AutoPeftModelForCausalLM
+from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from evogrpo.cli import main
@@ -70,14 +70,10 @@ def test_an_exported_adapter_is_two_files_that_peft_loads(finished, project, her
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    told = capsys.readouterr().out
-    assert "an adapter of" in told
-    assert "PEFT loads all 28 tensors" in told
-    assert "AutoPeftModelForCausalLM.from_pretrained('adapter')" in told
     base = AutoModelForCausalLM.from_pretrained(project / "model")
     ids = torch.arange(3, 19)[None]
     plain = base(ids).logits
-    adapted = AutoPeftModelForCausalLM.from_pretrained("adapter")(ids).logits
+    adapted = PeftModel.from_pretrained(base, "adapter")(ids).logits
     assert torch.isfinite(adapted).all()
     assert not torch.allclose(plain, adapted)
     assert main(["export", str(finished[0]), "adapter"]) == 2
@@ -113,7 +109,7 @@ def test_a_folder_that_holds_a_run_is_refused_before_any_work(finished, project,
     assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(finished[0])]) == 2
     assert "already holds a run" in capsys.readouterr().err
     before = {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")}
-    assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(finished[0]), "--dry-run"]) == 0
+    assert main(["train", str(project / "tiny.yaml"), "--run-dir", str(finished[0]), "--dry-run"]) == 2
     assert {path: path.stat().st_mtime_ns for path in finished[0].rglob("*")} == before
 
 
@@ -130,6 +126,26 @@ def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(project, here, caps
     assert "6 = 3 generations × 2, and 272 completions" in output  # 16 (1 + 4 x 3) + 2 x 32
     assert "about 0.0" in output
     assert list(here.iterdir()) == []
+
+
+def test_a_run_that_needs_more_memory_than_there_is_is_refused(project, here, capsys):
+    run = ["train", str(project / "tiny.yaml"), "agent.micro_batch_tokens=1000000000000", "--run-dir", "run"]
+    for arguments in (run, [*run, "--dry-run"]):
+        assert main(arguments) == 2
+        assert "GB of memory are there: lower population.size" in " ".join(capsys.readouterr().err.split())
+        assert list(here.iterdir()) == []
+    assert main([*run, "--dry-run", "--allow-memory"]) == 0
+    assert "memory here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_folder_that_is_no_place_for_a_run_is_refused_before_any_work(project, here, capsys, options):
+    Path("taken").mkdir()
+    Path("taken/notes").touch()
+    for run_dir, rule in (("taken", "must be empty"), ("taken/notes", "no folder"), ("taken/notes/run", "no folder")):
+        assert main(["train", str(project / "tiny.yaml"), "--run-dir", run_dir, *options]) == 2
+        assert rule in capsys.readouterr().err
+    assert [path.name for path in here.rglob("*")] == ["taken", "notes"]
 
 
 def test_a_plan_names_the_objective_and_what_is_set(project, here, capsys, monkeypatch):

@@ -160,11 +160,7 @@ class ByHand:
                     extra = extra * torch.exp(difference.mean() if per_completion else difference)
             if h.entropy_coef:
                 entropies = self.member.entropies(row.prompt, row.tokens, temperature=h.temperature)
-                bonus = h.entropy_coef * row.pick(entropies).double()
-                if objective.entropy_reduction == "mean":
-                    total = total - bonus.sum() / actions
-                else:
-                    extra = extra - bonus
+                extra = extra - h.entropy_coef * row.pick(entropies).double()
             amount = {
                 "token-mean": actions,
                 "seq-mean-token-sum": len(rows),

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PreTrainedModel
 
@@ -14,8 +15,10 @@ from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row
+from evogrpo.training.memory import Need, gigabytes
 
 FLOAT = 4  # bytes of a float32
+SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +57,7 @@ class LanguageForecast:
         parameters: Of the base model.
         adapter_parameters: Of one member.
         memory: The estimate.
+        device: Where that is needed.
     """
 
     rounds: Rounds
@@ -65,6 +69,12 @@ class LanguageForecast:
     parameters: int
     adapter_parameters: int
     memory: Memory
+    device: str
+
+    @property
+    def need(self) -> Need:
+        """The memory that the run takes."""
+        return Need(size=self.memory.total, device=self.device, savings=SAVINGS)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -121,7 +131,16 @@ def forecast_of(
         tokens=None if rounds.learning_steps is None else rounds.learning_steps * per_step,
         parameters=sum(parameter.numel() for parameter in outline.parameters()),
         adapter_parameters=adapter,
-        memory=_memory(config, env.size("validation"), outline, device, adapter, longest),
+        memory=peak_memory(
+            outline,
+            agent=config.agent,
+            members=config.population.size,
+            rows=config.population.size * max(samples, rounds.validation),
+            adapter=adapter,
+            longest=longest,
+            precision=FLOAT if device == "cpu" else 2,
+        ),
+        device=device,
     )
 
 
@@ -138,22 +157,41 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
     return sampling + updates + reference
 
 
-def _memory(
-    config: Config[QuestionTask, LanguageAgent],
-    validation: int,
-    outline: PreTrainedModel,
-    device: str,
-    adapter: int,
-    longest: int,
+class Sizes(Protocol):
+    """What of members' settings decides on memory."""
+
+    @property
+    def max_output_tokens(self) -> int:
+        """The most that they write."""
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """The most that they learn from at a time."""
+
+    @property
+    def reduce_memory_peak(self) -> bool:
+        """Whether few logits are held at a time."""
+
+
+def peak_memory(
+    model: PreTrainedModel, *, agent: Sizes, members: int, rows: int, adapter: int, longest: int, precision: int
 ) -> Memory:
     """Estimate the peak memory.
 
     A layer keeps about 12 hidden vectors and 5 intermediate ones a token for the backward pass, adapters included;
     logits exist in float32 about three times over.
+
+    Args:
+        model: The base, with or without weights.
+        agent: What members are told.
+        members: How many there are.
+        rows: Most completions that are written together.
+        adapter: Parameters of one member.
+        longest: Tokens of the longest prompt.
+        precision: Bytes of one of the base's parameters.
     """
-    agent, text = config.agent, outline.config.get_text_config()
-    precision = FLOAT if device == "cpu" else 2
-    parameters = sum(parameter.numel() for parameter in outline.parameters())
+    text = model.config.get_text_config()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
     intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     heads = int(text.num_attention_heads)
@@ -161,11 +199,10 @@ def _memory(
     head = int(getattr(text, "head_dim", None) or hidden // heads)
     budget = agent.micro_batch_tokens
     logits = (256 if agent.reduce_memory_peak else budget) * int(text.vocab_size) * FLOAT * 3
-    rows = config.population.size * max(config.schedule.samples_per_step, validation)
     cached = min(rows * (longest + agent.max_output_tokens), CACHED_TOKENS)
     return Memory(
         base=parameters * precision,
-        members=(3 * config.population.size + 2) * adapter * FLOAT,
+        members=(3 * members + 2) * adapter * FLOAT,
         learning=budget * layers * (12 * hidden + 5 * intermediate) * precision + logits,
         sampling=2 * cached * layers * 2 * key_heads * head * precision,
     )
@@ -173,15 +210,11 @@ def _memory(
 
 def _memory_row(memory: Memory, size: int) -> str:
     return (
-        f"about {_gigabytes(memory.total)} at the peak (an estimate): base {_gigabytes(memory.base)} + members "
-        f"{_gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
-        f"{_gigabytes(memory.learning)} (activations and logits of a micro-batch) and sampling "
-        f"{_gigabytes(memory.sampling)} (keys and values); Python and its libraries come on top"
+        f"about {gigabytes(memory.total)} at the peak (an estimate): base {gigabytes(memory.base)} + members "
+        f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
+        f"{gigabytes(memory.learning)} (activations and logits of a micro-batch) and sampling "
+        f"{gigabytes(memory.sampling)} (keys and values); Python and its libraries come on top"
     )
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
 
 
 def _millions(count: int) -> str:

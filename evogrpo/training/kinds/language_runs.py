@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.population import Population
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.history.text import counted
@@ -20,11 +21,13 @@ from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config
 from evogrpo.training.configuration.typed import plain
-from evogrpo.training.forecast import sizes_text
+from evogrpo.training.forecast import limited, sizes_text
 from evogrpo.training.kinds.founding import choose_device, founder_options
-from evogrpo.training.kinds.language_forecast import LanguageForecast, forecast_of
+from evogrpo.training.kinds.language_forecast import SAVINGS, LanguageForecast, forecast_of, peak_memory
 from evogrpo.training.loop.progress import Progress
+from evogrpo.training.memory import Need
 from evogrpo.training.rundir import Saved
+from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
 
 LanguageConfig = Config[QuestionTask, LanguageAgent]
@@ -141,6 +144,22 @@ class LanguageKind:
         return PreparedLanguage(
             config=config, model=config.model, outline=outline, env=env, device=device, lora=lora, targets=targets
         )
+
+    def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
+        """Estimate from the base model, the adapters and the longest question."""
+        members = population.members
+        assert isinstance(members, LanguageMembers)  # its kind says so
+        model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
+        memory = peak_memory(
+            model,
+            agent=members.settings,
+            members=len(population),
+            rows=len(population) * max(schedule.samples_per_step, validation),
+            adapter=members.banks.part(0, "adapter").numel(),
+            longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
+            precision=next(model.parameters()).element_size(),
+        )
+        return Need(size=memory.total, device=str(members.device), savings=SAVINGS)
 
     def film(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
         """Refuse: members write."""

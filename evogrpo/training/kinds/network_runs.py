@@ -20,10 +20,13 @@ from evogrpo.policies.control.encoding import Encoding
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
-from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
+from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
 from evogrpo.training.kinds.founding import choose_device, founder_options
+from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
+from evogrpo.training.memory import Need
 from evogrpo.training.rundir import Saved
+from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded, record_video
 
 ONE_THREAD = 1 << 15
@@ -42,6 +45,7 @@ class NetworkForecast:
         environment_steps: Most of one learning step, all members.
         optimizer_steps: Most per learning step and member.
         parameters: Of one member's network as it starts.
+        need: The memory that the run takes at most; None likewise.
     """
 
     rounds: Rounds
@@ -49,6 +53,7 @@ class NetworkForecast:
     environment_steps: int | None
     optimizer_steps: int | None
     parameters: int
+    need: Need | None
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -62,6 +67,7 @@ class NetworkForecast:
             "optimizer": f"at most {most} steps per member and learning step" if most is not None else UNLIMITED,
             "steps": self.rounds.steps_row(config, "episodes from held-out starts"),
             "parameters": f"{count_text(self.parameters)} in each member's network as it starts",
+            "memory": memory_row(self.need) or UNLIMITED,
         }
 
 
@@ -107,12 +113,21 @@ class PreparedNetworks:
         config, longest = self.config, self.env.max_episode_steps
         steps = None if longest is None else longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
+        rounds = Rounds.of(config, self.env)
         return NetworkForecast(
-            rounds=Rounds.of(config, self.env),
+            rounds=rounds,
             episode_steps=longest,
             environment_steps=None if steps is None else steps * config.population.size,
             optimizer_steps=None if steps is None else epochs * math.ceil(steps / smallest),
             parameters=self.parameters,
+            need=playing_need(
+                [self.env.observation_space],
+                longest=longest,
+                members=config.population.size,
+                samples=config.schedule.samples_per_step,
+                validation=rounds.validation,
+                parameters=self.parameters,
+            ),
         )
 
     def population(self) -> Population:
@@ -143,7 +158,18 @@ class NetworkKind:
         """Check a configuration against the environment and the device."""
         env = config.task.environment(seed=config.task_seed)
         example = _members(config, env, 1, "cpu")[0].state()
-        return PreparedNetworks(config=config, env=env, device=device_of(config), parameters=example["weights"].numel())
+        return PreparedNetworks(config=config, env=env, device=device_of(config), parameters=parameters_of(example))
+
+    def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
+        """Estimate from the environment's spaces and its longest episode."""
+        return playing_need(
+            [env.observation_space],
+            longest=env.max_episode_steps,
+            members=len(population),
+            samples=schedule.samples_per_step,
+            validation=limited(env.size("validation"), schedule.validation_questions),
+            parameters=parameters_of(population.agents[0].state()),
+        )
 
     def film(
         self, config: Config[EnvironmentTask, NetworkAgent], best: Path, folder: Path, episodes: int
@@ -175,6 +201,11 @@ def _members(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups
 
 
 # ---- what one network per policy has in common with one network
+
+
+def parameters_of(state: Mapping[str, torch.Tensor]) -> int:
+    """Return the parameters of all of a member's networks."""
+    return sum(part.numel() for name, part in state.items() if name.rpartition("/")[2] == "weights")
 
 
 def refuse_words(config: AnyConfig) -> None:

@@ -9,7 +9,9 @@ from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.objective import Objective
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
 from evogrpo.training.loop.progress import Progress
+from evogrpo.training.memory import Need
 from evogrpo.training.rundir import Saved
+from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
 
 
@@ -23,6 +25,11 @@ class Environment(GroupEnvironment, Protocol):
 
 class Forecast(Protocol):
     """What a run will do and cost, in numbers."""
+
+    @property
+    def need(self) -> Need | None:
+        """The memory that the run takes at its peak; None where that cannot be told."""
+        ...
 
     def rows(self, config: AnyConfig) -> Mapping[str, str]:
         """Return the numbers in words, by what they are about."""
@@ -117,6 +124,10 @@ class RunKind(Protocol[TaskT, AgentT]):
         Raises:
             ValueError: If one of them does not fit, with what to do.
         """
+        ...
+
+    def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
+        """Estimate the memory of a run that nobody has configured; None where it cannot be told."""
         ...
 
     def film(self, config: Config[TaskT, AgentT], best: Path, folder: Path, episodes: int) -> Sequence[Recorded]:

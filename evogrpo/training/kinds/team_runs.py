@@ -17,11 +17,21 @@ from evogrpo.history.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.configuration.team_tasks import ParallelTask
-from evogrpo.training.forecast import Rounds, possible, samples_row, sizes_text
+from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
 from evogrpo.training.kinds.founding import founder_options
-from evogrpo.training.kinds.network_runs import device_of, layers_text, normalised_text, refuse_words, small
+from evogrpo.training.kinds.network_runs import (
+    device_of,
+    layers_text,
+    normalised_text,
+    parameters_of,
+    refuse_words,
+    small,
+)
+from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
+from evogrpo.training.memory import Need
 from evogrpo.training.rundir import Saved
+from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
 
 UNKNOWN_LENGTH = "unknown, as a PettingZoo environment does not tell its limit: task.max_episode_steps has it counted"
@@ -39,6 +49,7 @@ class TeamForecast:
         transitions: Most actions of single agents in one learning step, all members.
         optimizer_steps: Most per learning step and member, by policy.
         parameters: Of one member's networks as they start.
+        need: The memory that the run takes at most; None where the length of episodes is not known.
     """
 
     rounds: Rounds
@@ -47,6 +58,7 @@ class TeamForecast:
     transitions: int | None
     optimizer_steps: Mapping[str, int]
     parameters: int
+    need: Need | None
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -61,6 +73,7 @@ class TeamForecast:
             "optimizer": f"{optimizer} per member and learning step" if optimizer else UNKNOWN_LENGTH,
             "steps": self.rounds.steps_row(config, "joint episodes from held-out starts"),
             "parameters": f"{count_text(self.parameters)} in each member's networks as they start",
+            "memory": memory_row(self.need) or UNKNOWN_LENGTH,
         }
 
 
@@ -117,8 +130,9 @@ class PreparedTeam:
         config, longest, roles = self.config, self.env.max_episode_steps, self.assignment.roles
         steps = None if longest is None else longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
+        rounds = Rounds.of(config, self.env)
         return TeamForecast(
-            rounds=Rounds.of(config, self.env),
+            rounds=rounds,
             episode_steps=longest,
             joint_steps=None if steps is None else steps * config.population.size,
             transitions=None if steps is None else steps * config.population.size * len(self.env.agents),
@@ -126,6 +140,14 @@ class PreparedTeam:
             if steps is None
             else {policy: epochs * math.ceil(steps * len(role.agents) / smallest) for policy, role in roles.items()},
             parameters=self.parameters,
+            need=playing_need(
+                self.env.observation_spaces.values(),
+                longest=longest,
+                members=config.population.size,
+                samples=config.schedule.samples_per_step,
+                validation=rounds.validation,
+                parameters=self.parameters,
+            ),
         )
 
     def population(self) -> Population:
@@ -161,7 +183,18 @@ class TeamKind:
             env=env,
             assignment=assign(env.observation_spaces, env.action_spaces, task.policies, agent_ids=task.agent_ids),
             device=device_of(config),
-            parameters=sum(part.numel() for name, part in example.items() if name.rpartition("/")[2] == "weights"),
+            parameters=parameters_of(example),
+        )
+
+    def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
+        """Estimate from the environment's spaces and its longest episode."""
+        return playing_need(
+            env.observation_spaces.values(),
+            longest=env.max_episode_steps,
+            members=len(population),
+            samples=schedule.samples_per_step,
+            validation=limited(env.size("validation"), schedule.validation_questions),
+            parameters=parameters_of(population.agents[0].state()),
         )
 
     def film(

@@ -1,0 +1,61 @@
+"""The memory that playing takes: what small networks saw in all episodes of a learning step, or of an evaluation."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from gymnasium import spaces
+
+from evogrpo.envs.control.trees import leaf_spaces
+from evogrpo.training.memory import Need, gigabytes
+
+HELD = 3.5
+"""How many times over observations are held at the peak: as they were seen, by episode, by action, and by optimizer
+step. Measured with images of 64 and 120 pixels a side; evaluations do without the last."""
+BESIDES = 64  # bytes of an action, its log-probability, reward and place
+SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
+
+
+def playing_need(
+    observations: Iterable[spaces.Space[Any]],
+    *,
+    longest: int | None,
+    members: int,
+    samples: int,
+    validation: int,
+    parameters: int,
+) -> Need | None:
+    """Estimate the most memory that a run of small networks takes; None where the length of episodes is unknown.
+
+    Args:
+        observations: What each acting agent sees in a step.
+        longest: Most steps of an episode.
+        members: How many there are.
+        samples: Episodes of each in a learning step.
+        validation: Episodes of each in an evaluation.
+        parameters: Of one of them.
+    """
+    if longest is None:
+        return None
+    seen = sum(_bytes(leaf) for space in observations for leaf in leaf_spaces(space))
+    episodes = members * max(HELD * samples, (HELD - 1) * validation)
+    # Weights, a gradient, two moments, and the copy of the best.
+    return Need(
+        size=int(episodes * longest * (seen + BESIDES)) + 5 * 4 * members * parameters, device="cpu", savings=SAVINGS
+    )
+
+
+def memory_row(need: Need | None) -> str | None:
+    """Write the estimate."""
+    if need is None:
+        return None
+    return (
+        f"at most {gigabytes(need.size)} (an estimate, where all episodes are as long as can be): what is seen in a "
+        "learning step or an evaluation, a few times over; Python and its libraries come on top"
+    )
+
+
+def _bytes(leaf: spaces.Space[Any]) -> int:
+    dtype = leaf.dtype
+    assert dtype is not None  # of every space that members can see
+    return int(dtype.itemsize) * math.prod(leaf.shape or ())

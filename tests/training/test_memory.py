@@ -1,0 +1,89 @@
+"""The memory of a run against the memory that is there: counted, said, and refused before anything heavy."""
+
+import gymnasium
+import numpy as np
+import pytest
+
+from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
+from evogrpo.training.memory import Need, check_memory, process_memory
+from tests.tiny_training import tiny_env, tiny_population
+
+GIGABYTE = 10**9
+
+
+def limits(folder, membership, **files):
+    """Write control groups and which of them the process is in; returns the arguments of `process_memory`."""
+    for name, value in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value}\n")
+    (folder / "membership").write_text(membership)
+    return folder, folder / "membership"
+
+
+@pytest.mark.parametrize(
+    ("membership", "files"),
+    [
+        ("0::/\n", {"memory.max": GIGABYTE}),
+        ("0::/a/b\n", {"a/memory.max": GIGABYTE, "a/b/memory.max": "max"}),
+        ("0::/a/b\n", {"a/b/memory.max": GIGABYTE, "a/memory.max": 2 * GIGABYTE}),
+        ("0::/of/the/machine\n", {"memory.max": GIGABYTE}),  # seen from inside a container
+        ("9:name=systemd:/\n4:memory:/slurm/job\n0::/\n", {"memory/slurm/job/memory.limit_in_bytes": GIGABYTE}),
+        (
+            "4:memory:/docker/x\n",
+            {"memory/memory.limit_in_bytes": GIGABYTE, "memory/docker/memory.limit_in_bytes": 1 << 62},
+        ),
+    ],
+)
+def test_the_limits_of_control_groups_of_both_versions_count(tmp_path, membership, files):
+    assert process_memory(*limits(tmp_path, membership, **files)) == GIGABYTE
+
+
+def test_without_a_limit_it_is_the_machines(tmp_path):
+    machine = process_memory(tmp_path, tmp_path / "missing")
+    assert machine is not None
+    assert machine == process_memory(*limits(tmp_path, "0::/a\n", **{"a/memory.max": "max"}))
+    assert process_memory() <= machine
+
+
+def test_what_is_too_much_is_refused_unless_allowed():
+    small, large = (Need(size=size, device="cpu", savings="population.size") for size in (1, 1 << 60))
+    assert "of memory are there" in check_memory(small)
+    with pytest.raises(ValueError, match=r"needs about 1,152,921,505 GB, .* lower population.size, or give --so"):
+        check_memory(large, remedy="--so")
+    assert check_memory(large, allowed=True) == check_memory(small)
+
+
+# ---- what a run needs
+
+
+class Pictures(gymnasium.Env):
+    """Shows pictures, and never ends by itself."""
+
+    observation_space = gymnasium.spaces.Box(0, 255, (64, 64, 3), np.uint8)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.observation_space.low, {}
+
+    def step(self, action):
+        return self.observation_space.low, 0.0, False, False, {}
+
+
+def test_the_pictures_of_a_batch_count():
+    env = GymnasiumGroups(Pictures, max_episode_steps=10**6, validation_size=2, test_size=2)
+    spaces = env.observation_space, env.action_space
+    population = GRPO.population(2, *spaces, network=NetworkConfig(hidden=(4,)))
+    run = {"generations": 1, "samples_per_step": 64}
+    # 2 members x 64 episodes x a million steps x 12 kB, 3.5 times over
+    with pytest.raises(ValueError, match=r"needs about 5,[56]\d\d GB.*schedule.samples_per_step.*allow_memory=True"):
+        evolve(population, env, **run)
+    evolve(population, env, **run, allow_memory=True)  # nothing is played before it is iterated over
+
+
+def test_a_language_model_is_counted_in_python(tmp_path):
+    population = tiny_population(2, micro_batch_tokens=10**12)
+    with pytest.raises(ValueError, match=r"agent\.micro_batch_tokens"):
+        evolve(population, tiny_env(), generations=1, samples_per_step=8, run_dir=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
