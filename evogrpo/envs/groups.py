@@ -1,7 +1,7 @@
 """The group environment: what training and evaluation ask of anything that agents act in."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
@@ -31,6 +31,8 @@ class Scores:
         step_rewards: What was earned at each of a row's `Transcript.tokens` [n, t], t the most tokens of a row, weights
             included; NaN = nothing was given there. A row's sum is its reward. None where no reward function looked
             inside completions.
+        columns: What else is to stand in the completions table, one value per row; untrusted.
+        metrics: Further numbers about these completions.
     """
 
     rewards: NDArray[np.float64]
@@ -38,6 +40,8 @@ class Scores:
     completions: tuple[str, ...]
     weights: tuple[float, ...]
     step_rewards: NDArray[np.float64] | None = None
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 REPLY = ">>> "
@@ -126,6 +130,22 @@ class Fingerprinted(Protocol):
         Two environments with equal ones deal the same starts and reward the same actions in the same way; what has no
         part in that, such as how many processes are used, is left out.
         """
+
+
+@runtime_checkable
+class Paced(Protocol):
+    """A group environment whose rewards may depend on how far training has come."""
+
+    def at_step(self, step: int, most: int) -> None:
+        """Take note of how many learning steps were taken, of how many in all; 0 where that is not known."""
+
+
+@runtime_checkable
+class Tried(Protocol):
+    """A group environment that can try what the user has given it before a run does anything expensive."""
+
+    def preflight(self) -> object:
+        """Try it; ValueError with what is wrong."""
 
 
 @lru_cache(maxsize=16)

@@ -44,6 +44,7 @@ class Example:
         rewards: What it earned from each reward function, before its weight; None where that does not apply.
         advantage: What was made of it: the mean over its actions; None where that is unknown.
         truncated: Whether it ran out of length.
+        columns: What else its reward functions have logged of it; untrusted.
     """
 
     prompt: str
@@ -54,10 +55,11 @@ class Example:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     advantage: float | None = None
     truncated: bool = False
+    columns: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {**vars(self), "rewards": dict(self.rewards)}
+        return {**vars(self), "rewards": dict(self.rewards), "columns": dict(self.columns)}
 
     @classmethod
     def from_json(cls, fields: JournalFields) -> Self:

@@ -50,6 +50,7 @@ def examples_of(
                     rewards={name: _number(values[row]) for name, values in collected.scores.components.items()},
                     advantage=_number(learned[slot].advantages[place]),
                     truncated=bool(collected.truncated[row]),
+                    columns={name: _plain(values[row]) for name, values in collected.scores.columns.items()},
                 )
             )
     return tuple(examples)
@@ -63,6 +64,14 @@ def first_of_each(examples: Sequence[Example]) -> tuple[Example, ...]:
     return tuple(first.values())
 
 
+def _plain(value: Any) -> bool | int | float | str | None:
+    """Return what a reward function logged as a table can hold it: a number, a text or nothing."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
+
+
 def _number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
@@ -71,7 +80,8 @@ class CompletionsLog:
     """Writes the completions table of every learning step to a file of its own.
 
     The columns: step, index (of the member), prompt (the question alone), completion, reward (in all), advantage
-    (mean over the completion's actions), truncated, and rewards/<function> before its weight. What is missing is null.
+    (mean over the completion's actions), truncated, rewards/<function> before its weight, and what reward functions
+    have logged by `log_extra`. What is missing is null.
 
     Args:
         folder: Where the files go; made when the first is written.
@@ -104,11 +114,12 @@ def check_completions(most: int, form: str) -> None:
 
 
 def _row(example: Example) -> dict[str, Any]:
-    values = {name: value for name, value in vars(example).items() if name != "rewards"}
+    values = {name: value for name, value in vars(example).items() if name not in ("rewards", "columns")}
     order = ("step", "index", "prompt", "completion", "reward", "advantage", "truncated")
     return {
         **{name: values[name] for name in order},
         **{f"rewards/{name}": value for name, value in example.rewards.items()},
+        **{name: value for name, value in example.columns.items() if name not in order},
     }
 
 
@@ -124,13 +135,13 @@ def _parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
     kinds = {"step": pa.int64(), "index": pa.int64(), "prompt": pa.string(), "completion": pa.string()}
     kinds |= {"truncated": pa.bool_()}
     names = list(dict.fromkeys(name for row in rows for name in row))
-    columns = {
-        name: pa.array(
-            [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values],
-            type=kinds.get(name, pa.float64()),
-        )
-        for name, values in ((name, [row.get(name) for row in rows]) for name in names)
-    }
+    columns = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if any(isinstance(value, str) for value in values):
+            kinds.setdefault(name, pa.string())
+            values = [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
+        columns[name] = pa.array(values, type=kinds.get(name, pa.float64()))
     sink = pa.BufferOutputStream()
     pq.write_table(pa.table(columns), sink)
     return bytes(sink.getvalue().to_pybytes())

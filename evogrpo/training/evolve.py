@@ -8,7 +8,7 @@ from rich.console import Console
 from torch import nn
 
 from evogrpo.agents.population import Population
-from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.envs.groups import GroupEnvironment, Tried
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat
@@ -60,8 +60,8 @@ def evolve(
         and after, and where everything lies; `stop()` ends it early.
 
     Raises:
-        ValueError: If a setting is unknown or out of range, the run directory is no place for a run, or more memory is
-            needed than is there.
+        ValueError: If a setting is unknown or out of range, the run directory is no place for a run, more memory is
+            needed than is there, or a reward function does not serve for a made-up completion.
     """
     refuse_unknown("argument of evolve", schedule, Schedule.__dataclass_fields__)
     console = console_for(progress)
@@ -70,6 +70,8 @@ def evolve(
     )
     planned = Schedule(**schedule)
     _check_memory(population, env, planned, allowed=allow_memory)
+    if isinstance(env, Tried):
+        env.preflight()
     run = Evolution(
         population,
         env,

@@ -116,7 +116,8 @@ def test_a_reward_that_raises_stops_the_run_which_goes_on_once_mended(project, h
 
 
 def test_a_reward_that_raises_at_once_leaves_a_run_that_can_go_on(project, here, uninterrupted, capsys):
-    Path("mine.py").write_text("def score(completion, answer, question):\n    raise KeyError(answer)\n")
+    body = "    if 'made-up' not in completion:\n        raise KeyError(answer)\n    return 0.0\n"
+    Path("mine.py").write_text(f"def score(completion, answer, question):\n{body}")
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", *SHORT, "task.reward=mine.py:score"]
     assert main(arguments) == 1
     assert "reward function 'score' raised KeyError" in capsys.readouterr().err

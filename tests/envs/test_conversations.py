@@ -154,7 +154,7 @@ def test_what_cannot_be_talked_about_is_refused(options, message):
 
 
 def test_texts_are_no_conversations():
-    rows = [{"prompt": f"guess {n}"} for n in range(30)]
+    rows = [{"prompt": f"guess {n}", "digit": n} for n in range(30)]
     with pytest.raises(ValueError, match="must be lists of messages, got 'guess 0'"):
         MultiTurnGym(rows, None, build(CLOSED), reply=hint, max_turns=2, reward_funcs=right)
     with pytest.raises(ValueError, match="need a tokenizer with a chat_template"):

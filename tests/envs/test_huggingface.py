@@ -67,15 +67,19 @@ def test_trl_form_passes_texts_for_text_prompts(plain_tokenizer):
     assert scores.rewards.tolist() == [3.0], text
 
 
+def silent(completions, **_):
+    return [0.0 for _ in completions]
+
+
 def test_questions_are_told_without_what_surrounds_them_in_the_prompt(tokenizer, plain_tokenizer):
     template = [{"role": "system", "content": "Add."}, {"role": "user", "content": "Q: {question}"}]
     assert agilerl(tokenizer, conversation_template=template).open("test", [2, 0]).questions == ("2*2?", "0*0?")
     said = [("system", "Be brief."), ("user", "early"), ("assistant", "yes"), ("user", "late"), ("assistant", "So")]
     talk = [{"role": role, "content": content} for role, content in said]
-    env = HuggingFaceGym(messages("a", "b", "c"), [{"prompt": talk, "answer": ""}], tokenizer, reward_funcs=print)
+    env = HuggingFaceGym(messages("a", "b", "c"), [{"prompt": talk, "answer": ""}], tokenizer, reward_funcs=silent)
     assert env.open("test", [0]).questions == ("late",)
     rows = [{"prompt": text} for text in "abcdef"]
-    env = HuggingFaceGym(rows, [{"prompt": "plain text"}], plain_tokenizer, reward_funcs=print)
+    env = HuggingFaceGym(rows, [{"prompt": "plain text"}], plain_tokenizer, reward_funcs=silent)
     assert env.open("test", [0]).questions == ("plain text",)
 
 

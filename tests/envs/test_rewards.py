@@ -206,7 +206,9 @@ def test_names_stay_apart():
         ((None, [], None), "at least one function"),
         ((None, [fragile], [1.0, 2.0]), r"1 finite numbers, one per function, got \[1.0, 2.0\]"),
         ((None, fragile, [math.nan]), "finite numbers"),
-        ((None, ["model"], None), "a function, plain or async, got 'model'"),
+        ((None, ["model"], None), "a function, got 'model': to reward with a model, load it yourself"),
+        ((None, "model", None), "a function, got 'model'"),
+        ((None, torch.nn.Linear(1, 1), None), "got the model Linear"),
         ((3, None, None), "a function, plain or async, got 3"),
     ],
 )

@@ -116,4 +116,9 @@ def _joined_scores(one: Scores, other: Scores, order: Tensor) -> Scores:
             name: np.concatenate([values, other.components[name]])[rows] for name, values in one.components.items()
         },
         completions=tuple(texts[row] for row in rows.tolist()) if texts else (),
+        columns={
+            name: tuple([*values, *other.columns[name]][row] for row in rows.tolist())
+            for name, values in one.columns.items()
+            if name in other.columns
+        },
     )

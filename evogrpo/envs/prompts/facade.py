@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Split, deal_starts
+from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Paced, Split, deal_starts
 from evogrpo.records.transcripts import in_one_turn
 
 PromptTensors = dict[str, Tensor]
@@ -116,12 +116,15 @@ class Facade:
             for row in group.tolist()
         ]
         shape = (len(opened.prompts), group_size)
+        if isinstance(self._environment, Paced) and self.split == "train":
+            self._environment.at_step(self._place.step, 0)
         scores = opened.score(in_one_turn([n // group_size for n in range(len(rows))], rows))
         texts = [list(scores.completions[i * group_size : (i + 1) * group_size]) for i in range(shape[0])]
         self._place = self._opened(replace(self._place, step=self._place.step + 1))
         report: dict[str, Any] = {
             f"rewards/{name}": values.reshape(shape) for name, values in scores.components.items()
         }
+        report |= scores.metrics
         report |= {"completions": texts, "split": self.split, "starts": self._place.starts}
         rewards = torch.as_tensor(scores.rewards.reshape(shape), dtype=torch.float32)
         return self._observation(), rewards, np.ones(shape, dtype=bool), np.zeros(shape, dtype=bool), report

@@ -23,6 +23,8 @@ class HuggingFaceGym(QuestionGroups):
     `reward_fn(completion, answer, question) -> float`; `conversation_template` turns a question into messages. TRL's:
     a column `prompt` (text, or a list of messages) and `reward_funcs`, each called with all completions at once as
     `f(prompts=, completions=, completion_ids=, **columns) -> list[float | None]`, where None means not applicable.
+    Functions are given what they name: AgileRL's by these three names in any order, or by place; see
+    `evogrpo.envs.prompts.rewards.signatures`.
     A prompt that ends with an assistant message is continued; completions hold only what was sampled.
 
     Either form may be `async def`: such functions run concurrently, of AgileRL's form the calls for all completions.

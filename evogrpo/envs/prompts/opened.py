@@ -1,13 +1,14 @@
 """Opened prompts of a dataset: their questions in words, and scoring what is said to them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.groups import REPLY, Scores
+from evogrpo.envs.prompts.rewards.offered import Advance, Logged
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward
 from evogrpo.envs.prompts.rewards.scoring import Evaluated, evaluate
 from evogrpo.envs.prompts.rewards.step_rewards import token_positions
@@ -27,6 +28,7 @@ class OpenedPrompts:
         runner: Calls them.
         tokenizer: Decodes completions.
         on_reward_error: What happens where a reward function fails.
+        pace: How far training has come.
         max_turns: Most completions in one conversation.
     """
 
@@ -36,6 +38,7 @@ class OpenedPrompts:
     runner: Runner
     tokenizer: Tokenizer
     on_reward_error: OnRewardError
+    pace: Advance = field(default_factory=Advance)
     max_turns: int = 1
 
     @property
@@ -61,11 +64,13 @@ class OpenedPrompts:
             [text] if len(transcript.turns) == 1 else self._spoken(transcript)
             for text, transcript in zip(texts, transcripts, strict=True)
         ]
+        logged = Logged()
         answers = Answers(
             rows=[self.rows[transcript.start] for transcript in transcripts],
             texts=texts,
             token_ids=token_ids,
             turns=spoken,
+            training=logged.offered(self.pace, here=self.runner.here) if self.rewards[0].batched else {},
         )
         evaluated = evaluate(self.rewards, answers, self.on_reward_error, self.runner)
         return Scores(
@@ -74,6 +79,8 @@ class OpenedPrompts:
             completions=tuple(map(_shown, spoken)),
             weights=tuple(reward.weight for reward in self.rewards),
             step_rewards=self._step_rewards(evaluated, answers, transcripts) if evaluated.steps else None,
+            columns=logged.whole_columns(len(texts)),
+            metrics=logged.means(),
         )
 
     def _check(self, transcripts: Sequence[Transcript]) -> None:

@@ -7,7 +7,9 @@ import gymnasium
 
 from evogrpo.envs.groups import SPLITS, Split, deal_starts
 from evogrpo.envs.identity import canonical, code_hash, short_hash
-from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, Reward, make_runner
+from evogrpo.envs.prompts.rewards.offered import Advance, Logged
+from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight, tried
+from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward, make_runner
 from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
 from evogrpo.envs.prompts.splits import Content, Questions, Table, Tokenized, check_table, make_splits
 from evogrpo.envs.prompts.templates import (
@@ -74,9 +76,14 @@ class QuestionGroups:
         self._rewards, self._template, self._columns = rewards, template, tuple(columns)
         self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
         self._runner = make_runner(rewards, reward_timeout, reward_workers)
+        for reward in rewards:
+            reward.check_here(here=self._runner.here)
+        self._pace = Advance()
         given = {split: table for split, table in tables.items() if table is not None}
         for split, table in given.items():
-            check_table(table, self._columns, f"{split}_dataset")
+            present = check_table(table, self._columns, f"{split}_dataset")
+            for reward in rewards:
+                reward.check(present, f"{split}_dataset")
         for split, size in sizes.items():
             if size is not None and split in given:
                 raise ValueError(f"{split}_size says how many questions to draw where {split}_dataset is not given")
@@ -109,6 +116,35 @@ class QuestionGroups:
             "seed": str(self.seed),
         }
 
+    @property
+    def largest_token(self) -> int:
+        """The largest token id of all prompts."""
+        return max(max(ids) for questions in self._splits.values() for ids in questions.prompts)
+
+    def at_step(self, step: int, most: int) -> None:
+        """Take note of how far training has come, for reward functions that ask for the `trainer_state`."""
+        self._pace.step, self._pace.most = step, most
+
+    def preflight(self) -> Preflight:
+        """Try every reward function on a made-up completion of the first training question.
+
+        Raises:
+            RewardError: If one fails, or returns something that is no reward.
+        """
+        questions = self._splits["train"]
+        row, prompt = questions.table[questions.rows[0]], questions.prompts[0].tolist()
+        answers = Answers(
+            rows=[row],
+            texts=[MADE_UP],
+            token_ids=[self.tokenizer([MADE_UP], add_special_tokens=False)["input_ids"][0]],
+            training=Logged().offered(self._pace, here=self._runner.here) if self._rewards[0].batched else {},
+        )
+        return Preflight(
+            prompt=str(self.tokenizer.decode(prompt)),
+            tokens=len(prompt),
+            rewards=tried(self._rewards, answers, self._on_reward_error, self._runner),
+        )
+
     def close(self) -> None:
         """End the worker processes of reward functions; the next score would start new ones."""
         self._runner.close()
@@ -127,6 +163,7 @@ class QuestionGroups:
             "runner": self._runner,
             "tokenizer": self.tokenizer,
             "on_reward_error": self._on_reward_error,
+            "pace": self._pace,
         }
 
     def _tokens(self, split: Split, table: Table) -> Tokenized:

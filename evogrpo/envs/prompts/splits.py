@@ -107,8 +107,8 @@ class Questions:
         )
 
 
-def check_table(table: object, columns: Sequence[str], name: str) -> None:
-    """Refuse anything that is not a non-empty table with the given columns.
+def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
+    """Refuse anything that is not a non-empty table with the given columns; return all that it has.
 
     Raises:
         ValueError: With the name of the argument, what was found and what to do.
@@ -130,6 +130,7 @@ def check_table(table: object, columns: Sequence[str], name: str) -> None:
             f"{name} must have the columns {list(columns)}, got {present}: rename columns to provide {missing} "
             "(reward_fn, or form: agilerl, reads question and answer; reward_funcs, or form: trl, read prompt)"
         )
+    return present
 
 
 def make_splits(

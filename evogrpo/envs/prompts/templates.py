@@ -109,24 +109,21 @@ def render(messages: list[Message], tokenizer: Tokenizer, options: Options | Non
     Raises:
         ValueError: If the template leaves out tool calls that the conversation holds.
     """
-    text = _rendered(messages, tokenizer, options or {})
-    if any(message.get("tool_calls") for message in messages):
-        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
-        if _rendered(bare, tokenizer, options or {}) == text:
-            raise ValueError(
-                "a message holds tool_calls, which the tokenizer's chat_template does not show: set a chat_template "
-                "that does, or write the calls into content"
-            )
-    return text
-
-
-def _rendered(messages: list[Message], tokenizer: Tokenizer, options: Options) -> str:
     last = messages[-1]
     prefill = last["role"] == "assistant" and not last.get("tool_calls")
     if prefill and not last["content"]:  # an empty prefill is the same as a fresh assistant turn
         messages, prefill = messages[:-1], False
     mode = "continue_final_message" if prefill else "add_generation_prompt"
-    return str(tokenizer.apply_chat_template(messages, **{**options, "tokenize": False, mode: True}))
+    given = {**(options or {}), "tokenize": False, mode: True}
+    text = str(tokenizer.apply_chat_template(messages, **given))
+    if any(message.get("tool_calls") for message in messages):
+        bare = [{key: value for key, value in message.items() if key != "tool_calls"} for message in messages]
+        if str(tokenizer.apply_chat_template(bare, **given)) == text:
+            raise ValueError(
+                "a message holds tool_calls, which the tokenizer's chat_template does not show: set a chat_template "
+                "that does, or write the calls into content"
+            )
+    return text
 
 
 def check_options(options: object, where: str) -> Options:

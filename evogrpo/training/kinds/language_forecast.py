@@ -8,7 +8,8 @@ from typing import Protocol
 from transformers import PreTrainedModel
 
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-from evogrpo.history.text import count_text
+from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
+from evogrpo.history.text import count_text, number_text, shorten
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.sampling import CACHED_TOKENS
 from evogrpo.training.configuration.agent_sections import LanguageAgent
@@ -58,6 +59,7 @@ class LanguageForecast:
         adapter_parameters: Of one member.
         memory: The estimate.
         device: Where that is needed.
+        trial: What was tried of the prompts and rewards.
     """
 
     rounds: Rounds
@@ -70,6 +72,7 @@ class LanguageForecast:
     adapter_parameters: int
     memory: Memory
     device: str
+    trial: Preflight
 
     @property
     def need(self) -> Need:
@@ -84,6 +87,8 @@ class LanguageForecast:
             tokens += f", {count_text(self.tokens)} in all"
         written, form = config.logging.completions, config.logging.completions_format
         return {
+            "first prompt": f"{count_text(self.trial.tokens)} tokens: {shorten(self.trial.prompt, 400)!r}",
+            "rewards": f"{_earned(self.trial)} for {MADE_UP!r}",
             "samples": samples_row(config, "completions"),
             "groups": self.rounds.groups_row(),
             "optimizer": f"{fewest if fewest == most else f'{fewest} to {most}'} steps per member and learning step",
@@ -100,6 +105,7 @@ class LanguageForecast:
 def forecast_of(
     config: Config[QuestionTask, LanguageAgent],
     env: HuggingFaceGym,
+    trial: Preflight,
     outline: PreTrainedModel,
     targets: Sequence[Target],
     device: str,
@@ -109,6 +115,7 @@ def forecast_of(
     Args:
         config: The configuration.
         env: Where members act.
+        trial: What was tried of it.
         outline: The base model, without its weights.
         targets: The modules that adapters change.
         device: Where members will live.
@@ -141,7 +148,13 @@ def forecast_of(
             precision=FLOAT if device == "cpu" else 2,
         ),
         device=device,
+        trial=trial,
     )
+
+
+def _earned(trial: Preflight) -> str:
+    values = (f"{name} {'none' if value is None else number_text(value)}" for name, value in trial.rewards.items())
+    return ", ".join(values)
 
 
 def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, longest: int) -> int:

@@ -8,9 +8,11 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.tokens.language_members import LanguageMembers
+from evogrpo.agents.members.tokens.language_members import LanguageMembers, check_vocabulary
 from evogrpo.agents.population import Population
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
+from evogrpo.envs.prompts.rewards.preflight import Preflight
+from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.history.text import counted
 from evogrpo.objective import Objective
 from evogrpo.policies.tokens.engine.probes import check_causal_class
@@ -20,6 +22,7 @@ from evogrpo.policies.tokens.targets import trained_by
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config
+from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.configuration.typed import plain
 from evogrpo.training.forecast import limited, sizes_text
 from evogrpo.training.kinds.founding import choose_device, founder_options
@@ -42,6 +45,7 @@ class PreparedLanguage:
         model: Its base model.
         outline: The base model's tokenizer and architecture.
         env: Where members act.
+        trial: Its first prompt, and what its rewards gave for a made-up completion.
         device: Where they will live.
         lora: The adapters.
         targets: The modules they adapt.
@@ -54,6 +58,7 @@ class PreparedLanguage:
     model: str
     outline: BaseModel
     env: HuggingFaceGym
+    trial: Preflight
     device: str
     lora: LoraConfig
     targets: tuple[Target, ...]
@@ -70,7 +75,7 @@ class PreparedLanguage:
 
     def forecast(self) -> LanguageForecast:
         """Do the arithmetic of the run."""
-        return forecast_of(self.config, self.env, self.outline.model, self.targets, self.device)
+        return forecast_of(self.config, self.env, self.trial, self.outline.model, self.targets, self.device)
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
@@ -99,6 +104,14 @@ class PreparedLanguage:
         tokenizer = self.outline.tokenizer
         chosen = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         return int(chosen or 0)
+
+
+def _tried(env: HuggingFaceGym) -> Preflight:
+    try:
+        return env.preflight()
+    except RewardError as error:
+        env.close()
+        raise ValueError(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}") from error
 
 
 def _reserve(env: HuggingFaceGym) -> str:
@@ -141,8 +154,17 @@ class LanguageKind:
                     f"got {config.agent.max_output_tokens}"
                 )
         env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
+        trial = _tried(env)
+        check_vocabulary(env.largest_token, outline.model)
         return PreparedLanguage(
-            config=config, model=config.model, outline=outline, env=env, device=device, lora=lora, targets=targets
+            trial=trial,
+            config=config,
+            model=config.model,
+            outline=outline,
+            env=env,
+            device=device,
+            lora=lora,
+            targets=targets,
         )
 
     def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:

@@ -8,7 +8,7 @@ from typing import Any, TypeGuard
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.comparing import fingerprint_of
-from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.envs.groups import GroupEnvironment, Paced
 from evogrpo.evolution.fitness import paired_difference
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies import Strategy
@@ -245,6 +245,7 @@ class Evolution:
         """Let the members act; if that fails, what they have learnt so far is kept."""
         progress = self.progress
         self._require_healthy()
+        self._tell_pace()
         try:
             with self.stopping.abandonable():
                 return self.population.collect(
@@ -255,6 +256,12 @@ class Evolution:
             # reward function raised, and the run goes on once it is mended.
             self._save(f"{type(error).__name__} while collecting step {progress.step}")
             raise
+
+    def _tell_pace(self) -> None:
+        """Let the environment know how far training has come."""
+        if isinstance(self.env, Paced):
+            generations = self.schedule.generations or 0
+            self.env.at_step(self.progress.step, generations * self.progress.steps_per_generation)
 
     def _learn(self, collected: Collected, *, collecting: float) -> dict[int, LearnReport]:
         """Let the members learn; if that takes long it can be abandoned, and nobody has learnt anything then."""
@@ -293,6 +300,7 @@ class Evolution:
         """Evaluate, plan, record and checkpoint."""
         progress, population, began = self.progress, self.population, time.monotonic()
         self._require_healthy()
+        self._tell_pace()
         try:
             with self.stopping.abandonable():
                 population.evaluate(self.env, "validation", questions=self.schedule.validation_questions)

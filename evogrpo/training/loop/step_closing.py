@@ -49,7 +49,7 @@ def close_step(
     indices = {slot: population.agents[slot].index for slot in learned}
     table = examples_of(collected, indices, learned, step=step, most=completions)
     progress.examples = first_of_each(table)
-    measured = {slot: finite_metrics(each) for slot, each in learned.items()}
+    measured = {slot: {**collected.scores.metrics, **finite_metrics(each)} for slot, each in learned.items()}
     epochs = {slot: population.agents[slot].hyperparameters.update_epochs for slot in learned}
     progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs)
     spent, renamed = step_costs(progress, seconds, tokens), sb3_names(population, progress, measured)

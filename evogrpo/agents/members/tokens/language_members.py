@@ -37,6 +37,16 @@ from evogrpo.records import Experience, Rows
 from evogrpo.tally import Tally
 
 
+def check_vocabulary(largest: int, model: PreTrainedModel) -> None:
+    """Refuse with a ValueError prompts that hold a token id which a model does not know."""
+    known = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
+    if largest >= known:
+        raise ValueError(
+            f"prompts hold token ids up to {largest}, but the model knows {known} tokens: use the model's own "
+            "tokenizer, or resize the model's embeddings before training"
+        )
+
+
 class LanguageMembers:
     """Adapters over one frozen base model; see `evogrpo.agents.members.members.Members`.
 
@@ -146,8 +156,10 @@ class LanguageMembers:
         self.banks.changed.update(range(self.banks.size))
 
     def check(self, env: Any) -> None:
-        """Refuse an environment that asks no questions."""
-        self._open(env, "train", [0])
+        """Refuse an environment that asks no questions, or in tokens that the model does not know."""
+        opened = self._open(env, "train", [0])
+        largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
+        check_vocabulary(largest, self.bank.base.model)
 
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Conversations:
         opened = env.open(split, starts)

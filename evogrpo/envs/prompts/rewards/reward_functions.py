@@ -3,10 +3,11 @@
 import functools
 import math
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from evogrpo.envs.prompts.rewards.signatures import Signature, check_batched, single_names
 from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
 from evogrpo.envs.prompts.rewards.verifiers.calling import Call, InProcess, Job, Runner, is_async
 from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
@@ -34,6 +35,7 @@ class Answers:
         rows: Dataset row that each completion answers.
         texts: Decoded completions.
         token_ids: Token ids of the completions, without padding.
+        training: What training offers to functions in TRL's form that ask for it, by name.
         turns: Of conversations, which `texts` and `token_ids` hold as a whole: what was said and heard in turns. None
             where a text is all that was said.
     """
@@ -42,6 +44,7 @@ class Answers:
     texts: Sequence[str]
     token_ids: Sequence[list[int]]
     turns: Sequence[Sequence[str]] | None = None
+    training: Mapping[str, Any] = field(default_factory=dict)
 
     def only(self, positions: Sequence[int]) -> "Answers":
         """Return the answers at the given positions."""
@@ -50,6 +53,7 @@ class Answers:
             texts=[self.texts[position] for position in positions],
             token_ids=[self.token_ids[position] for position in positions],
             turns=None if self.turns is None else [self.turns[position] for position in positions],
+            training=self.training,
         )
 
 
@@ -69,6 +73,34 @@ class Reward:
     batched: bool
     function: Callable[..., Any]
 
+    @functools.cached_property
+    def asked_by_name(self) -> tuple[str, ...] | None:
+        """In AgileRL's form, the names under which it takes its arguments; None = by place."""
+        return single_names(self.name, self.function)
+
+    @functools.cached_property
+    def signature(self) -> Signature | None:
+        """Its parameters; None where they cannot be known."""
+        return Signature.of(self.function)
+
+    def check(self, columns: Collection[str], where: str) -> None:
+        """Refuse with a ValueError a function that asks for what a dataset with these columns cannot give."""
+        if self.batched:
+            check_batched(self.name, self.function, columns, where)
+        else:
+            _ = self.asked_by_name
+
+    def check_here(self, *, here: bool) -> None:
+        """Refuse with a ValueError a function that has to log, where it runs in another process than training."""
+        needed = (
+            () if self.signature is None else set(self.signature.required).intersection(("log_extra", "log_metric"))
+        )
+        if needed and not here:
+            raise ValueError(
+                f"reward function {self.name!r} asks for {', '.join(sorted(needed))}, which needs the run's own "
+                "process: leave out reward_workers and reward_timeout, or give the parameter a default"
+            )
+
     def jobs(self, answers: Answers, rows: Sequence[int], shares: int) -> list[Job]:
         """Return the calls that reward the given rows; completions that one call takes are divided into `shares`."""
         if self.batched or is_async(self.function):
@@ -80,8 +112,7 @@ class Reward:
 
     def _calls(self, answers: Answers) -> tuple[Call, ...]:
         if not self.batched:
-            pairs = zip(answers.texts, answers.rows, strict=True)
-            return tuple(((text, row["answer"], row["question"]), {}) for text, row in pairs)
+            return tuple(self._call(text, row) for text, row in zip(answers.texts, answers.rows, strict=True))
         prompts = [row["prompt"] for row in answers.rows]
         completions: list[Any] = list(answers.texts)
         if not isinstance(prompts[0], str):
@@ -89,7 +120,16 @@ class Reward:
             completions = [as_messages(spoken) for spoken in turns]
         columns = {key: [row[key] for row in answers.rows] for key in answers.rows[0] if key not in _TRL_OWN}
         given = {"prompts": prompts, "completions": completions, "completion_ids": list(answers.token_ids)}
-        return (((), {**given, **columns}),)
+        offered = {**given, **columns, **answers.training}
+        if self.signature is not None and not self.signature.anything:
+            offered = {name: value for name, value in offered.items() if name in self.signature.names}
+        return (((), offered),)
+
+    def _call(self, text: str, row: Mapping[str, Any]) -> Call:
+        values = {"completion": text, "answer": row["answer"], "question": row["question"]}
+        if self.asked_by_name is None:
+            return tuple(values.values()), {}
+        return (), {name: values[name] for name in self.asked_by_name}
 
 
 def as_messages(spoken: Sequence[str]) -> list[dict[str, str]]:
@@ -105,9 +145,11 @@ def make_rewards(
     """Return the reward functions in one form.
 
     Args:
-        reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per completion.
+        reward_fn: AgileRL's form, `reward_fn(completion, answer, question) -> float`, called per completion; by these
+            names in whatever order it has them, or by place in this one.
         reward_funcs: TRL's form, one or several `f(prompts=, completions=, completion_ids=, **columns)` that return
-            one float or None (not applicable) per completion, each called with many completions at once.
+            one float or None (not applicable) per completion, each called with many completions at once and given
+            those of these arguments that it asks for.
         reward_weights: One factor per function of `reward_funcs`; None means 1 each.
 
     Raises:
@@ -124,7 +166,8 @@ def make_rewards(
             raise ValueError("reward_weights go with reward_funcs, got reward_fn: scale its value instead")
         return (Reward(name=_name(_checked(reward_fn)), weight=1.0, batched=False, function=reward_fn),)
     assert reward_funcs is not None
-    functions: list[RewardFunc] = list(reward_funcs) if isinstance(reward_funcs, Sequence) else [reward_funcs]
+    several = isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str)
+    functions: list[RewardFunc] = list(reward_funcs) if several else [reward_funcs]  # type: ignore[arg-type, list-item]
     if not functions:
         raise ValueError("reward_funcs must hold at least one function, got none")
     weights = [1.0] * len(functions) if reward_weights is None else [float(weight) for weight in reward_weights]
@@ -176,6 +219,12 @@ def check_limits(timeout: float | None, workers: int | None) -> None:
 
 
 def _checked(function: F) -> F:
+    if isinstance(function, str) or (hasattr(function, "forward") and hasattr(function, "parameters")):
+        shown = repr(function) if isinstance(function, str) else f"the model {type(function).__name__}"
+        raise ValueError(
+            f"a reward must be a function, got {shown}: to reward with a model, load it yourself and give a function "
+            "f(prompts, completions, **columns) that scores each text with it and returns a list of numbers"
+        )
     if not callable(function):
         raise ValueError(f"a reward function must be a function, plain or async, got {function!r:.200}")
     return function

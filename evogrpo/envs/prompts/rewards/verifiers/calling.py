@@ -55,6 +55,10 @@ class Runner(Protocol):
     """Runs jobs; whatever happens inside a function, it comes back as an outcome and in a bounded time."""
 
     @property
+    def here(self) -> bool:
+        """Whether functions run in this process."""
+
+    @property
     def shares(self) -> int:
         """Into how many jobs the completions of one reward function are best divided."""
 
@@ -161,6 +165,7 @@ class InProcess:
         timeout: Seconds that one call of an async function may take; plain functions cannot be stopped.
     """
 
+    here = True
     shares = 1
 
     def __init__(self, functions: Mapping[str, Function], timeout: float | None = None) -> None:

@@ -50,6 +50,8 @@ class VerifierPool:
         ValueError: If a number is out of range or a function cannot be sent to another process.
     """
 
+    here = False
+
     def __init__(self, functions: Mapping[str, Function], *, workers: int, timeout: float | None) -> None:
         if INSIDE_A_WORKER in os.environ:
             raise ValueError(

@@ -1,0 +1,58 @@
+"""What is wrong with rewards and prompts is found before the base model is loaded; a dry run shows what was tried."""
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from evogrpo import evolve
+from evogrpo.cli import main
+from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from tests.tiny_models import tiny_model
+from tests.tiny_training import tiny_env, tiny_population
+
+WRONG = [
+    ("def score(completion, solution):\n    return 1.0\n", "called with three arguments"),
+    ("def score(prompt, completion, answer):\n    return 1.0\n", "use these three names, then any order serves"),
+    ("def score(completion, answer, question):\n    return 'good'\n", "must return numbers or None, got 'good'"),
+    ("def score(completion, answer, question):\n    return answer['x']\n", "raised TypeError"),
+]
+
+
+@pytest.mark.parametrize(("code", "message"), WRONG)
+@pytest.mark.parametrize("dry", [True, False])
+def test_a_reward_that_cannot_serve_is_found_before_the_model_is_loaded(project, here, capsys, code, message, dry):
+    Path("mine.py").write_text(code)
+    words = ["train", str(project / "tiny.yaml"), "--run-dir", "run", "task.reward=mine.py:score"]
+    assert main([*words, *(["--dry-run"] if dry else [])]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed.replace("\n", " ")
+    assert "Traceback" not in printed
+    assert not Path("run").exists()
+    if "answer['x']" in code:
+        assert "mine.py, line 2" in printed
+
+
+def test_a_dry_run_shows_the_first_prompt_and_what_a_made_up_completion_earned(project, here, capsys):
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "first prompt 8 tokens: 'u:0+0=" in shown
+    assert "score 0.5 for 'This is a made-up completion: 42.'" in shown  # two times "a"
+
+
+def test_the_tokens_of_another_tokenizer_are_refused(project, here, capsys):
+    tiny_model().save_pretrained("other")
+    tokenizer = AutoTokenizer.from_pretrained(project / "model")
+    tokenizer.add_tokens([*(f"<{n}>" for n in range(500)), "0+"])
+    tokenizer.save_pretrained("other")
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "model=other"]) == 2
+    assert "use the model's own tokenizer" in " ".join(capsys.readouterr().err.split())
+
+
+def test_in_python_it_is_found_before_the_baseline(tmp_path):
+    def wrong(completion, answer, question):
+        return "good"
+
+    with pytest.raises(RewardError, match="before anything is trained"):
+        evolve(tiny_population(1), tiny_env(reward_fn=wrong), run_dir=tmp_path / "run", generations=1)
+    assert not (tmp_path / "run").exists()

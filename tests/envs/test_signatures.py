@@ -1,0 +1,205 @@
+"""What reward functions are given, by what they ask for; and what is tried before anything is trained."""
+
+import functools
+import math
+import re
+
+import numpy as np
+import pytest
+from transformers import TrainerState
+
+from evogrpo import HuggingFaceGym
+from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards
+from evogrpo.envs.prompts.rewards.scoring import evaluate
+from evogrpo.records.transcripts import in_one_turn
+from tests.envs.verifier_functions import single
+
+QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
+PROMPTS = [{"prompt": f"{n}?", "level": n} for n in range(12)]
+
+
+def defined(parameters, body="return 1.0", **scope):
+    """Return a function with the given parameters."""
+    exec(f"def reward({parameters}):\n    {body}", scope)  # noqa: S102 (our own text)
+    return scope["reward"]
+
+
+def asked(function):
+    """Return what a function of AgileRL's form is given."""
+    answers = Answers(rows=[{"question": "q", "answer": "a"}], texts=["c"], token_ids=[[1]])
+    return evaluate(make_rewards(function, None, None), answers, "raise")
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "completion, answer, question",
+        "question, completion, answer",
+        "answer, question, completion",
+        "question, completion, *, answer",
+        "completion, answer, question, strict=True",
+        "completion, answer, question, **more",
+        "completion, solution, prompt",
+        "one, two, three",
+        "one, two, three, four=4",
+        "completion",
+        "answer, completion",
+        "completion, **more",
+        "*given",
+        "**given",
+    ],
+)
+def test_every_parameter_gets_what_its_name_or_place_says(parameters):
+    seen = {}
+    names = re.findall(r"\b(?!strict|four|4|True)[a-z]+", parameters)
+    asked(defined(parameters, "seen.update(locals())\n    return 1.0", seen=seen))
+    seen = {**seen, **seen.pop("more", {})}
+    places = {"one": "c", "two": "a", "three": "q", "solution": "a", "prompt": "q"}
+    right = {"completion": "c", "answer": "a", "question": "q", **places}
+    if "given" in names:
+        assert seen["given"] in (("c", "a", "q"), {"completion": "c", "answer": "a", "question": "q"})
+        return
+    for name in set(names) - {"more"}:
+        assert seen[name] == right[name], name
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("", r"takes \(\), but is called with three arguments"),
+        ("one", "called with three arguments, completion, answer and question"),
+        ("one, two", "called with three arguments"),
+        ("completion, answer, question, level", r"takes \(completion, answer, question, level\)"),
+        ("prompt, completion, answer", "use these three names, then any order serves"),
+        ("answer, text, question", "use these three names"),
+        ("completions, answer, question", "as TRL's form does: give it as reward_funcs"),
+        ("prompts, completions, **columns", "as TRL's form does"),
+    ],
+)
+def test_a_function_that_cannot_be_called_is_refused_where_it_is_given(tokenizer, parameters, message):
+    with pytest.raises(ValueError, match=f"reward function 'reward'.*{message}"):
+        HuggingFaceGym(QA, None, tokenizer, reward_fn=defined(parameters))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ("completions, solution", r"asks for solution, but train_dataset has the columns \['level', 'prompt'\]"),
+        ("completion", "give a function of a single completion as reward_fn"),
+        ("", "name at least completions"),
+        ("completions, /, level", "called by name"),
+    ],
+)
+def test_a_function_that_asks_for_what_is_not_there_is_refused(plain_tokenizer, parameters, message):
+    with pytest.raises(ValueError, match=f"reward function 'reward'.*{message}"):
+        HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[defined(parameters)])
+
+
+def test_columns_have_to_be_in_every_dataset(plain_tokenizer):
+    def reward(completions, level):
+        return [0.0 for _ in completions]
+
+    HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward)
+    with pytest.raises(ValueError, match="asks for level, but test_dataset has"):
+        HuggingFaceGym(PROMPTS, [{"prompt": "x"}], plain_tokenizer, reward_funcs=reward)
+
+
+def test_what_training_offers_goes_to_those_that_ask(plain_tokenizer):
+    seen = []
+
+    def wants(completions, level, trainer_state, log_extra, log_metric):
+        seen.append((type(trainer_state), trainer_state.global_step, trainer_state.max_steps))
+        log_extra("length", [len(text) for text in completions])
+        log_metric("longest", max(map(len, completions)))
+        log_metric("longest", 0)
+        return [float(n) for n in level]
+
+    def takes_all(**given):
+        seen.append(set(given))
+        return [0.0 for _ in given["completions"]]
+
+    def narrow(completions):
+        return [0.0 for _ in completions]
+
+    env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[wants, takes_all, narrow])
+    env.at_step(7, 20)
+    ids = plain_tokenizer(["ab", "c", "def"])["input_ids"]
+    scores = env.open("train", [0, 1]).score(in_one_turn([0, 1, 1], ids))
+    offered = {"trainer_state", "log_extra", "log_metric"}
+    assert seen == [(TrainerState, 7, 20), {"prompts", "completions", "completion_ids", "level", *offered}]
+    assert scores.columns == {"length": (2, 1, 3)}
+    assert scores.metrics == {"longest": 1.5}
+
+
+@pytest.mark.parametrize(("name", "value"), [("slot", 1.0), ("mine", math.nan), ("mine", "high")])
+def test_what_cannot_be_logged_is_refused(plain_tokenizer, name, value):
+    def reward(completions, log_metric):
+        log_metric(name, value)
+        return [0.0 for _ in completions]
+
+    env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward)
+    with pytest.raises(RewardError, match="log_metric takes"):
+        env.preflight()
+
+
+# ---- what is tried
+
+
+def preflight(tokenizer, function, **options):
+    return HuggingFaceGym(QA, None, tokenizer, reward_fn=function, **options).preflight()
+
+
+def test_a_reward_is_tried_on_a_made_up_completion_of_a_training_question(tokenizer):
+    seen = []
+
+    def reward(completion, answer, question):
+        seen.append((completion, answer, question))
+        return 0.5
+
+    trial = preflight(tokenizer, reward)
+    ((completion, answer, question),) = seen
+    assert completion == "This is a made-up completion: 42."
+    assert question == f"{answer}?"
+    assert trial.rewards == {"reward": 0.5}
+    assert trial.prompt == f"<u>{question}<eos><a>"
+    assert trial.tokens == len(question) + 3
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [("1.0", "must return numbers or None, got '1.0'"), ([1.0], r"got \[1.0\]"), (math.inf, "finite"), ({}, "got {}")],
+)
+@pytest.mark.parametrize("on_error", ["raise", "exclude"])
+def test_what_is_no_reward_is_found_before_anything_is_trained(tokenizer, value, message, on_error):
+    with pytest.raises(RewardError, match=f"before anything is trained.*{message}"):
+        preflight(tokenizer, lambda completion, answer, question: value, on_reward_error=on_error)
+
+
+def test_a_function_that_fails_is_found_unless_failures_are_left_out(tokenizer):
+    def reward(completion, answer, question):
+        return 1 / 0
+
+    with pytest.raises(RewardError, match="'reward' raised ZeroDivisionError"):
+        preflight(tokenizer, reward)
+    assert preflight(tokenizer, reward, on_reward_error="exclude").rewards == {"reward": None}
+
+
+def test_a_function_is_tried_where_it_will_run(tokenizer):
+    with HuggingFaceGymClosing(QA, None, tokenizer, reward_fn=single, reward_workers=1) as env:
+        assert set(env.preflight().rewards) == {"single"}
+
+
+class HuggingFaceGymClosing(HuggingFaceGym):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def test_partial_functions_and_builtins_are_called_as_they_ask():
+    def graded(scale, completion, question):
+        return scale * len(completion + question)
+
+    assert asked(functools.partial(graded, 2.0)).rewards.tolist() == [4.0]
+    assert np.isfinite(asked(lambda c, a, q: len(c)).rewards).all()
