@@ -229,7 +229,7 @@ def test_step_rewards_and_components_reach_the_learner():
 
     env = tiny_env(reward_funcs=[inside, whole], reward_weights=[1.0, 0.5])
     population = population_of(advantage="return_to_go_timestep")
-    batch = population.collect(env, step=0, samples_per_step=16, block=8).experience["default"]
+    batch = population.collect(env, step=1, samples_per_step=64, block=32).experience["default"]
     lengths = batch.present.sum(1)
     torch.testing.assert_close(batch.reward_components[:, 0], lengths.float())
     assert batch.reward_components[:-1, 1].eq(2.0).all()
@@ -237,9 +237,9 @@ def test_step_rewards_and_components_reach_the_learner():
     assert (batch.component_names, batch.component_weights) == (("inside", "whole"), (1.0, 0.5))
     assert torch.equal(batch.step_rewards.isnan(), ~batch.present)
     ends = batch.step_rewards.gather(1, lengths[:, None] - 1)[:, 0]
-    assert ends.tolist() == [2.0] * 47 + [1.0]
+    assert ends.tolist() == [2.0] * (3 * 64 - 1) + [1.0]
     torch.testing.assert_close(batch.step_rewards.nansum(1), batch.rewards)
-    reports = population.learn({"default": batch}, step=0)
+    reports = population.learn({"default": batch}, step=1)
     assert all(report.failed is None and any(report.advantages) for report in reports.values())
 
 
@@ -307,9 +307,9 @@ def test_a_penalty_stands_at_the_last_action_and_makes_no_reward_where_none_appl
 
 def test_equal_rewards_teach_once_the_penalty_tells_lengths_apart():
     env = Counting(tiny_env(reward_funcs=indifferent))
-    lengths = population_of().collect(env, step=0, samples_per_step=16, block=8).experience["default"]
+    lengths = population_of().collect(env, step=1, samples_per_step=16, block=8).experience["default"]
     alike = equal(replace(lengths, rewards=lengths.present.sum(1).float()))
     assert 0 < int(alike.sum()) < 48
     env.scored.clear()
-    population_of(overlong_buffer=6, dynamic_sampling=1).collect(env, step=0, samples_per_step=16, block=8)
+    population_of(overlong_buffer=6, dynamic_sampling=1).collect(env, step=1, samples_per_step=16, block=8)
     assert env.scored == [48, int(alike.sum())]

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pyarrow.parquet
 import pytest
 
-from evogrpo import evolve
+from evogrpo import Objective, evolve
 from evogrpo.agents.learning.step import learn
 from evogrpo.envs.groups import SPLITS
 from evogrpo.history.records import Example
+from evogrpo.persistence.journal import read_journal
 from evogrpo.training.completions import CompletionsLog
 from evogrpo.training.rundir import LoggingConfig
 from tests.tiny_training import SPACE, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
@@ -123,6 +124,30 @@ def test_lines_are_json_that_does_nothing_to_a_terminal(tmp_path):
     assert (row["step"], row["index"], row["reward"], row["advantage"], row["truncated"]) == (12, 3, None, -1.5, False)
     assert row["prompt"] == row["completion"] == hostile().prompt
     assert (row["rewards/f"], row["rewards/g"]) == (0.5, None)
+
+
+def logging_reward(completions, trainer_state, log_extra, log_metric, **_):
+    log_extra("length", [len(text) for text in completions])
+    log_extra("kind", ["long" if len(text) > 3 else "short" for text in completions])
+    log_metric("longest", max(map(len, completions)))
+    log_metric("step", trainer_state.global_step)
+    return [len(set(text)) / 8 for text in completions]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_what_reward_functions_log_stands_beside_the_completions_and_the_metrics(tmp_path, form):
+    env = tiny_env(reward_funcs=logging_reward)
+    options = {"generations": 1, "steps_per_generation": 2, "samples_per_step": 8, "test_questions": 0}
+    population = tiny_population(2, objective=Objective(dynamic_sampling=1))
+    list(evolve(population, env, run_dir=tmp_path, completions_format=form, **options))
+    steps = [event for event in read_journal(tmp_path / "journal.jsonl") if event["event"] == "step"]
+    assert [member["step"] for event in steps for member in event["members"]] == [0, 0, 1, 1]
+    assert all(member["longest"] >= 1 for event in steps for member in event["members"])
+    (first, *_) = sorted((tmp_path / "completions").iterdir())
+    rows = pyarrow.parquet.read_table(first).to_pylist() if form == "parquet" else map(json.loads, first.open())
+    for row in rows:
+        assert row["length"] == len(row["completion"])
+        assert row["kind"] == ("long" if len(row["completion"]) > 3 else "short")
 
 
 def test_parquet_holds_the_same(tmp_path):

@@ -24,6 +24,7 @@ class QuestionTask(ABC):
 
     Attributes:
         seed: Of the splits and the order of questions; null = the run's seed.
+        chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {enable_thinking: false}.
         max_prompt_length: Longest prompt used, in tokens; null = what the model's context leaves beside a completion.
         on_reward_error: "raise" stops the run; "exclude" leaves the completion out and warns.
         reward_timeout: Seconds that one call of a reward function may take; null = no limit.
@@ -35,6 +36,7 @@ class QuestionTask(ABC):
     what: ClassVar[str]
 
     seed: int | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
     max_prompt_length: int | None = None
     on_reward_error: OnRewardError = "raise"
     reward_timeout: float | None = None
@@ -66,6 +68,7 @@ class QuestionTask(ABC):
     def gym_options(self, max_prompt_length: int | None) -> dict[str, Any]:
         """Return what every kind of task passes on to HuggingFaceGym."""
         return {
+            "chat_template_kwargs": self.chat_template_kwargs,
             "max_prompt_length": max_prompt_length,
             "on_reward_error": self.on_reward_error,
             "reward_timeout": self.reward_timeout,
