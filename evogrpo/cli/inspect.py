@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import json
 from pathlib import Path
 
 from rich.columns import Columns
@@ -101,12 +102,37 @@ def export(chosen: argparse.Namespace) -> int:
     if not (best / PEFT_FILES[0]).is_file():
         loading = f"{MEMBERS[record['shared']['kind']].agent_class}.load({str(best)!r})"
         raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
+    checked = _checked(chosen.run_dir, best, str(record["shared"]["source"]))
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())
     console = make_console()
     member, base = record["member"], record["shared"]["source"]
-    console.print(Text(f"member #{member['index']} is in {folder}, an adapter of {base}"), soft_wrap=True)
+    console.print(Text(f"member #{member['index']} is in {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
     loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
+    if json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]:
+        loading = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
     return OK
+
+
+def _checked(run_dir: Path, best: Path, source: str) -> str:
+    """Let PEFT load an adapter's names and shapes onto the outline of its base model, and say what came of it.
+
+    Raises:
+        ValueError: If PEFT does not load it.
+    """
+    from evogrpo.agents.checkpoints.stored_base import is_path
+    from evogrpo.policies.tokens.exports import check_export
+    from evogrpo.policies.tokens.models import load_outline
+    from evogrpo.training.configuration.reading import CONFIG_FILE, load_config
+
+    if (run_dir / CONFIG_FILE).is_file():
+        source = load_config(run_dir / CONFIG_FILE).model or source
+    elif is_path(source):  # found in a checkpoint, so it is not followed
+        return "not tried with PEFT, as its base model came from a folder"
+    try:
+        outline = load_outline(source).model
+    except ValueError:
+        return f"not tried with PEFT, as {source} cannot be loaded here"
+    return f"PEFT loads all {check_export(best, outline)} tensors"

@@ -39,6 +39,8 @@ def read_trl(source: object) -> Reading:
         "delta": fields.number("delta"),
         "top_entropy_quantile": fields.number("top_entropy_quantile"),
         "kl_bias_correction": fields.flag("use_bias_correction_kl") and fields.number("beta") != 0,
+        # TRL's bonus is a mean over tokens, whatever the loss.
+        "entropy_reduction": "mean" if fields.number("entropy_coef") else "loss",
         **_reference(fields),
         **_importance(fields),
     }

@@ -120,12 +120,12 @@ def check_effect(objective: Switches, hyperparameters: Hyperparameters, space: H
     Raises:
         ValueError: If there are any.
     """
-    if highest("beta", hyperparameters, space) == 0:
-        for name in ("kl_target", "reference"):
-            if objective.is_set(name):
+    for coefficient, names in (("beta", ("kl_target", "reference")), ("entropy_coef", ("entropy_reduction",))):
+        for name in names:
+            if objective.is_set(name) and highest(coefficient, hyperparameters, space) == 0:
                 raise ValueError(
-                    f"{name} has no effect while beta is 0 for every member, got {getattr(objective, name)!r}: leave "
-                    "it out, or give beta a value above 0"
+                    f"{name} has no effect while {coefficient} is 0 for every member, got "
+                    f"{getattr(objective, name)!r}: leave it out, or give {coefficient} a value above 0"
                 )
 
 

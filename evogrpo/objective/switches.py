@@ -20,6 +20,7 @@ from evogrpo.kinds import (
 
 KlPlacement = Literal["loss", "reward"]
 Reference = Literal["base", "snapshot"]
+EntropyReduction = Literal["loss", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,8 @@ class Switches:
         sapo_tau_negative: The same where it is not.
         top_entropy_quantile: Fraction, in (0, 1], of a member's actions kept in the policy loss: those with the
             highest entropy.
+        entropy_reduction: How the entropy bonus is reduced: "loss" weighs every action as the loss does; "mean" is the
+            mean over the actions that the policy loss is taken of, whatever the loss (TRL).
         importance_correction: Weights for samples of an engine whose log-probabilities differ from the trainer's:
             per action or per completion, truncated at `importance_cap` or left out beyond it; None = no weights.
         importance_cap: The largest such weight, at least 1.
@@ -102,6 +105,7 @@ class Switches:
     sapo_tau_positive: float = 1.0
     sapo_tau_negative: float = 1.05
     top_entropy_quantile: float = 1.0
+    entropy_reduction: EntropyReduction = "loss"
     importance_correction: ImportanceCorrection | None = None
     importance_cap: float = 2.0
     reward_norm: RewardNorm | None = None

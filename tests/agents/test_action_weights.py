@@ -49,6 +49,28 @@ def test_the_policy_loss_is_taken_of_the_most_uncertain_actions(quantile):
     assert 0 < kept < len(every)
 
 
+@pytest.mark.parametrize("reduction", ["loss", "mean"])
+def test_the_entropy_bonus_acts_where_the_reduction_says(reduction):
+    """As a mean it is TRL's: over the kept actions alone. As the loss is reduced it is of all actions."""
+    coefficient = 0.3
+    options = {"max_grad_norm": 1e9, "temperature": 1.3, "entropy_coef": coefficient}
+    agent = tiny_agent(objective=Objective(top_entropy_quantile=0.4, entropy_reduction=reduction), **options)
+    scatter(agent)
+    batch = sampled(agent, torch.full_like(REWARDS, 0.5))  # which teach nothing, so that the bonus is all there is
+    member, rows = peft_twin(agent), rows_of(batch)
+    entropies = [member.entropies(row.prompt, row.tokens, temperature=agent.temperature) for row in rows]
+    every = torch.cat(entropies).detach().sort().values
+    kept = len(every) - math.ceil(0.6 * (len(every) - 1))
+    if reduction == "mean":
+        chosen = [values[values > every[-kept] - TIED] for values in entropies]
+        bonus = torch.cat(chosen).mean()
+    else:
+        bonus = torch.stack([values.mean() for values in entropies]).mean()
+    (-coefficient * bonus).backward()
+    learn(agent.members, [agent.learner()], {"default": batch})
+    assert same(state_of(agent)["exp_avg"] / (1 - DECAY), flat_gradient(member), 1e-3)
+
+
 def corrected(kind, difference, cap):
     ratio = difference.sum().exp().expand_as(difference) if kind.startswith("sequence") else difference.exp()
     return ratio.clamp(max=cap) if kind.endswith("truncate") else torch.where(ratio > cap, 0.0, ratio)

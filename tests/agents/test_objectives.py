@@ -42,6 +42,11 @@ CASES: dict[str, tuple[dict, dict]] = {
     "process": ({"gamma": 0.9}, {"advantage": "process"}),
     "return_to_go_group": ({"gamma": 0.8}, {"advantage": "return_to_go_group"}),
     "return_to_go_timestep": ({"advantage_clip": 0.7}, {"advantage": "return_to_go_timestep"}),
+    "entropy, mean": ({"entropy_coef": 0.2}, {"entropy_reduction": "mean"}),
+    "entropy, mean, of completions": (
+        {"entropy_coef": 0.2, "beta": 0.1},
+        {"loss_type": "gspo", "entropy_reduction": "mean"},
+    ),
     "KL, bias corrected": ({"beta": 0.3}, {"kl_bias_correction": True}),
     "KL, bias corrected by completion": ({"beta": 0.3}, {"kl_bias_correction": True, "loss_type": "gspo"}),
     "KL in rewards": ({"beta": 0.3}, {"kl_placement": "reward", "kl_estimator": "k1"}),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from peft import PeftModel
+from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
 from evogrpo.cli import main
@@ -70,10 +70,14 @@ def test_an_exported_adapter_is_two_files_that_peft_loads(finished, project, her
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
+    told = capsys.readouterr().out
+    assert "an adapter of" in told
+    assert "PEFT loads all 28 tensors" in told
+    assert "AutoPeftModelForCausalLM.from_pretrained('adapter')" in told
     base = AutoModelForCausalLM.from_pretrained(project / "model")
     ids = torch.arange(3, 19)[None]
     plain = base(ids).logits
-    adapted = PeftModel.from_pretrained(base, "adapter")(ids).logits
+    adapted = AutoPeftModelForCausalLM.from_pretrained("adapter")(ids).logits
     assert torch.isfinite(adapted).all()
     assert not torch.allclose(plain, adapted)
     assert main(["export", str(finished[0]), "adapter"]) == 2

@@ -28,6 +28,7 @@ def objective(**switches):
         ({}, {}),
         *(({"loss_type": loss}, {"loss_type": loss}) for loss in ("grpo", "dr_grpo", "dapo", "bnpo", "sapo")),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, {"loss_type": "cispo"}),
+        ({"entropy_coef": 0.1}, {"entropy_reduction": "mean"}),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, {"loss_type": "gspo"}),
         ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, {"loss_type": "luspo"}),
         ({"importance_sampling_level": "sequence"}, {"loss_type": "gspo", "aggregation": "token-mean"}),

@@ -23,7 +23,7 @@ FLAGS = [
 ]
 NAMES = [
     *("loss_type", "advantage", "aggregation", "kl_estimator", "kl_placement", "importance_correction", "reward_norm"),
-    "reference",
+    *("reference", "entropy_reduction"),
 ]
 # Where a switch stands that would have no effect by itself.
 BESIDE = {

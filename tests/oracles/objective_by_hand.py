@@ -160,7 +160,11 @@ class ByHand:
                     extra = extra * torch.exp(difference.mean() if per_completion else difference)
             if h.entropy_coef:
                 entropies = self.member.entropies(row.prompt, row.tokens, temperature=h.temperature)
-                extra = extra - h.entropy_coef * row.pick(entropies).double()
+                bonus = h.entropy_coef * row.pick(entropies).double()
+                if objective.entropy_reduction == "mean":
+                    total = total - bonus.sum() / actions
+                else:
+                    extra = extra - bonus
             amount = {
                 "token-mean": actions,
                 "seq-mean-token-sum": len(rows),

@@ -6,12 +6,14 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.engine.heads import find_head
 from evogrpo.policies.tokens.engine.probes import find_decoder
+from evogrpo.policies.tokens.exports import check_export
 from tests.causal_families import FAMILIES, family_model
 from tests.tiny_batches import different_members, grpo_loss, lora, sampled_batch
 from tests.tiny_models import tiny_model
@@ -177,3 +179,59 @@ def test_a_head_that_is_something_else_is_refused():
 def test_a_rank_beyond_every_layer_is_refused():
     with pytest.raises(ValueError, match=r"lora_config\.r must be at most 48, .* got 100000"):
         different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=100_000, target_modules="all-linear"))
+
+
+# ---- exports
+
+
+def written(bank, folder):
+    tensors, config = bank.peft_files(0)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_bytes(config)
+    return tensors, json.loads(config)
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_written_export_is_checked_with_peft_against_an_outline(family, tmp_path):
+    model = family_model(family)
+    tensors, _ = written(different_members(model, 1), tmp_path)
+    assert check_export(tmp_path, model.to("meta")) == len(tensors)
+
+
+def test_an_export_that_peft_would_load_elsewhere_is_refused(tmp_path):
+    """What PEFT makes of dense layers beside experts when they are named as modules."""
+    model = family_model("deepseek_v3")
+    _, record = written(different_members(model, 1), tmp_path)
+    by_weight = [name.removesuffix(".weight") for name in record["target_parameters"]]
+    record |= {"target_modules": record["target_modules"] + by_weight, "target_parameters": None}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"PEFT does not load \d+ of the \d+ tensors"):
+        check_export(tmp_path, model)
+
+
+@pytest.mark.parametrize("change", ["other widths", "fewer layers", "another scale"])
+def test_an_export_of_another_base_is_refused(change, tmp_path):
+    _, record = written(different_members(family_model("llama"), 1), tmp_path)
+    changes = {"other widths": {"intermediate_size": 40}, "fewer layers": {"num_hidden_layers": 1}}.get(change, {})
+    if change == "another scale":
+        (tmp_path / "adapter_config.json").write_text(json.dumps(record | {"alpha_pattern": {"q_proj": 99}}))
+    with pytest.raises(ValueError, match="PEFT does not load"):
+        check_export(tmp_path, family_model("llama", **changes))
+
+
+def test_an_export_names_a_base_that_peft_can_load(tmp_path, monkeypatch):
+    """A folder given relative to the working directory is found from any other."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model("llama").save_pretrained("base")
+    bank = different_members(AutoModelForCausalLM.from_pretrained("base"), 1)
+    exported_to = tmp_path / "adapter"
+    exported_to.mkdir()
+    written(bank, exported_to)
+    monkeypatch.chdir("/")
+    ids = torch.tensor([[3, 4, 5]])
+    expected = bank.policy(0)(ids)
+    torch.testing.assert_close(AutoPeftModelForCausalLM.from_pretrained(exported_to)(ids).logits.detach(), expected)
+
+
+def test_a_model_that_came_from_nowhere_is_not_named():
+    assert json.loads(different_members(tiny_model("llama"), 1).peft_files(0)[1])["base_model_name_or_path"] is None

@@ -1,13 +1,16 @@
-"""A bfloat16 base under float32 adapters, on the CPU and, marked, on a GPU."""
+"""A bfloat16 base under float32 adapters, and mixed precision, on the CPU and, marked, on a GPU."""
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.records import Batch
-from tests.tiny_batches import different_members, grpo_loss, make_rows, sampled_batch
+from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, make_rows, sampled_batch
 from tests.tiny_models import tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -51,3 +54,43 @@ def test_a_gpu_computes_what_the_cpu_computes():
     torch.testing.assert_close(gpu.log_probs(same).cpu(), cpu.log_probs(batch), rtol=1e-3, atol=1e-3)
     rows = make_rows(range(3))
     assert float((gpu.sample(rows).actions.cpu() == cpu.sample(rows).actions).float().mean()) > 0.95
+
+
+@pytest.fixture
+def accelerators():
+    """Let an Accelerator be made, and forget it afterwards: the library keeps one state per process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def in_bfloat16():
+    return Accelerator(mixed_precision="bf16", cpu=True).autocast
+
+
+def in_float16():
+    return partial(torch.autocast, "cpu", dtype=torch.float16)
+
+
+@pytest.mark.parametrize("precision", [in_bfloat16, in_float16])
+@pytest.mark.parametrize("prompts", [PROMPTS, ((3, 4, 5), (6, 7, 8))], ids=["ragged", "alike"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_mixed_precision_samples_scores_and_learns_at_every_size(size, prompts, precision, accelerators):
+    """Members with equally many rows take one product for all, ragged ones a product each; with gradients a third."""
+    mixed = different_members(tiny_model("llama"), size, std=0.05, autocast=precision())
+    exact = different_members(tiny_model("llama"), size, std=0.05)
+    rows = make_rows([0] * size, prompts=prompts)  # each slot as member 0: equally many rows
+    for work in (rows, make_rows(range(size), prompts=prompts)):
+        batch = as_batch(work, mixed.sample(work))
+        assert float((mixed.log_probs(batch) - exact.log_probs(batch)).abs().max()) < 0.2  # of logits of about 10
+        assert float((batch.sampler_log_probs - exact.log_probs(batch)).abs().max()) < 0.2
+
+        def loss(rows, log_probs, entropies, wanted=batch.rewards - 3.0):
+            return (wanted[rows, None] * log_probs).sum(1)
+
+        hyperparameters = {slot: Hyperparameters(lr=1e-9, max_grad_norm=1e6) for slot in range(size)}
+        got, expected = (bank.update(batch, loss, hyperparameters) for bank in (mixed, exact))
+        for slot in range(size):
+            assert got[slot].grad_norm == pytest.approx(expected[slot].grad_norm, rel=0.1)
+            mine, other = mixed.state(slot)["exp_avg"], exact.state(slot)["exp_avg"]
+            assert float(torch.cosine_similarity(mine, other, dim=0)) > 0.98

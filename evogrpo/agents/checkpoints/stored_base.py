@@ -43,12 +43,17 @@ def named_base(record: Mapping[str, Any]) -> PreTrainedModel:
     """
     source = str(record["source"])
     remedy = "give the base model as actor_network=, loaded with evogrpo.policies.tokens.models.load_base"
-    if source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf"):
+    if is_path(source):
         raise ValueError(f"the checkpoint's base model came from the path {source!r}, which is not followed: {remedy}")
     try:
         return load_base(source).model
     except ValueError as error:
         raise ValueError(f"the checkpoint's base model {source!r} cannot be loaded: {remedy}. {error}") from error
+
+
+def is_path(source: str) -> bool:
+    """Tell whether a base model's name is, or may be, a place on this machine."""
+    return source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf")
 
 
 def saved_base(folder: Path) -> PreTrainedModel | None:

@@ -45,12 +45,14 @@ class ActionLosses:
         return (((self.advantages != 0) | always) & self.known.lessons.outcomes.action_mask).any(1)
 
     def __call__(self, rows: Tensor, log_probs: Tensor, entropies: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses `[k, t]`, to minimise, and sums over each row's actions `[k, 7]` float64: `MEASURES`.
+        """Return the losses `[k, t]` without the entropy bonus, and sums over each row's actions `[k, 7]` float64.
+
+        The sums are of `MEASURES`.
 
         Args:
             rows: `[k]` numbers of rows.
             log_probs: `[k, t]` of the current policy.
-            entropies: `[k, t]`, with a gradient where the bonus is to act.
+            entropies: `[k, t]`, to be measured.
             kept: `[k, t]` which actions the policy loss is taken of.
         """
         batch, objective = self.known.lessons.outcomes, next(iter(self.objectives.values()))
@@ -65,7 +67,7 @@ class ActionLosses:
                 mask,
                 objective.importance_cap,
             )
-        beta, entropy_coef = self.coefficients.beta[rows], self.coefficients.entropy_coef[rows]
+        beta = self.coefficients.beta[rows]
         kl = torch.zeros_like(losses)
         if self.kl_in_loss:
             # Where beta is 0 there is no reference pass, so there is no estimate either.
@@ -74,7 +76,6 @@ class ActionLosses:
                 estimate = self._bias_corrected(estimate, rows, log_probs)
             kl = torch.where(mask & (beta > 0), estimate, 0.0)
             losses = losses + beta * kl
-        losses = losses - entropy_coef * entropies
         measured = (kl, entropies, low, high, mask, *self._moved(rows, log_probs))
         return losses, torch.stack([each.detach().sum(1, dtype=torch.float64) for each in measured], 1)
 
@@ -138,6 +139,19 @@ class ActionLosses:
             cispo_clip_low=floor,
         )
         return losses, *clipped_actions(*given, clip_low=low, clip_high=high, cispo_clip_low=floor)
+
+    def bonus_weights(self, rows: Tensor, weights: Tensor, kept: Tensor) -> Tensor:
+        """Return `[k, t]` what every action's entropy weighs in its member's bonus, coefficient included.
+
+        Args:
+            rows: `[k]`, all of an optimizer step.
+            weights: `[k, t]` of the loss.
+            kept: `[k, t]` which actions the policy loss is taken of.
+        """
+        if next(iter(self.objectives.values())).entropy_reduction == "mean":
+            member_ids = self.known.lessons.outcomes.member_ids[rows]
+            weights = loss_weights("dapo", "token-mean", kept, member_ids, 1)
+        return self.coefficients.entropy_coef[rows] * weights
 
     def weights(self, rows: Tensor, max_completion_length: int) -> Tensor:
         """Return `[k, t]` what every action weighs in its member's loss, in an optimizer step of these rows."""

@@ -244,10 +244,11 @@ class _LearningStep:
         # Over all rows of the step, needed or not: skipping a row must change neither a denominator nor a quantile.
         weights = self._losses.weights(rows, self._settings.max_actions)
         kept = self._high_entropy(rows)
+        bonuses = self._losses.bonus_weights(rows, weights, kept)
         needed = self._needed[rows]
         run = rows
         if not bool(needed.all()):
-            run, weights, kept = rows[needed], weights[needed], kept[needed]
+            run, weights, kept, bonuses = rows[needed], weights[needed], kept[needed], bonuses[needed]
             tally.add(len(rows) - len(run))
         sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
 
@@ -258,7 +259,7 @@ class _LearningStep:
                 self._known.take(own, log_probs)
             losses, sums[chosen] = self._losses(own, log_probs, entropies, kept[chosen])
             tally.add(len(chosen))
-            return (weights[chosen] * losses).sum(1)
+            return (weights[chosen] * losses - bonuses[chosen] * entropies).sum(1)
 
         part = self._known.lessons.select(run)
         hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}

@@ -12,6 +12,7 @@ from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import PolicyVersion
 from evogrpo.policies.tokens.engine.causal import CausalModel
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids
+from evogrpo.policies.tokens.models import loadable_name
 from evogrpo.policies.tokens.token_bank import TokenBank
 from evogrpo.policies.tokens.weights.adapter_weights import AdapterWeights
 
@@ -86,7 +87,7 @@ class AdapterBank(TokenBank[AdapterWeights]):
 
     def peft_files(self, slot: int) -> tuple[dict[str, Tensor], bytes]:
         """Return a member as PEFT stores it: tensors of adapter_model.safetensors, bytes of adapter_config.json."""
-        return self.weights.files(slot, self.base.model.name_or_path or None)
+        return self.weights.files(slot, loadable_name(self.base.model))
 
     def policy(self, slot: int, *, base: bool = False) -> nn.Module:
         """Return a module whose call gives one member's logits; it reads the bank, and holds no weights of its own."""

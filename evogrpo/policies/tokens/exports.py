@@ -2,15 +2,18 @@
 
 import copy
 import json
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModelForCausalLM
 from peft.tuners.lora import LoraLayer
 from peft.utils.save_and_load import set_peft_model_state_dict
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -102,50 +105,74 @@ def misread(model: nn.Module, targets: Sequence[Target], config: LoraConfig) -> 
         targets: The adapted modules.
         config: What they were made from.
     """
-    everything = frozenset(target.name for target in targets)
-    # The values of a tensor say which one it is; expanded from one number, it takes no memory.
-    marks = {
-        f"{STEM}{target.name}.lora_{part}.weight": torch.tensor(float(2 * number + offset)).expand(shape)
-        for number, target in enumerate(targets)
-        for offset, (part, shape) in enumerate(
-            (("A", (target.rank, target.width_in)), ("B", (target.width_out, target.rank)))
+    names = {f"{STEM}{target.name}.lora_{part}.weight": target.name for target in targets for part in "AB"}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for target in targets:
+        shapes[f"{STEM}{target.name}.lora_A.weight"] = (target.rank, target.width_in)
+        shapes[f"{STEM}{target.name}.lora_B.weight"] = (target.width_out, target.rank)
+    return frozenset(names[name] for name in lost(model, shapes, peft_record(targets, config)))
+
+
+def check_export(folder: Path, model: nn.Module) -> int:
+    """Load the names and shapes of an exported adapter the way PEFT does.
+
+    Args:
+        folder: With adapter_model.safetensors and adapter_config.json.
+        model: The base, or its outline.
+
+    Returns:
+        How many tensors arrive.
+
+    Raises:
+        ValueError: If one does not.
+    """
+    record = json.loads((folder / "adapter_config.json").read_text())
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
+    missing = sorted(lost(model, shapes, record))
+    if missing:
+        raise ValueError(
+            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {type(model).__name__}, "
+            f"{missing[0]} for one: the adapter belongs to another base model, or was written by another version"
         )
-    }
+    return len(shapes)
+
+
+def lost(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], record: Mapping[str, Any]) -> frozenset[str]:
+    """Return which tensors of an adapter PEFT does not put, unchanged, where their names say; all if it refuses.
+
+    Args:
+        model: The base, or its outline; PEFT is given a copy without weights.
+        shapes: Of the tensors in adapter_model.safetensors.
+        record: The values of adapter_config.json.
+    """
+    # The values of a tensor say which one it is; expanded from one number, it takes no memory.
+    marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
+    values = {key: value for key, value in record.items() if key not in ("peft_type", "auto_mapping")}
+    config = LoraConfig(**values)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded = _load(model, marks, peft_record(targets, config))
+            loaded = PeftModelForCausalLM(_outline(model), copy.deepcopy(config), low_cpu_mem_usage=True)
+            set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
     except Exception:  # noqa: BLE001  # whatever PEFT raises, it does not load the adapter
-        return everything
-    layers = {name: module for name, module in loaded.named_modules() if isinstance(module, LoraLayer)}
-    if layers.keys() - {f"{STEM}{name}" for name in everything}:
-        return everything
+        return frozenset(shapes)
+    held = {
+        f"{name}.lora_{part}.weight": (layer, getattr(layer, f"lora_{part}")["default"].weight)
+        for name, layer in loaded.named_modules()
+        if isinstance(layer, LoraLayer)
+        for part in "AB"
+    }
+    if held.keys() - shapes.keys():
+        return frozenset(shapes)
     factor = scaling(config)
-    return frozenset(
-        target.name
-        for target in targets
-        if not _holds(layers.get(f"{STEM}{target.name}"), marks, f"{STEM}{target.name}", factor)
-    )
+    return frozenset(name for name, mark in marks.items() if name not in held or not _holds(*held[name], mark, factor))
 
 
-def _load(model: nn.Module, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> nn.Module:
-    """Let PEFT load an adapter onto a copy of a model without weights."""
-    values = {key: value for key, value in record.items() if key not in ("peft_type", "auto_mapping")}
-    loaded = PeftModelForCausalLM(_outline(model), LoraConfig(**values), low_cpu_mem_usage=True)
-    set_peft_model_state_dict(loaded, dict(tensors), low_cpu_mem_usage=True)
-    return loaded
-
-
-def _holds(layer: LoraLayer | None, marks: Mapping[str, Tensor], stem: str, factor: float) -> bool:
-    """Tell whether a layer of PEFT's holds the tensors that were meant for it, scaled as they are meant to be."""
-    if layer is None or abs(layer.scaling["default"] - factor) > 1e-6 * factor:
-        return False
-    for part in ("A", "B"):
-        held: Tensor = getattr(layer, f"lora_{part}")["default"].weight
-        meant = marks[f"{stem}.lora_{part}.weight"]
-        if held.shape != meant.shape or held.device != meant.device or held[0, 0] != meant[0, 0]:
-            return False
-    return True
+def _holds(layer: LoraLayer, weight: Tensor, mark: Tensor, factor: float) -> bool:
+    """Tell whether a layer of PEFT's holds the tensor that was meant for it, scaled as it is meant to be."""
+    same = weight.shape == mark.shape and weight.device == mark.device and bool(weight[0, 0] == mark[0, 0])
+    return same and math.isclose(layer.scaling["default"], factor)
 
 
 def _outline(model: nn.Module) -> nn.Module:

@@ -101,6 +101,15 @@ def locate_base(source: str | Path) -> str:
     return str(path) if path.is_dir() else name
 
 
+def loadable_name(model: PreTrainedModel) -> str | None:
+    """Return what transformers can load a model from again: a hub id, or the whole path of a folder; None if unknown.
+
+    Of the demo model and of GGUF files it is the folder that they were converted to, in the cache.
+    """
+    name = str(model.config.name_or_path or model.name_or_path or "")
+    return str(Path(name).resolve()) if Path(name).is_dir() and name else name or None
+
+
 def demo_model_folder() -> Path:
     """Return the folder with SmolLM2-135M-Instruct, converting it from the installed wheel the first time.
 
