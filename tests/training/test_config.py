@@ -1,6 +1,7 @@
 """The configuration: strict, complete when written back, and refused before anything expensive."""
 
 import importlib.resources
+import json
 
 import pytest
 import yaml
@@ -8,8 +9,16 @@ import yaml
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Objective
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask
-from evogrpo.training.configuration.reading import CONFIG_FILE, load_config, override, parse_config, write_config
+from evogrpo.training.configuration.reading import (
+    CONFIG_FILE,
+    absolute_paths,
+    load_config,
+    override,
+    parse_config,
+    write_config,
+)
 from evogrpo.training.configuration.sections import Config
+from evogrpo.training.configuration.sources import read_hub, read_rows
 from evogrpo.training.configuration.strict_yaml import read_yaml, read_yaml_file
 
 MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
@@ -322,3 +331,74 @@ def test_an_imported_configuration_is_one_of_ours():
     assert config.hyperparameters == Hyperparameters(**imported.hyperparameters)
     assert (config.agent.max_output_tokens, config.seed) == (64, 3)
     assert (config.schedule.samples_per_step, config.task.max_prompt_length) == (32, 32)
+
+
+# ---- questions of files and of the hub
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", '\ufeffquestion,answer\n2+2?,4\n"a, b",x\n'),
+        ("a.jsonl", '\ufeff{"question": "2+2?", "answer": "4"}\n\n{"question": "a, b", "answer": "x"}\n'),
+        ("a.json", '[{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]'),
+    ],
+)
+def test_files_are_read_with_or_without_a_byte_order_mark(tmp_path, name, content):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert read_rows(tmp_path / name) == [{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]
+
+
+def test_rows_may_be_huge(tmp_path):
+    (tmp_path / "a.csv").write_text(f"question,answer\n{'x' * 300_000},y\n")
+    assert len(read_rows(tmp_path / "a.csv")[0]["question"]) == 300_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "question,answer\na,b\nc\n", "row 1 has not"),
+        ("a.csv", "question,answer\na,b,c\n", "row 0 has not"),
+        ("a.json", '{"question": "a"}', "must hold a list of objects"),
+        ("a.jsonl", '{"question": "a"}\n["a"]\n', "in row 1"),
+        ("a.jsonl", '{"question": "a"}\nnot json\n', "line 2 of"),
+    ],
+)
+def test_files_that_are_not_what_they_seem_are_refused_by_row(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message):
+        read_rows(tmp_path / name)
+
+
+def test_a_dataset_of_the_hub_is_named_by_its_id(tmp_path):
+    task = {**OWN, "dataset": {"hub": "openai/gsm8k", "subset": "main", "test": "test"}}
+    config = parse_config({**MINIMAL, "task": task})
+    assert config.task.label.startswith("openai/gsm8k main, ")
+    write_config(config, tmp_path)
+    assert parse_config(read_yaml_file(tmp_path / CONFIG_FILE)) == config
+    values = override({**MINIMAL, "task": task}, ["task.dataset.train=train[:10]"])
+    assert parse_config(values).task.dataset.train == "train[:10]"
+    with pytest.raises(ValueError, match=r"cannot read split 'train' of the dataset 'nobody/nothing'.*Check the names"):
+        read_hub("nobody/nothing", None, "train", None)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "message"),
+    [({}, "train must be given"), ({"train": "a.csv", "subset": "main"}, "subset and revision go with hub")],
+)
+def test_a_dataset_that_is_not_named_is_refused(dataset, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config({**MINIMAL, "task": {**OWN, "dataset": dataset}})
+
+
+def test_a_local_folder_is_read_as_the_hub_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for split, count in (("train", 5), ("test", 3)):
+        lines = [json.dumps({"question": f"{split} {n}", "answer": n}) for n in range(count)]
+        (folder / f"{split}.jsonl").write_text("\n".join(lines))
+    values = absolute_paths({**MINIMAL, "task": {**OWN, "dataset": {"hub": "mine", "test": "test"}}}, tmp_path)
+    tables = parse_config(values).task.dataset.tables()
+    assert [None if table is None else len(table) for table in tables.values()] == [5, None, 3]
+    assert tables["test"][1] == {"question": "test 1", "answer": 1}

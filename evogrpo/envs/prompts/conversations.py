@@ -9,7 +9,7 @@ from evogrpo.envs.identity import code_hash
 from evogrpo.envs.prompts.opened import OpenedPrompts
 from evogrpo.envs.prompts.questions import TEMPLATE_OPTIONS, QuestionGroups
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
-from evogrpo.envs.prompts.splits import Table
+from evogrpo.envs.prompts.tables import AnyTable, split_tables
 from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_messages
 from evogrpo.hyperparameters import whole_number
 from evogrpo.records import Transcript
@@ -129,7 +129,7 @@ class MultiTurnGym(QuestionGroups):
     stands at a reply belongs to the last token said before it. The splits are those of `HuggingFaceGym`.
 
     Args:
-        train_dataset: A `datasets.Dataset` or any sequence of mappings with the same keys.
+        train_dataset: As for `HuggingFaceGym`.
         test_dataset: Questions for the final report; None draws them from the training dataset.
         tokenizer: A transformers tokenizer with a chat template.
         reply: What the user says next.
@@ -160,15 +160,15 @@ class MultiTurnGym(QuestionGroups):
 
     def __init__(
         self,
-        train_dataset: Table,
-        test_dataset: Table | None = None,
+        train_dataset: AnyTable,
+        test_dataset: AnyTable | None = None,
         tokenizer: Tokenizer | None = None,
         *,
         reply: Reply,
         max_turns: int,
         reward_funcs: RewardFunc | Sequence[RewardFunc],
         reward_weights: Sequence[float] | None = None,
-        validation_dataset: Table | None = None,
+        validation_dataset: AnyTable | None = None,
         validation_size: int | None = None,
         test_size: int | None = None,
         chat_template_kwargs: Options | None = None,
@@ -182,8 +182,9 @@ class MultiTurnGym(QuestionGroups):
             raise ValueError(f"max_turns must be at least 2, got {max_turns}: HuggingFaceGym asks for one completion")
         if not callable(reply):
             raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}")
+        tables = split_tables(train_dataset, validation_dataset, test_dataset)
         super().__init__(
-            {"train": train_dataset, "validation": validation_dataset, "test": test_dataset},
+            tables,
             tokenizer,
             rewards=make_rewards(None, reward_funcs, reward_weights),
             template=None,
@@ -196,9 +197,9 @@ class MultiTurnGym(QuestionGroups):
             reward_workers=reward_workers,
             seed=seed,
         )
-        if isinstance(train_dataset[0]["prompt"], str):
+        if isinstance(tables["train"][0]["prompt"], str):
             raise ValueError(
-                f"prompts of conversations must be lists of messages, got {train_dataset[0]['prompt']!r:.200}: write "
+                f"prompts of conversations must be lists of messages, got {tables['train'][0]['prompt']!r:.200}: write "
                 '[{"role": "user", "content": ...}]'
             )
         self._reply, self._max_turns = reply, max_turns

@@ -12,7 +12,7 @@ from evogrpo.envs.prompts.opened import OpenedPrompts
 from evogrpo.envs.prompts.questions import QuestionGroups
 from evogrpo.envs.prompts.reasoning import reasoning_tables
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
-from evogrpo.envs.prompts.splits import Table
+from evogrpo.envs.prompts.tables import AnyTable, split_tables
 from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_template
 
 
@@ -37,7 +37,8 @@ class HuggingFaceGym(QuestionGroups):
     selection nor the final report ever sees a training question, and selection never sees the test split.
 
     Args:
-        train_dataset: A `datasets.Dataset` or any sequence of mappings with the same keys.
+        train_dataset: A `datasets.Dataset`, a data frame (pandas, polars) or any sequence of mappings with the same
+            keys; or several by split, "train" and perhaps "validation" and "test", such as a `datasets.DatasetDict`.
         test_dataset: Questions for the final report; None draws them from the training dataset.
         tokenizer: A transformers tokenizer; with a chat template where prompts are messages.
         reward_fn: Reward in AgileRL's form.
@@ -74,15 +75,15 @@ class HuggingFaceGym(QuestionGroups):
 
     def __init__(
         self,
-        train_dataset: Table,
-        test_dataset: Table | None = None,
+        train_dataset: AnyTable,
+        test_dataset: AnyTable | None = None,
         tokenizer: Tokenizer | None = None,
         *,
         reward_fn: RewardFn | None = None,
         reward_funcs: RewardFunc | Sequence[RewardFunc] | None = None,
         reward_weights: Sequence[float] | None = None,
         conversation_template: Sequence[Mapping[str, str]] | None = None,
-        validation_dataset: Table | None = None,
+        validation_dataset: AnyTable | None = None,
         validation_size: int | None = None,
         test_size: int | None = None,
         chat_template_kwargs: Options | None = None,
@@ -102,7 +103,7 @@ class HuggingFaceGym(QuestionGroups):
             )
         asked = reward_fn is not None
         super().__init__(
-            {"train": train_dataset, "validation": validation_dataset, "test": test_dataset},
+            split_tables(train_dataset, validation_dataset, test_dataset),
             tokenizer,
             rewards=make_rewards(reward_fn, reward_funcs, reward_weights),
             template=_template(conversation_template, tokenizer, asked=asked),

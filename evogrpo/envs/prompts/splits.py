@@ -114,7 +114,10 @@ def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
         ValueError: With the name of the argument, what was found and what to do.
     """
     if isinstance(table, Mapping):
-        raise ValueError(f"{name} must be one split, got a mapping of {list(table)}: pass one of its values")
+        raise ValueError(
+            f"{name} must be one split, got a mapping of {list(table)}: pass one of its values (train_dataset also "
+            "takes a mapping of splits with the key train)"
+        )
     if not hasattr(table, "__len__") or not hasattr(table, "__getitem__"):
         raise ValueError(
             f"{name} must have a length and rows by number (a datasets.Dataset or a list of mappings), "

@@ -13,7 +13,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, check_l
 from evogrpo.envs.prompts.templates import Tokenizer
 from evogrpo.history.text import counted, number_text
 from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.training.configuration.sources import load_named, read_rows
+from evogrpo.training.configuration.sources import load_named, read_hub, read_rows
 
 Messages = tuple[Mapping[str, str], ...]
 
@@ -166,11 +166,49 @@ class ReasoningTask(QuestionTask):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetFiles:
-    """Dataset files by split; a held-out split without a file is drawn from train."""
+    """Where questions come from: a file for each split, or a dataset of the Hugging Face hub.
 
-    train: str
+    A held-out split that is not named is drawn from train.
+
+    Attributes:
+        train: A file; with `hub` the name of a split, "train" unless given.
+        validation: Likewise, or null.
+        test: Likewise, or null.
+        hub: A dataset's id, such as openai/gsm8k, or a local folder that `datasets.load_dataset` reads.
+        subset: Its configuration, such as main.
+        revision: A branch, tag or commit of it.
+    """
+
+    train: str | None = None
     validation: str | None = None
     test: str | None = None
+    hub: str | None = None
+    subset: str | None = None
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.hub is None and self.train is None:
+            raise ValueError("train must be given: a file, or hub and a dataset's id")
+        if self.hub is None and (self.subset or self.revision):
+            raise ValueError("subset and revision go with hub, a dataset's id: leave them out for files")
+
+    @property
+    def label(self) -> str:
+        """What is read, in a few words."""
+        if self.hub is None:
+            return Path(self.train or "").name
+        return f"{self.hub}{f' {self.subset}' if self.subset else ''}"
+
+    def tables(self) -> dict[Split, Any]:
+        """Read every split that is named; raises ValueError for one that cannot be read."""
+        names = {split: getattr(self, split) for split in SPLITS}
+        if self.hub is None:
+            return {split: None if name is None else read_rows(Path(name)) for split, name in names.items()}
+        names["train"] = self.train or "train"
+        return {
+            split: None if name is None else read_hub(self.hub, self.subset, name, self.revision)
+            for split, name in names.items()
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +216,7 @@ class DatasetTask(QuestionTask):
     """The user's own questions and rewards.
 
     Attributes:
-        dataset: Files: .jsonl, .json, .csv or .parquet.
+        dataset: Files: .jsonl, .json, .csv or .parquet; or a dataset of the hub.
         reward: "path.py:function" or "module:function"; the trl form takes a list as well. Its code is run.
         form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`; "trl": column prompt,
             `f(prompts=, completions=, **columns) -> list`.
@@ -190,7 +228,7 @@ class DatasetTask(QuestionTask):
     """
 
     key: ClassVar[str] = "dataset"
-    what: ClassVar[str] = "dataset files"
+    what: ClassVar[str] = "dataset files, or a dataset of the hub"
 
     dataset: DatasetFiles
     reward: str | tuple[str, ...]
@@ -223,14 +261,12 @@ class DatasetTask(QuestionTask):
     @property
     def label(self) -> str:
         """The task in a few words."""
-        return f"{Path(self.dataset.train).name}, {self.functions[0]}"
+        return f"{self.dataset.label}, {self.functions[0]}"
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
         """Read the files, load the reward functions and build the environment."""
-        given = {split: getattr(self.dataset, split) for split in SPLITS}
-        tables = {split: None if path is None else read_rows(Path(path)) for split, path in given.items()}
+        tables = self.dataset.tables()
         functions = [load_named(name, "reward function") for name in self.functions]
-        assert tables["train"] is not None  # the field is required
         agilerl = self.form == "agilerl"
         return HuggingFaceGym(
             tables["train"],

@@ -11,6 +11,7 @@ from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLPar
 from evogrpo.persistence.durable import replace_file
 from evogrpo.training.configuration.own_strategies import named_strategy
 from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, PopulationConfig
+from evogrpo.training.configuration.sources import FILE_KINDS
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, with_value
 from evogrpo.training.configuration.typed import build, inside, mapping, plain, refuse_unknown_keys, typed
 from evogrpo.training.kinds.registry import kind_of, parse_task
@@ -120,16 +121,18 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return the values with relative paths of models, datasets and files of functions or a strategy made absolute."""
     result = dict(values)
-    model = result.get("model")
-    # A hub id looks like a relative path: it is one only if there is something at it.
-    if isinstance(model, str) and (model.startswith((".", "~")) or (folder / model).exists()):
-        result["model"] = _absolute(model, folder)
+    if isinstance(result.get("model"), str):
+        result["model"] = _absolute_or_hub(result["model"], folder)
     task = result.get("task")
     if isinstance(task, Mapping):
         task = dict(task)
         if isinstance(task.get("dataset"), Mapping):
-            files = task["dataset"].items()
-            task["dataset"] = {key: _absolute(file, folder) if isinstance(file, str) else file for key, file in files}
+            task["dataset"] = {
+                key: (_absolute_or_hub if key == "hub" else _absolute_file)(file, folder)
+                if isinstance(file, str)
+                else file
+                for key, file in task["dataset"].items()
+            }
         if isinstance(task.get("reward"), str):
             task["reward"] = _absolute_reference(task["reward"], folder)
         elif isinstance(task.get("reward"), list):
@@ -145,6 +148,16 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _absolute(path: str, folder: Path) -> str:
     return str((folder / Path(path).expanduser()).resolve())
+
+
+def _absolute_or_hub(name: str, folder: Path) -> str:
+    # A hub id looks like a relative path: it is one only if there is something at it.
+    return _absolute(name, folder) if name.startswith((".", "~")) or (folder / name).exists() else name
+
+
+def _absolute_file(name: str, folder: Path) -> str:
+    # Names of splits end in no kind of file.
+    return _absolute(name, folder) if Path(name).suffix in FILE_KINDS else name
 
 
 def _absolute_reference(reference: Any, folder: Path) -> Any:

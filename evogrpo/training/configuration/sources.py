@@ -32,8 +32,9 @@ def read_rows(path: Path) -> Sequence[Any]:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
             if path.suffix == ".csv":
+                csv.field_size_limit(2**31 - 1)
                 rows: list[Any] = list(csv.DictReader(file))
             elif path.suffix == ".json":
                 rows = json.load(file)
@@ -43,8 +44,40 @@ def read_rows(path: Path) -> Sequence[Any]:
         raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
     except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a {path.suffix} file in UTF-8: {error}") from error
-    if not isinstance(rows, list) or not all(isinstance(row, dict) and None not in row for row in rows):
-        raise ValueError(f"{path} must hold one object with the same columns a row")
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must hold a list of objects, one a row, got {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path} must hold one object with the same columns a row, got {row!r:.80} in row {number}"
+            )
+        if None in row or (path.suffix == ".csv" and None in row.values()):
+            raise ValueError(
+                f"{path} must have as many values in every row as it names columns, but row {number} has not"
+            )
+    return rows
+
+
+def read_hub(name: str, subset: str | None, split: str, revision: str | None) -> Sequence[Any]:
+    """Read a split of a dataset of the Hugging Face hub, or of a local folder of data files.
+
+    Raises:
+        ValueError: If the package `datasets` is missing, or the dataset cannot be had.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"reading {name} from the hub needs the package datasets: pip install evogrpo[datasets]"
+        ) from None
+    try:
+        rows: Sequence[Any] = load_dataset(name, subset, split=split, revision=revision)
+    except Exception as error:  # whatever the hub, the network or a file may raise
+        wanted = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
+        raise ValueError(
+            f"cannot read {wanted}: {type(error).__name__}: {error}. Check the names and the connection; without one, "
+            "only what has been downloaded before can be read"
+        ) from error
     return rows
 
 

@@ -1,0 +1,94 @@
+"""Datasets in the forms people have them in."""
+
+import math
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from evogrpo import HuggingFaceGym, MultiTurnGym
+from evogrpo.envs.groups import SPLITS
+from evogrpo.envs.prompts.tables import split_tables
+
+ROWS = [{"question": f"{n}?", "answer": n, "hint": None if n % 2 else [n, n + 1]} for n in range(20)]
+SIZES = {"validation_size": 2, "test_size": 3}
+
+
+class Frame:
+    """What is used of a polars DataFrame."""
+
+    def __init__(self, rows):
+        self._rows = rows
+
+    def to_dicts(self):
+        return self._rows
+
+
+FORMS = {
+    "list": list,
+    "tuple": tuple,
+    "datasets": datasets.Dataset.from_list,
+    "pandas": pd.DataFrame,
+    "pandas of another index": lambda rows: pd.DataFrame(rows, index=range(100, 100 + len(rows))),
+    "pandas read back": lambda rows: pa.Table.from_pylist(rows).to_pandas(),
+    "polars": Frame,
+    "pyarrow": pa.Table.from_pylist,
+    "splits": lambda rows: {"train": rows},
+    "DatasetDict": lambda rows: datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}),
+}
+
+
+def reward(completion, answer, question):
+    assert type(answer) is int
+    return float(answer)
+
+
+def asked(env):
+    opened = {split: env.open(split, range(env.size(split))) for split in SPLITS}
+    return {split: list(zip(each.questions, each.prompts, each.rows, strict=True)) for split, each in opened.items()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_dataset_is_the_same_dataset(tokenizer, form):
+    env = HuggingFaceGym(FORMS[form](ROWS), None, tokenizer, reward_fn=reward, **SIZES)
+    plain = HuggingFaceGym(ROWS, None, tokenizer, reward_fn=reward, **SIZES)
+    assert asked(env) == asked(plain)
+    assert env.fingerprint() == plain.fingerprint()
+    env.preflight()
+
+
+def test_splits_of_one_mapping_are_the_splits(tokenizer):
+    parts = {"train": ROWS[:10], "validation": ROWS[10:12], "test": ROWS[12:15], "other": ROWS[15:]}
+    env = HuggingFaceGym(parts, None, tokenizer, reward_fn=reward)
+    assert [env.size(split) for split in SPLITS] == [10, 2, 3]
+    with pytest.raises(ValueError, match="train_dataset holds a test split, and test_dataset is given as well"):
+        HuggingFaceGym(parts, ROWS[12:15], tokenizer, reward_fn=reward)
+    with pytest.raises(ValueError, match="train_dataset must be one split, got a mapping of"):
+        HuggingFaceGym({"train_sft": ROWS}, None, tokenizer, reward_fn=reward)
+    with pytest.raises(ValueError, match="test_dataset must be one split, got a mapping of"):
+        HuggingFaceGym(ROWS, {"test": ROWS}, tokenizer, reward_fn=reward)
+
+
+def test_what_a_frame_lacks_is_missing_and_refused_with_its_row(tokenizer):
+    frame = pd.DataFrame([*ROWS[:5], {"answer": 3}])
+    with pytest.raises(ValueError, match="row 5 of train_dataset must have a question, got None"):
+        HuggingFaceGym(frame, None, tokenizer, reward_fn=reward)
+    ((first, second),) = [split_tables(pd.DataFrame({"x": [1.5, math.nan]}), None, None)["train"]]
+    assert (first, second) == ({"x": 1.5}, {"x": None})
+    (row,) = split_tables(pd.DataFrame({"x": [np.array([[1, 2]])]}), None, None)["train"]
+    assert row == {"x": [[1, 2]]}
+
+
+def test_conversations_read_frames(tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": f"{n}"}]} for n in range(12)]
+    env = MultiTurnGym(
+        pd.DataFrame(rows),
+        tokenizer=tokenizer,
+        reply=lambda row, messages: None,
+        max_turns=2,
+        reward_funcs=lambda completions, **_: [0.0 for _ in completions],
+    )
+    assert sum(env.size(split) for split in SPLITS) == 12
+    assert env.open("train", [0]).questions[0].isdigit()
