@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GRPO",
     "ArchitectureLimits",
+    "EvolvableAlgorithm",
     "GymnasiumGroups",
     "HuggingFaceGym",
     "HyperparameterConfig",
@@ -28,6 +29,7 @@ __all__ = [
 
 _HOMES = {
     "ArchitectureLimits": "evogrpo.policies.control.architecture",
+    "EvolvableAlgorithm": "evogrpo.agents.algorithm",
     "GRPO": "evogrpo.agents.grpo",
     "GymnasiumGroups": "evogrpo.envs.control.gymnasium",
     "HuggingFaceGym": "evogrpo.envs.prompts.huggingface",
@@ -48,6 +50,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
+    from evogrpo.agents.algorithm import EvolvableAlgorithm
     from evogrpo.agents.grpo import GRPO
     from evogrpo.agents.multi_agent import MultiAgentGRPO
     from evogrpo.agents.population import Population

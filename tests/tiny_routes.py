@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter
-from evogrpo.agents.agent import EvolvableAlgorithm
+from evogrpo.agents.agent import Agent
 from evogrpo.evolution import Child, NoEvolution, Plan
 from evogrpo.hyperparameters import Hyperparameters
 from tests.tiny_training import (
@@ -44,20 +44,20 @@ def default_of(name: str, options: Mapping[str, Any]) -> Any:
     return tiny_options(**options).get(name, getattr(Hyperparameters(), name))
 
 
-def _assigned(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+def _assigned(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Agent:
     agent = tiny_agent(**options)
     setattr(agent, name, value)
     return agent
 
 
-def _mutated(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+def _mutated(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Agent:
     default = default_of(name, options)
     agent = tiny_agent(**options, hp_config=HyperparameterConfig(**{name: RLParameter(choices=[default, value])}))
     assert agent.mutate(np.random.default_rng(0)) == {name: (default, value)}
     return agent
 
 
-def _inherited(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+def _inherited(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Agent:
     population = tiny_population(3, **options)
     child = Child(
         slot=2,
@@ -70,19 +70,19 @@ def _inherited(name: str, value: Any, folder: Path, options: dict[str, Any]) -> 
     return population[2]
 
 
-def _loaded(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+def _loaded(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Agent:
     _assigned(name, value, folder, options).save_checkpoint(folder / "agent")
     return GRPO.load(folder / "agent", actor_network=shared_model())
 
 
-def _restored(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+def _restored(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Agent:
     _assigned(name, value, folder, options).save_checkpoint(folder / "agent")
     agent = tiny_agent(**options)
     agent.load_checkpoint(folder / "agent")
     return agent
 
 
-def _resumed(name: str, value: Any, folder: Path, options: dict[str, Any]) -> EvolvableAlgorithm:
+def _resumed(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Agent:
     run = tiny_run(folder / "run", size=2, strategy=NoEvolution(), options={"hp_config": None} | options)
     setattr(run.population[1], name, value)
     steps: Iterator[Any] = run.reports()

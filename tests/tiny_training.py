@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
-from evogrpo.agents.agent import EvolvableAlgorithm
+from evogrpo.agents.agent import Agent
 from evogrpo.agents.members.tokens.experiences import as_batch
 from evogrpo.envs.prompts.templates import Tokenizer
 from evogrpo.evolution import Strategy
@@ -75,7 +75,7 @@ def tiny_population(size: int, **options: Any) -> Population:
     return GRPO.population(size, **{"actor_network": shared_model()} | tiny_options(**options))
 
 
-def scatter(agent: EvolvableAlgorithm, seed: int = 0, std: float = 0.2) -> None:
+def scatter(agent: Agent, seed: int = 0, std: float = 0.2) -> None:
     """Give an agent random adapters, far from the base, and a fresh optimiser."""
     bank = agent.members.banks["default"]
     state = bank.state(agent.slot)
@@ -85,7 +85,7 @@ def scatter(agent: EvolvableAlgorithm, seed: int = 0, std: float = 0.2) -> None:
     bank.load_state(agent.slot, state | {"adapter": std * torch.from_numpy(values)})
 
 
-def state_of(agent: EvolvableAlgorithm) -> dict[str, Tensor]:
+def state_of(agent: Agent) -> dict[str, Tensor]:
     return agent.state()
 
 
@@ -93,7 +93,7 @@ def equal_states(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def peft_twin(agent: EvolvableAlgorithm) -> PeftMember:
+def peft_twin(agent: Agent) -> PeftMember:
     """Return the agent's policy as a separate PEFT model over a copy of the base."""
     bank = agent.members.banks["default"]
     adapter, _ = bank.peft_files(agent.slot)

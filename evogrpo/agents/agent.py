@@ -1,6 +1,6 @@
-"""EvolvableAlgorithm: what every agent is, whatever it learns: a slot, an identity, and its hyperparameters."""
+"""Agent: what every agent is, whatever it learns and however: a slot, an identity, and its hyperparameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -15,6 +15,7 @@ from evogrpo.evolution.lineage import NETWORK, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, spread_members
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value
 from evogrpo.randomness import generator
+from evogrpo.records import Experience, LearnReport
 
 _COPIED = (
     "parent",
@@ -35,10 +36,10 @@ class _Hyperparameter:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, agent: "EvolvableAlgorithm | None", owner: type) -> Any:
+    def __get__(self, agent: "Agent | None", owner: type) -> Any:
         return self if agent is None else getattr(agent.hyperparameters, self.name)
 
-    def __set__(self, agent: "EvolvableAlgorithm", value: object) -> None:
+    def __set__(self, agent: "Agent", value: object) -> None:
         agent.hyperparameters = Hyperparameters.from_json({**agent.hyperparameters.to_json(), self.name: value})
 
 
@@ -51,19 +52,19 @@ class _Misnomer:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def __get__(self, agent: "EvolvableAlgorithm | None", owner: type) -> Any:
+    def __get__(self, agent: "Agent | None", owner: type) -> Any:
         if agent is not None:
             raise self._error(owner)
         return self
 
-    def __set__(self, agent: "EvolvableAlgorithm", value: object) -> None:
+    def __set__(self, agent: "Agent", value: object) -> None:
         raise self._error(type(agent))
 
     def _error(self, owner: type) -> AttributeError:
         return AttributeError(f"{owner.__name__} has no attribute {self.name!r}: it is called {self.own!r} here")
 
 
-class EvolvableAlgorithm:
+class Agent:
     """One member of a population: a slot of a bank, an identity and a frozen record of hyperparameters.
 
     Agents are made by their algorithm's constructor or `population`, not by this class.
@@ -91,6 +92,9 @@ class EvolvableAlgorithm:
 
     kinds: ClassVar[tuple[str, ...]] = ()
     """Kinds of members that agents of this class have."""
+
+    unused_options: ClassVar[tuple[str, ...]] = ("objective",)
+    """Constructor arguments and hyperparameters that mean nothing to the algorithm, and are refused."""
 
     lr = _Hyperparameter()
     clip_coef = _Hyperparameter()
@@ -228,7 +232,7 @@ class EvolvableAlgorithm:
     def _member(cls, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> Self:
         """Make an agent in a slot of an existing bank."""
         agent = cls.__new__(cls)
-        EvolvableAlgorithm.__init__(agent, members, slot, index, hyperparameters)
+        Agent.__init__(agent, members, slot, index, hyperparameters)
         return agent
 
     @classmethod
@@ -250,12 +254,33 @@ class EvolvableAlgorithm:
         return [cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
 
     @staticmethod
-    def copy_attributes(agent: "EvolvableAlgorithm", clone: "EvolvableAlgorithm") -> "EvolvableAlgorithm":
+    def copy_attributes(agent: "Agent", clone: "Agent") -> "Agent":
         """Copy everything but weights, optimiser, slot and index from `agent` to `clone`, and return `clone`."""
         for name in _COPIED:
             setattr(clone, name, getattr(agent, name))
         clone._hooks = list(agent._hooks)
         return clone
+
+    # ---- learning
+
+    @classmethod
+    def learn_together(
+        cls, members: Members, learners: Sequence[Learner], experience: Experience
+    ) -> dict[int, LearnReport]:
+        """Take one learning step of agents that share members: all that an algorithm is.
+
+        Members must not influence each other: what one learns is what it would learn alone. Whether all goes well is
+        each member's own as well; one whose update is not finite is reported as failed.
+
+        Args:
+            members: Of the agents, and perhaps of others.
+            learners: Those that learn: slot, identity, number of the step and hyperparameters.
+            experience: By policy (a single agent has one, "default"), rows of these members and their sources.
+
+        Returns:
+            One report per learner, by slot.
+        """
+        raise NotImplementedError
 
     # ---- looking inside
 

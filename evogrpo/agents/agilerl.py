@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import torch
 
-from evogrpo.agents.agent import EvolvableAlgorithm
+from evogrpo.agents.agent import Agent
 from evogrpo.hyperparameters import unknown_name_error
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 
@@ -25,7 +25,7 @@ class NetworkGroup:
 _NETWORKS = ("actor", "base")
 
 
-class AgileRLAgent(EvolvableAlgorithm):
+class AgileRLAgent(Agent):
     """What AgileRL's users further call on an agent, in its terms."""
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class AgileRLAgent(EvolvableAlgorithm):
         return {"actor": weights, "optimizer": state, **kept}
 
     @staticmethod
-    def inspect_attributes(agent: EvolvableAlgorithm, input_args_only: bool = False) -> dict[str, Any]:
+    def inspect_attributes(agent: Agent, input_args_only: bool = False) -> dict[str, Any]:
         """Return an agent's attributes other than networks and optimisers.
 
         Args:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from evogrpo.agents.agent import EvolvableAlgorithm
+from evogrpo.agents.agent import Agent
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.members.control.team_members import AgentSpaces
 from evogrpo.agents.options import TeamOptions, checked_size, founders_samples, open_team
@@ -45,7 +45,7 @@ class MultiAgentGRPO(GRPO):
         **options: Unpack[TeamOptions],
     ) -> None:
         members, first = open_team(1, observation_spaces, action_spaces, options)
-        EvolvableAlgorithm.__init__(self, members, 0, options.get("index", 0), first)
+        Agent.__init__(self, members, 0, options.get("index", 0), first)
 
     @classmethod
     def population(  # type: ignore[override]  # spaces by agent

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
-from evogrpo.agents.learning.step import learn
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.collecting import check_groups, collect, evaluate
 from evogrpo.agents.rollout.wanted import Collected
@@ -22,7 +21,7 @@ from evogrpo.randomness import generator
 from evogrpo.records import Experience, LearnReport
 
 if TYPE_CHECKING:
-    from evogrpo.agents.agent import EvolvableAlgorithm
+    from evogrpo.agents.agent import Agent
 
 
 class Population(Sequence[Any]):
@@ -41,7 +40,7 @@ class Population(Sequence[Any]):
 
     def __init__(
         self,
-        agents: "Sequence[EvolvableAlgorithm]",
+        agents: "Sequence[Agent]",
         members: Members,
         *,
         wrapper_cls: type[Any] | None = None,
@@ -73,6 +72,11 @@ class Population(Sequence[Any]):
         return self.members.hp_config or HyperparameterConfig()
 
     @property
+    def algorithm(self) -> "type[Agent]":
+        """The class of its agents, which says how they learn."""
+        return type(self.agents[0])
+
+    @property
     def best(self) -> Any:
         """The agent with the highest fitness at the last evaluation, the lowest slot among equals.
 
@@ -90,7 +94,7 @@ class Population(Sequence[Any]):
         return max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.slot)).slot
 
     @property
-    def healthy(self) -> "list[EvolvableAlgorithm]":
+    def healthy(self) -> "list[Agent]":
         """The agents that have neither failed nor been retired."""
         return [agent for agent in self.agents if agent.failed is None and not agent.retired]
 
@@ -114,7 +118,8 @@ class Population(Sequence[Any]):
             One report per member, by slot.
 
         Raises:
-            ValueError: If `sources` names a slot that nobody healthy is in, or no slot to learn from; or see `learn`.
+            ValueError: If `sources` names a slot that nobody healthy is in, or no slot to learn from; or the
+                experience does not fit.
         """
         given, healthy = sources or {}, {agent.slot for agent in self.healthy}
         for slot, own in given.items():
@@ -127,7 +132,10 @@ class Population(Sequence[Any]):
             replace(agent.learner(step), sources=tuple(given[agent.slot]) if agent.slot in given else None)
             for agent in self.healthy
         ]
-        reports = learn(self.members, learners, experience)
+        self.members.banks.changed.update(
+            healthy
+        )  # even if something raises on the way: weights may have moved by then
+        reports = self.algorithm.learn_together(self.members, learners, experience)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
         return reports

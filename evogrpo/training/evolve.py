@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
+from evogrpo.agents.agent import Agent
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment, Tried
 from evogrpo.evolution.strategies import Strategy, Tournament
@@ -88,6 +89,7 @@ def resume(
     *,
     actor_network: nn.Module | None = None,
     strategy: Strategy | type[Strategy] | None = None,
+    algorithm: type[Agent] | None = None,
     allow_changed_data: bool = False,
     progress: bool | None = None,
     allow_memory: bool = False,
@@ -105,6 +107,7 @@ def resume(
         actor_network: The base model the run was trained on; for small networks only a module of your own.
         strategy: For a strategy of your own its class, or one with the same settings: a name that is found in a
             checkpoint is never imported.
+        algorithm: For agents of a class of your own that class, for the same reason.
         allow_changed_data: Go on although the environment differs; the journal and the report say how. Fitness before
             and after cannot be compared then.
         progress: Whether the run is shown while it goes on; see `evolve`.
@@ -113,15 +116,15 @@ def resume(
 
     Raises:
         CheckpointError: If the folder holds no complete checkpoint, or the base model is another one.
-        ValueError: If a limit is unknown or out of range, the strategy is missing or another one, or the environment
-            is another one.
+        ValueError: If a limit is unknown or out of range, the strategy or the algorithm is missing or another one, or
+            the environment is another one.
     """
     refuse_unknown("limit of a resumed run", limits, LIMITS)
     console = console_for(progress)
     saved = open_run(run_dir, go_on=True)
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
-    population, so_far = saved.restore(actor_network)
+    population, so_far = saved.restore(actor_network, algorithm=algorithm)
     _check_memory(population, env, schedule, allowed=allow_memory)
     run = Evolution(
         population,

@@ -8,8 +8,9 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 import evogrpo
+from evogrpo.agents.agent import Agent
 from evogrpo.agents.checkpoints.saving import learnt, population_state, restore_population, save_agent
-from evogrpo.agents.classes import agent_class
+from evogrpo.agents.classes import algorithm_class, own_algorithm
 from evogrpo.agents.population import Population
 from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
@@ -153,6 +154,7 @@ class RunDir:
         tensors, record = population_state(population)
         record = {
             "population": record,
+            "algorithm": own_algorithm(population.algorithm),
             "progress": progress.to_json(),
             "strategy": strategy_record(strategy),
             "strategy_state": strategy.state(),
@@ -243,14 +245,20 @@ class Saved:
         """Return the run's folder, which keeps what it kept from the beginning."""
         return RunDir(path, self.logging, claim=self.claim)
 
-    def restore(self, model: nn.Module | None = None, device: str | None = None) -> tuple[Population, Progress]:
+    def restore(
+        self,
+        model: nn.Module | None = None,
+        device: str | None = None,
+        algorithm: type[Agent] | None = None,
+    ) -> tuple[Population, Progress]:
         """Build the population and the progress over the base model; small networks need none.
 
         Raises:
             CheckpointError: If it is another base model, or the record does not fit together.
+            ValueError: If the agents' class is the user's own and was not given, or another one was.
         """
         population = restore_population(
-            agent_class(self.base["kind"]),
+            algorithm_class(self.base["kind"], self.record.get("algorithm"), algorithm),
             self.tensors,
             self.record["population"],
             model,

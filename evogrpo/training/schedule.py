@@ -102,6 +102,8 @@ class Schedule:
 
     def warn_neutral(self, population: Population) -> None:
         """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective."""
+        if "objective" in population.algorithm.unused_options:
+            return  # what matters to an algorithm of the user's own is not known here
         for reason in neutral(
             population.members.settings.objective,
             [agent.hyperparameters for agent in population.agents],

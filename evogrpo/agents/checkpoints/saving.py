@@ -21,9 +21,9 @@ from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at
 
 if TYPE_CHECKING:
-    from evogrpo.agents.agent import EvolvableAlgorithm
+    from evogrpo.agents.agent import Agent
 
-Agent = TypeVar("Agent", bound="EvolvableAlgorithm")
+AnyAgent = TypeVar("AnyAgent", bound="Agent")
 
 CONSTANT = "shared by all: "
 """Begins the names of tensors that a checkpoint's members share."""
@@ -31,7 +31,7 @@ COUNTERS = ("slot", "index", "parent", "born", "failed", "retired", "training", 
 
 
 def save_agent(
-    agent: "EvolvableAlgorithm",
+    agent: "Agent",
     path: str | Path,
     *,
     include_base: bool,
@@ -47,13 +47,13 @@ def save_agent(
 
 
 def load_agent(
-    kind: type[Agent],
+    kind: type[AnyAgent],
     path: str | Path,
     *,
     device: str | torch.device | None,
     accelerator: Accelerator | None,
     actor_network: nn.Module | None,
-) -> Agent:
+) -> AnyAgent:
     """Bring one agent back in a bank of its own; see `GRPO.load`."""
     best = Path(path) / "best"
     if stored_at(best).is_dir() and not stored_at(Path(path) / "manifest.json").exists():
@@ -74,7 +74,7 @@ def load_agent(
     return agent
 
 
-def read_agent(agent: "EvolvableAlgorithm", path: str | Path) -> None:
+def read_agent(agent: "Agent", path: str | Path) -> None:
     """Put a saved agent into an existing one; see `GRPO.load_checkpoint`."""
     tensors, record = read_checkpoint(path, kind="agent")
     with _damage(path):
@@ -112,7 +112,7 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
 
 
 def restore_population(
-    kind: "type[EvolvableAlgorithm]",
+    kind: "type[Agent]",
     tensors: Mapping[str, Tensor],
     record: Mapping[str, Any],
     actor_network: nn.Module | None,
@@ -200,7 +200,7 @@ def _members_record(members: Members) -> dict[str, Any]:
     }
 
 
-def _member_record(agent: "EvolvableAlgorithm") -> dict[str, Any]:
+def _member_record(agent: "Agent") -> dict[str, Any]:
     return {
         **{name: getattr(agent, name) for name in COUNTERS},
         "hyperparameters": agent.hyperparameters.to_json(),
@@ -208,9 +208,7 @@ def _member_record(agent: "EvolvableAlgorithm") -> dict[str, Any]:
     }
 
 
-def _restore(
-    agent: "EvolvableAlgorithm", member: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str | Path
-) -> None:
+def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str | Path) -> None:
     """Give an agent all that was saved of one, or change nothing; it stays in its own slot."""
     # Earlier versions retired nobody.
     counters = {name: {"retired": False, **member}[name] for name in COUNTERS if name != "slot"}

@@ -105,7 +105,6 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
         raise ValueError(
             f"a batch must hold rows of every member that learns, got slots {sorted(everyone)} for {sorted(wanted)}"
         )
-    members.banks.changed.update(by_slot)  # even if something raises on the way: weights may have moved by then
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
     for policy, batch in experience.items():
         acting = set(batch.member_ids[batch.present.any(1)].tolist())

@@ -185,6 +185,7 @@ class Evolution:
             schedule=self.schedule.to_json(),
             evolvable=self.population.space.to_json(),
             strategy=strategy_record(self.strategy),
+            algorithm=self.population.algorithm.__qualname__,
             data=self._data,
             members=[
                 {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}

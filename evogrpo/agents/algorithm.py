@@ -1,0 +1,281 @@
+"""EvolvableAlgorithm: agents that act, learn, are tested and saved, whatever they make of what they have sampled."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self, Unpack
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import nn
+
+from evogrpo.agents.agent import Agent
+from evogrpo.agents.agilerl import AgileRLAgent
+from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
+from evogrpo.agents.options import Options, checked_size, founders_samples, open_members
+from evogrpo.agents.population import Population
+from evogrpo.agents.rollout.collecting import check_groups, evaluate
+from evogrpo.envs.groups import GroupEnvironment, Split
+from evogrpo.records import LearnReport
+
+
+class EvolvableAlgorithm(AgileRLAgent):
+    """An agent that learns from groups of completions or episodes; how, its subclass says in `learn_together`.
+
+    The constructor makes one agent in a bank of its own; `population` makes several that share one bank, and learn in
+    the same batches. What they share (`members.policies[name].bank`) computes log-probabilities, and takes an optimizer
+    step for every member under any loss: see `evogrpo.policies.bank.PolicyBank.update`.
+
+    Args:
+        observation_space: What it reads; may be None for a language model.
+        action_space: What it does; may be None for a language model.
+        actor_network: A causal language model of transformers; its weights and flags are never changed. Without one the
+            agent is a small network for its spaces; a torch module of your own takes the default network's place.
+        pad_token_id: Token used for padding, for language models.
+        options: Everything else, with defaults: see `evogrpo.agents.options.Options`.
+
+    Raises:
+        ValueError: If an argument is unknown, missing or out of range.
+    """
+
+    __slots__ = ()
+
+    kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any] | None = None,
+        action_space: spaces.Space[Any] | None = None,
+        actor_network: nn.Module | None = None,
+        pad_token_id: int | None = None,
+        **options: Unpack[Options],
+    ) -> None:
+        self._check_class(options)
+        members, first = open_members(1, observation_space, action_space, actor_network, pad_token_id, options)
+        super().__init__(members, 0, options.get("index", 0), first)
+
+    @classmethod
+    def population(
+        cls,
+        size: int | None = None,
+        observation_space: spaces.Space[Any] | None = None,
+        action_space: spaces.Space[Any] | None = None,
+        wrapper_cls: type[Any] | None = None,
+        wrapper_kwargs: Mapping[str, Any] | None = None,
+        *,
+        actor_network: nn.Module | None = None,
+        pad_token_id: int | None = None,
+        samples_per_step: int | None = None,
+        spread: bool = True,
+        **options: Unpack[Options],
+    ) -> Population:
+        """Make agents that share one bank: language models over one base model, or small networks side by side.
+
+        The first member has the given hyperparameters; those that evolve are spread over their ranges for the others.
+
+        Args:
+            size: Number of members.
+            observation_space: As for one agent.
+            action_space: As for one agent.
+            wrapper_cls: Wraps every agent that the population hands out: `wrapper_cls(agent, **wrapper_kwargs)`.
+            wrapper_kwargs: See `wrapper_cls`.
+            actor_network: As for one agent; one for all.
+            pad_token_id: As for one agent.
+            samples_per_step: Completions (or episodes) per member and learning step, if group_size evolves over a
+                range: only its divisors are dealt. Unneeded when group_size has choices.
+            spread: False lets every member start with the given hyperparameters.
+            options: As for one agent.
+
+        Raises:
+            ValueError: If an argument is unknown, missing or out of range.
+        """
+        size = checked_size(size, options)
+        cls._check_class(options)
+        samples = founders_samples(options, samples_per_step)
+        members, first = open_members(size, observation_space, action_space, actor_network, pad_token_id, options)
+        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)
+        return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
+
+    @classmethod
+    def _check_class(cls, options: Mapping[str, Any]) -> None:
+        if cls.learn_together.__func__ is Agent.learn_together.__func__:  # type: ignore[attr-defined]
+            raise TypeError(
+                f"{cls.__name__} does not say how it learns: define learn_together in a subclass, as GRPO does"
+            )
+        for name in cls.unused_options:
+            if name in options or name in (options.get("hp_config") or ()):
+                raise ValueError(f"{name} means nothing to {cls.__name__}: leave it out")
+
+    # ---- acting and learning
+
+    def get_action(self, states: Any, training: bool | None = None, action_mask: Any = None) -> Any:
+        """Answer prompts, or choose actions.
+
+        Args:
+            states: For a language model prompts `{"input_ids": [1, P], "attention_mask": [1, P]}`, as `HuggingFaceGym`
+                serves them; for a small network one observation, or a batch of them along a leading axis.
+            training: True samples, `group_size` completions per prompt, one action per observation; False takes what is
+                most likely, once each. None = the agent's training mode.
+            action_mask: Legal values of Discrete and MultiDiscrete actions, as environments give them in their info;
+                None = all.
+
+        Returns:
+            For prompts, per prompt, the completion ids `[g, P + C]`, prompt included and padded on the right, and the
+            action masks `[g, P + C - 1]`: mask j is True where token j + 1 was sampled. For observations an array of
+            actions, to be given back to `learn` as they are; boxes are not clipped to their bounds yet.
+
+        Raises:
+            ValueError: If the states or the mask do not fit.
+        """
+        training = self.training if training is None else training
+        chosen = self.members.act(self.learner(), states, training=training, action_mask=action_mask)
+        self.steps += int(training)
+        return chosen
+
+    def predict(
+        self,
+        observation: Any,
+        state: Any = None,
+        episode_start: Any = None,
+        deterministic: bool = False,
+        action_masks: Any = None,
+    ) -> tuple[NDArray[Any], Any]:
+        """Choose actions as the environment takes them, boxes clipped: the interface of Stable-Baselines3.
+
+        Training and its random streams are not touched, so it may be called at any time.
+
+        Args:
+            observation: One observation, or a batch of them along a leading axis.
+            state: Handed back as it is: there are no recurrent networks.
+            episode_start: Not needed, as there is no state.
+            deterministic: Take the most likely action.
+            action_masks: Legal values, as the environment's `info["action_mask"]` has them; None = all are. What an
+                environment rules out has to be passed here, or another policy acts than the one that was trained.
+
+        Returns:
+            The action, or actions along a leading axis; and `state`.
+
+        Raises:
+            ValueError: If the agent is a language model, or the observation does not fit.
+        """
+        actions = self.members.predict(
+            self.learner(),
+            observation,
+            deterministic=deterministic,
+            calls=self._predictions,
+            action_masks=action_masks,
+        )
+        self._predictions += 1
+        return actions, state
+
+    def learn(self, experiences: Any) -> LearnReport:
+        """Learn from rewarded completions or episodes of a loop of the caller's own.
+
+        Args:
+            experiences: For a language model `(completion_ids, action_masks, rewards)`: the first two as `get_action`
+                returns them, rewards `[prompts, group_size]`; NaN = no reward applies. For a small network
+                `(observations, actions, action_masks, rewards)`, each `[starts, group_size, steps, ...]`: whole
+                episodes, padded to the longest, `group_size` of them from each start (reset seed); actions as
+                `get_action` returns them, masks True for steps taken, and what each step earned. Where `get_action`
+                was given an `action_mask`, those masks are a fifth part, `[starts, group_size, steps, k]`.
+
+        Returns:
+            A report that unpacks as `loss, kl`; other measurements are its attributes.
+
+        Raises:
+            ValueError: If the parts do not fit together.
+        """
+        learner = self.learner()
+        experience = self.members.experience(learner, experiences)
+        self.members.banks.changed.add(self.slot)  # even if something raises on the way
+        report = self.learn_together(self.members, [learner], experience)[self.slot]
+        self.steps += 1
+        self.failed = report.failed
+        return report
+
+    def test(self, env: GroupEnvironment, loop: int = 1, split: Split = "validation") -> float:
+        """Return the mean greedy reward (or undiscounted return) on a held-out split; training is not touched.
+
+        Args:
+            env: Where the starts come from.
+            loop: How often to go through the split. Greedy answers to fixed questions do not vary, so more than once
+                matters for rewards that do.
+            split: "validation", or "test" for the final report.
+        """
+        if loop < 1:
+            raise ValueError(f"loop must be at least 1, got {loop}")
+        check_groups(env)
+        self.members.check(env)
+        base = self._evaluated == "base"
+        return float(np.mean([evaluate(self.members, [self.slot], env, split, base=base) for _ in range(loop)]))
+
+    # ---- the network
+
+    def get_policy(self) -> nn.Module:
+        """Return the policy as a module that reads the agent's weights and holds none of its own.
+
+        For a language model `policy(input_ids, attention_mask)` gives logits `[n, t, v]`; for a small network
+        `policy(observations)` gives the numbers `[m, o]` that parametrise its actions (see `StackedPolicy.module`).
+        """
+        return self.members.policy(self.slot, base=self._evaluated == "base")
+
+    def recompile(self) -> None:
+        """Forget what torch.compile made of the base model, so that the next call compiles it again.
+
+        Does nothing for a model that the user has not compiled.
+        """
+        self.members.recompile()
+
+    def unwrap_models(self) -> None:
+        """Stop computing under the accelerator's precision; affects all members of the bank."""
+        self.members.unwrap()
+
+    # ---- checkpoints
+
+    def save_checkpoint(self, path: str | Path, *, include_base: bool = False, replace: bool = False) -> None:
+        """Save the agent as a checkpoint folder, which for a language model is a PEFT adapter at once.
+
+        Args:
+            path: Folder to create.
+            include_base: Save the base model as well, so that the folder needs nothing else; that of a small network
+                never does.
+            replace: Whether a checkpoint that is already there may be replaced.
+
+        Raises:
+            CheckpointError: If something is there and may not be replaced.
+        """
+        save_agent(self, path, include_base=include_base, replace=replace)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        device: str | torch.device | None = None,
+        accelerator: Accelerator | None = None,
+        actor_network: nn.Module | None = None,
+    ) -> Self:
+        """Bring a saved agent back, in a bank of its own.
+
+        Args:
+            path: Folder written by `save_checkpoint`.
+            device: Where to put the model; where `actor_network` is, or the CPU, by default.
+            accelerator: See the constructor.
+            actor_network: The base model; by default the saved base, or the one named in the checkpoint if that is
+                the demo model or a hub id. A folder named in a checkpoint is never followed. For small networks only a
+                module of your own has to be given.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged, or the base model is not the one it was trained on.
+            ValueError: If the base model cannot be found, or a module is missing.
+        """
+        return load_agent(cls, path, device=device, accelerator=accelerator, actor_network=actor_network)
+
+    def load_checkpoint(self, path: str | Path) -> None:
+        """Put a saved agent's weights, optimiser, hyperparameters and counters into this agent.
+
+        Raises:
+            CheckpointError: If the checkpoint is damaged or of another base model; the agent is unchanged then.
+        """
+        read_agent(self, path)
