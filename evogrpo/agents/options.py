@@ -1,6 +1,6 @@
 """The constructor arguments of agents, declared once for single agents and populations, and what they build."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any, TypedDict
 
@@ -120,7 +120,7 @@ class Options(CommonOptions, total=False):
         min_p: Only from tokens at least this many times as likely as the most likely one; 0 by default.
         repetition_penalty: Make tokens that are there already less likely, in greedy answers too; 1, no penalty, by
             default.
-        eos_token_ids: Tokens that end a completion; the model's generation config names them by default.
+        eos_token_ids: Token, or tokens, that end a completion; the model's generation config names them by default.
         lora_config: What to adapt; rank 16 on all linear layers by default.
         micro_batch_tokens: Most tokens in one forward pass with gradients, the knob between memory and speed; 1024 by
             default.
@@ -137,7 +137,7 @@ class Options(CommonOptions, total=False):
     top_p: float
     min_p: float
     repetition_penalty: float
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: int | tuple[int, ...]
     lora_config: LoraConfig | None
     micro_batch_tokens: int
     source: str | None
@@ -223,7 +223,7 @@ def _open_language(
     names = LanguageSettings.__dataclass_fields__
     settings = LanguageSettings(
         pad_token_id=pad_token_id,
-        eos_token_ids=tuple(values.get("eos_token_ids") or _eos_of(model)),
+        eos_token_ids=_token_ids(values.get("eos_token_ids")) or _eos_of(model),
         **{name: values[name] for name in names if name in values and name != "eos_token_ids"},
     )
     hyperparameters = _first_member(values, settings)
@@ -286,7 +286,7 @@ def open_team(
     hyperparameters = _first_member(values, settings)
     space = values.get("hp_config") or HyperparameterConfig()
     check_usable(settings.objective, hyperparameters, space, of_transitions=True)
-    device = values.get("device") or "cpu"
+    device = device_of(None, values.get("device")) or "cpu"
     members = TeamMembers(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
     return members, hyperparameters
 
@@ -331,4 +331,9 @@ def _eos_of(model: PreTrainedModel) -> tuple[int, ...]:
         declared = getattr(model.config.get_text_config(), "eos_token_id", None)
     if declared is None:
         raise ValueError("eos_token_ids must be given: the model's configs name no end-of-sequence token")
-    return tuple(declared) if isinstance(declared, list | tuple) else (declared,)
+    return _token_ids(declared)
+
+
+def _token_ids(given: Any) -> tuple[int, ...]:
+    """Read one token id, several or none."""
+    return () if given is None else tuple(given) if isinstance(given, Iterable) else (given,)

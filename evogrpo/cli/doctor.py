@@ -17,8 +17,8 @@ from typing import Literal
 from rich.text import Text
 
 from evogrpo.cli.arguments import FAILED, OK
+from evogrpo.policies.devices import process_memory
 from evogrpo.training.display.console import make_console
-from evogrpo.training.memory import process_memory
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
 _MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "problem": ("FAIL", "bold red")}

@@ -1,12 +1,8 @@
 """The memory that a run needs, and the memory that is there."""
 
-import os
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-_GROUPS = Path("/sys/fs/cgroup")
-_LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it
+from evogrpo.policies.devices import memory_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,52 +44,6 @@ def check_memory(need: Need, *, allowed: bool = False, remedy: str = "allow_memo
             "estimate is too high"
         )
     return found
-
-
-def memory_of(device: str) -> tuple[int | None, str]:
-    """Return how much memory a device has, in bytes, and what it is called; None if that cannot be told."""
-    if device.startswith("cuda"):
-        import torch
-
-        return int(torch.cuda.get_device_properties(device).total_memory), "GPU memory"
-    if not device.startswith("cpu"):
-        return None, f"memory on {device}"
-    return process_memory(), "memory"
-
-
-def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
-    """Return the machine's memory in bytes, or the process's share of it: a container's, or a control group's.
-
-    Args:
-        groups: Where control groups are, of either version.
-        membership: Which of them the process is in.
-    """
-    sizes = list(_limits(groups, membership))
-    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min(sizes, default=None)
-
-
-def _limits(groups: Path, membership: Path) -> Iterator[int]:
-    """Yield the limits of the process's control groups and of those they are in."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controller, _, path = rest.partition(":")
-        file = _LIMIT_FILES.get(controller)
-        if file is None:
-            continue
-        root = groups / controller
-        inner = Path(path.strip("/"))
-        # Inside a container the path may be that of the machine, which is not there; its root is the container's.
-        for folder in (inner, *inner.parents):
-            try:
-                yield int((root / folder / file).read_text())
-            except (OSError, ValueError):  # no such folder, or "max"
-                continue
 
 
 def gigabytes(size: float) -> str:

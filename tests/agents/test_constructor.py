@@ -6,12 +6,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
+from gymnasium.spaces import Box, Discrete
 from peft import LoraConfig
 
-from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
+from evogrpo import GRPO, HyperparameterConfig, MultiAgentGRPO, Objective, RLParameter
 from evogrpo.objective import Optimizer
 from tests.rounding import assert_gradients_agree
-from tests.tiny_models import EOS, tiny_model
+from tests.tiny_models import EOS, VOCABULARY, tiny_model
 from tests.tiny_training import (
     equal_states,
     graded,
@@ -191,6 +192,46 @@ def test_a_loaded_agent_takes_the_accelerator_it_is_given(accelerators, tmp_path
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     loaded = GRPO.load(tmp_path / "agent", accelerator=accelerator, actor_network=shared_model())
     assert not torch.equal(train(loaded), train(agent))
+
+
+DEVICES = ["gpu", "cuda:99", pytest.param("cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_device_that_is_not_there_is_refused_by_agents_of_every_kind(device, tmp_path):
+    seen, done = Box(-1.0, 1.0, (2,)), Discrete(2)
+    agent = tiny_agent()
+    agent.save_checkpoint(tmp_path / "agent")
+    for make in (
+        lambda: tiny_agent(device=device),
+        lambda: GRPO(seen, done, device=device),
+        lambda: MultiAgentGRPO({"a": seen}, {"a": done}, device=device),
+        lambda: GRPO.load(tmp_path / "agent", device=device, actor_network=shared_model()),
+    ):
+        with pytest.raises(ValueError, match=f"device '{device}' cannot be used: .*Use 'cpu'"):
+            make()
+
+
+@pytest.mark.parametrize("tokens", [(VOCABULARY,), (-1,), ("x",), (1, 1.5)])
+def test_token_ids_beyond_the_vocabulary_are_refused(tokens):
+    with pytest.raises(ValueError, match=rf"eos_token_ids must lie in the vocabulary .* 0 to {VOCABULARY - 1}, got"):
+        tiny_agent(eos_token_ids=tokens)
+    with pytest.raises(ValueError, match="pad_token_id must lie in the vocabulary"):
+        tiny_agent(pad_token_id=tokens[-1])
+
+
+def test_one_token_that_ends_a_completion_need_not_be_a_tuple():
+    assert tiny_agent(eos_token_ids=5).members.settings.eos_token_ids == (5,)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_told_when_it_is_used():
+    agent = tiny_agent(group_size=2)
+    beyond = {"input_ids": torch.tensor([[3, VOCABULARY, 4]]), "attention_mask": torch.ones(1, 3)}
+    with pytest.raises(ValueError, match=rf"tokens of prompts .* got {VOCABULARY}: the tokenizer has more tokens"):
+        agent.get_action([beyond])
+    ids, masks = torch.tensor([[3, 4, VOCABULARY]] * 2), torch.tensor([[False, True]] * 2)
+    with pytest.raises(ValueError, match=f"completion_ids must lie in the vocabulary .* got {VOCABULARY}"):
+        agent.learn(([ids], [masks], torch.tensor([[1.0, 0.0]])))
 
 
 def test_more_than_one_process_is_refused(accelerators, monkeypatch):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from evogrpo.policies.tokens import models
 from evogrpo.policies.tokens.models import cache_folder, convert_gguf, demo_model_folder, fingerprint, load_base
@@ -99,6 +100,55 @@ def test_a_source_that_cannot_be_found_says_what_to_do(source):
 def test_a_folder_without_a_model_says_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_base(tmp_path)
+
+
+def halved(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def emptied(file):
+    file.write_bytes(b"")
+
+
+def garbled(file):
+    file.write_bytes(b"\x00\xff" * 100)
+
+
+def a_list(file):
+    file.write_text("[]")
+
+
+@pytest.mark.parametrize("damage", [halved, emptied, garbled, a_list])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_is_a_message(name, damage, folder):
+    damage(folder / name)
+    with pytest.raises(ValueError, match=r"the base model .* cannot be loaded \(.*\)\. Give a local folder"):
+        load_base(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (
+            lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"),
+            "lack 1 weights, model.layers.1.mlp",
+        ),
+        (lambda weights: weights.update({"model.norm.weight": torch.zeros(3)}), "RuntimeError"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_config_are_refused(change, cause, folder):
+    """Rather than begin with random ones, as transformers would."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=cause):
+        load_base(folder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(tmp_path):
+    with pytest.raises(ValueError, match="device 'cuda' cannot be used"):
+        load_base(tmp_path, device="cuda")
 
 
 def test_a_gguf_file_that_does_not_exist_is_an_error(tmp_path):

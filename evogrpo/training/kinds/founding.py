@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from evogrpo.policies.devices import check_device
 from evogrpo.training.configuration.sections import AnyConfig
 
 
@@ -15,10 +16,7 @@ def choose_device(wanted: str | None) -> str:
     """
     if wanted is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(1, device=wanted)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {wanted!r} cannot be used: {str(error).splitlines()[0]}") from error
+    check_device(wanted)
     return wanted
 
 

@@ -17,6 +17,7 @@ from evogrpo.agents.members.banks import Banks, state_key
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.team_batches import team_batch
 from evogrpo.agents.members.control.team_settings import TeamSettings
+from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
@@ -310,7 +311,8 @@ class TeamMembers:
         if accelerator is not None or actor_network is not None:
             raise ValueError("multi-agent members take neither an accelerator nor an actor_network: leave them out")
         seen, done = ({agent: space_from_json(space) for agent, space in record[name]} for name in _SPACES)
-        return cls(seen, done, size, TeamSettings.from_json(record["settings"]), hp_config, device=device or "cpu")
+        settings = TeamSettings.from_json(record["settings"])
+        return cls(seen, done, size, settings, hp_config, device=device_of(None, device) or "cpu")
 
 
 class _Modules(nn.Module):

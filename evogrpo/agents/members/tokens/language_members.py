@@ -30,6 +30,7 @@ from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.policies.tokens.engine.probes import check_token_ids
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint
 from evogrpo.randomness import generator
@@ -276,7 +277,10 @@ class LanguageMembers:
     def experience(self, learner: Learner, experiences: Experiences) -> Experience:
         """Read `(completion_ids, action_masks, rewards)`."""
         hyperparameters, shortest = learner.hyperparameters, self.settings.min_output_tokens
-        return {DEFAULT: as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)}
+        batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
+        tokens = [int(batch.actions.max()), int(batch.actions.min())]
+        check_token_ids(self.bank.base.model, tokens, "completion_ids")
+        return {DEFAULT: batch}
 
     # ---- the network
 

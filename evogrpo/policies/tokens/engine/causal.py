@@ -15,7 +15,13 @@ from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
 from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
 from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
 from evogrpo.policies.tokens.engine.heads import close, find_head
-from evogrpo.policies.tokens.engine.probes import check_causal, check_differentiable, context_of, find_decoder
+from evogrpo.policies.tokens.engine.probes import (
+    check_causal,
+    check_differentiable,
+    check_token_ids,
+    context_of,
+    find_decoder,
+)
 from evogrpo.policies.tokens.weights.weights import Route, View
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
@@ -166,7 +172,7 @@ class CausalModel:
             shortest_root: Fewest common tokens that are worth a pass of their own.
         """
         if not self.shares_prefix:
-            ids, mask = pad_left(prompts, self.pad_id, self.device)
+            ids, mask = self._padded(prompts)
             return Prompts(ids=ids, mask=mask)
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
@@ -175,6 +181,10 @@ class CausalModel:
         root = self._run_on(None, torch.arange(len(owners)), [prompts[0][:common]] * len(owners), route(owners))
         rest = [prompt[common:] for prompt in prompts]
         return self._run_on(root, rows.to(self.device), rest, route(torch.tensor(slots)))
+
+    def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        check_token_ids(self.model, [max(map(max, prompts)), min(map(min, prompts))], "tokens of prompts")
+        return pad_left(prompts, self.pad_id, self.device)
 
     def resume(
         self,
@@ -193,7 +203,7 @@ class CausalModel:
         self, root: Context | None, rows: Tensor, prompts: Sequence[tuple[int, ...]], view: View | None
     ) -> Prefix:
         """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
-        ids, mask = pad_left(prompts, self.pad_id, self.device)
+        ids, mask = self._padded(prompts)
         layers = [PrefixLayer() for _ in range(self.layers)]
         if root is not None:
             # Root, padding, prompt -> padding, root, prompt: distances between tokens are then what they seem to be.

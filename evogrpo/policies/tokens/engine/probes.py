@@ -1,6 +1,7 @@
 """Probes of a model before it is used: whether it is a causal language model, and how it is run."""
 
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
@@ -44,10 +45,10 @@ def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> No
         ValueError: If one is negative or too large.
     """
     size = vocabulary_of(model)
-    beyond = [token for token in ids if not 0 <= token < size]
+    beyond = [token for token in ids if not (isinstance(token, Integral) and 0 <= token < size)]
     if beyond:
         raise ValueError(
-            f"{name} must lie in the vocabulary of {type(model).__name__}, ids 0 to {size - 1}, got {beyond[0]}: the "
+            f"{name} must lie in the vocabulary of {type(model).__name__}, ids 0 to {size - 1}, got {beyond[0]!r}: the "
             "tokenizer has more tokens than the model, or is another's. Use the model's own, or "
             "model.resize_token_embeddings(len(tokenizer))"
         )

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import PolicyVersion
+from evogrpo.policies.devices import check_room
 from evogrpo.policies.tokens.exports import peft_files
 from evogrpo.policies.tokens.lora import default_lora_config, initial_weights, scaling
 from evogrpo.policies.tokens.targets import tell_left_out, trained_by
@@ -48,7 +49,13 @@ class AdapterWeights(LearnerStates):
         trained = trained_by(model, self.lora_config)
         tell_left_out(trained, model)
         self.targets = trained.targets
-        first = initial_weights(self.targets, self.lora_config, seed).to(next(model.parameters()).device)
+        device = next(model.parameters()).device
+        check_room(
+            4 * self.targets[-1].end * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start
+            device,
+            f"the adapters of {size} members with lora_config.r={self.lora_config.r}: choose fewer, or a lower rank",
+        )
+        first = initial_weights(self.targets, self.lora_config, seed).to(device)
         super().__init__(first, size, optimizer, own_reference=own_reference)
         scale = scaling(self.lora_config)
         self._adapters = {"weights": LowRankAdapters(self.targets, self.weights, scale)}

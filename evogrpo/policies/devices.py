@@ -1,0 +1,91 @@
+"""Devices: whether one can be used, and the memory it has."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_GROUPS = Path("/sys/fs/cgroup")
+_LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it
+
+
+def check_device(device: "str | torch.device") -> None:
+    """Refuse a device that is not there.
+
+    Raises:
+        ValueError: If nothing can be put on it.
+    """
+    import torch
+
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"device {str(device)!r} cannot be used: {reason}. Use 'cpu', or 'cuda' where torch.cuda.is_available()"
+        ) from error
+
+
+def check_room(needed: int, device: "torch.device", what: str) -> None:
+    """Refuse what is larger than all the memory of a device, rather than let the system end the process.
+
+    Args:
+        needed: Bytes.
+        device: Where.
+        what: What needs them, and how it could need less, for the message: "the adapters of 8 members: use fewer".
+
+    Raises:
+        ValueError: If there is less memory.
+    """
+    there, _ = memory_of(str(device))
+    if there is not None and needed > there:
+        raise ValueError(f"{needed / 1e9:.0f} GB would be needed, and {device} has {there / 1e9:.0f} GB, for {what}")
+
+
+def memory_of(device: str) -> tuple[int | None, str]:
+    """Return how much memory a device has, in bytes, and what it is called; None if that cannot be told."""
+    if device.startswith("cuda"):
+        import torch
+
+        return int(torch.cuda.get_device_properties(device).total_memory), "GPU memory"
+    if not device.startswith("cpu"):
+        return None, f"memory on {device}"
+    return process_memory(), "memory"
+
+
+def process_memory(groups: Path = _GROUPS, membership: Path = Path("/proc/self/cgroup")) -> int | None:
+    """Return the machine's memory in bytes, or the process's share of it: a container's, or a control group's.
+
+    Args:
+        groups: Where control groups are, of either version.
+        membership: Which of them the process is in.
+    """
+    sizes = list(_limits(groups, membership))
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        sizes.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min(sizes, default=None)
+
+
+def _limits(groups: Path, membership: Path) -> Iterator[int]:
+    """Yield the limits of the process's control groups and of those they are in."""
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controller, _, path = rest.partition(":")
+        file = _LIMIT_FILES.get(controller)
+        if file is None:
+            continue
+        root = groups / controller
+        inner = Path(path.strip("/"))
+        # Inside a container the path may be that of the machine, which is not there; its root is the container's.
+        for folder in (inner, *inner.parents):
+            try:
+                yield int((root / folder / file).read_text())
+            except (OSError, ValueError):  # no such folder, or "max"
+                continue
