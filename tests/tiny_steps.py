@@ -10,8 +10,9 @@ from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournam
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution import Strategy
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
+from evogrpo.training.rundir import RunDir, open_run
 from evogrpo.training.schedule import Schedule
 
 STEP_SPACE = HyperparameterConfig(

@@ -20,8 +20,9 @@ from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.randomness import generator
 from evogrpo.records import Batch
+from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
+from evogrpo.training.rundir import RunDir, open_run
 from evogrpo.training.schedule import Schedule
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora

@@ -1,38 +1,19 @@
-"""The commands that train: demo, train and resume."""
+"""The commands that train: demo, train and resume; what can be refused without torch is refused before its import."""
 
 import argparse
 import dataclasses
-import os
 import re
-import signal
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.resources import as_file, files
 from pathlib import Path
 
-import torch
-from rich.console import Console
-
-from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
-from evogrpo.cli.dry_run import show_forecast, show_intent
-from evogrpo.cli.ending import command, show_command, show_ending
-from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+import evogrpo
 from evogrpo.evolution.strategies import NoEvolution
-from evogrpo.training.configuration.environment_tasks import reward_threshold
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.configuration.sources import user_line
-from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning
-from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.kinds.registry import kind_of
-from evogrpo.training.kinds.run_kind import PreparedRun
-from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, start
-from evogrpo.training.launch import resume as resume_run
-from evogrpo.training.loop.run import AllFailedError, Evolution, StrategyError
-from evogrpo.training.loop.stopping import stopping_on_signals
-from evogrpo.training.memory import check_memory
-from evogrpo.training.rundir import RunDir
+from evogrpo.training.display.console import make_console, working
 
 
 def demo(chosen: argparse.Namespace) -> int:
@@ -40,12 +21,16 @@ def demo(chosen: argparse.Namespace) -> int:
     overrides = list(chosen.overrides)
     if chosen.seed is not None:
         overrides.insert(0, f"seed={chosen.seed}")
-    with as_file(files("evogrpo.training.configuration") / "demo.yaml") as path:
-        config = load_config(path, overrides)
-    if chosen.fixed:
+
+    def read() -> AnyConfig:
+        with as_file(files("evogrpo.training.configuration") / "demo.yaml") as path:
+            config = load_config(path, overrides)
+        if not chosen.fixed:
+            return config
         population = dataclasses.replace(config.population, spread=False)
-        config = dataclasses.replace(config, population=population, strategy=NoEvolution())
-    return _begin(config, chosen, "demo-fixed" if chosen.fixed else "demo")
+        return dataclasses.replace(config, population=population, strategy=NoEvolution())
+
+    return _begin(read, chosen, "demo-fixed" if chosen.fixed else "demo")
 
 
 def train(chosen: argparse.Namespace) -> int:
@@ -56,142 +41,48 @@ def train(chosen: argparse.Namespace) -> int:
             for word in words:
                 if "=" not in word or word.startswith(f"task.{key}="):
                     raise ValueError(f"{option} {name} already says what to train on: leave out {word!r}")
-            return _begin(_packaged(key, name, words), chosen, re.sub(r"[^\w.-]+", "-", name))
+            folder = re.sub(r"[^\w.-]+", "-", name)
+            return _begin(partial(_packaged, key, name, words), chosen, folder)
     if not words or ("=" in words[0] and not Path(words[0]).exists()):
         raise ValueError(
             "train needs a configuration, a YAML file, before any KEY=VALUE; or --env ID, or --parallel-env MODULE"
         )
     path = Path(words[0])
-    return _begin(load_config(path, words[1:]), chosen, path.stem)
-
-
-def _packaged(key: str, name: str, overrides: list[str]) -> AnyConfig:
-    """Return the packaged configuration for an environment; it ends where that counts as solved, if it says so."""
-    threshold = reward_threshold(name) if key == "env" else None
-    solved = [] if threshold is None else [f"schedule.target_fitness={threshold}"]
-    with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:
-        return load_config(path, [*solved, *overrides, f"task.{key}={name}"])
-
-
-def _begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
-    """Start a run, or only say what it would be."""
-    console = make_console()
-    wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
-    with ExitStack() as stack:
-        claim = None if chosen.dry_run else stack.enter_context(claimed(name, wanted))
-        run_dir = claim.folder if claim is not None else wanted or next(free_run_dirs(name))
-        config = dataclasses.replace(config, run_dir=str(run_dir))
-        RunDir(run_dir).check_unused()
-        with _working(console, "checking the task and who is to learn it"):
-            prepared = kind_of(config.task).prepare(config)
-        stack.enter_context(closing(prepared.env))
-        show_intent(console, prepared, run_dir)
-        if claim is None:
-            show_forecast(console, prepared, allow_memory=chosen.allow_memory)
-            return OK
-        _check_memory(prepared, chosen)
-        with _working(console, "making the population"):
-            evolution = start(prepared, run_dir)
-        with _fitting_threads(prepared):
-            return _go(console, evolution, run_dir)
+    return _begin(partial(load_config, path, words[1:]), chosen, path.stem)
 
 
 def resume(chosen: argparse.Namespace) -> int:
     """Go on with a stored run."""
+    with _importing():
+        from evogrpo.cli.running import go_on
+    return go_on(chosen)
+
+
+def _packaged(key: str, name: str, overrides: list[str]) -> AnyConfig:
+    """Return the packaged configuration for an environment; it ends where that counts as solved, if it says so."""
+    solved = []
+    if key == "env":
+        from evogrpo.training.configuration.environment_tasks import reward_threshold
+
+        threshold = reward_threshold(name)
+        solved = [] if threshold is None else [f"schedule.target_fitness={threshold}"]
+    with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:
+        return load_config(path, [*solved, *overrides, f"task.{key}={name}"])
+
+
+def _begin(read: Callable[[], AnyConfig], chosen: argparse.Namespace, name: str) -> int:
+    """Start a run of the configuration that is read, or only say what it would be."""
+    with _importing():
+        config = read()
+        from evogrpo.cli.running import begin
+    return begin(config, chosen, name)
+
+
+@contextmanager
+def _importing() -> Iterator[None]:
+    """Show something from the beginning: torch and its companions take seconds to import."""
     console = make_console()
-    run_dir: Path = chosen.run_dir
-    overrides = list(chosen.overrides)
-    if chosen.generations is not None:
-        overrides.append(f"generations={chosen.generations}")
-    resumable = read_resumable(run_dir, overrides)
-    for error in resumable.skipped:
-        say_warning(f"skipped a newer checkpoint that cannot be used: {error}")
-    if resumable.ended is not None:
-        done = f"{resumable.generation} generation{'' if resumable.generation == 1 else 's'}"
-        console.print(f"nothing is left to do: this run has ended after {done}, as {resumable.ended}", soft_wrap=True)
-        show_ending(console, run_dir, resumable.generation, resumable.schedule)
-        return OK
-    with _working(console, "checking the task and who is to learn it"):
-        prepared = kind_of(resumable.config.task).prepare(resumable.config)
-    console.print(
-        f"resuming {run_dir} after generation {resumable.generation}, learning step {resumable.step}", soft_wrap=True
-    )
-    with closing(prepared.env):
-        _check_memory(prepared, chosen)
-        with _working(console, "reading the members"):
-            evolution = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
-        with _fitting_threads(prepared):
-            return _go(console, evolution, run_dir)
-
-
-def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
-    """Refuse with a ValueError a run that needs more memory than there is."""
-    need = prepared.forecast().need
-    if need is not None:
-        check_memory(need, allowed=chosen.allow_memory, remedy="--allow-memory")
-
-
-def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
-    """Run to the end, to Ctrl-C or to an error, and say how to go on."""
-    display = RunDisplay(console, evolution)
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    resume_line = command("resume", run_dir)
-    try:
-        with display, clean_warnings(console), stopping_on_signals(evolution.stopping, _announce) as signals:
-            for report in evolution.reports():
-                display.show(report)
-    except KeyboardInterrupt:
-        say_error("aborted; what was learned since the newest checkpoint is lost")
-        show_command(console, "go on", resume_line)
-        return INTERRUPTED
-    except (RewardError, StrategyError, AllFailedError) as error:
-        console.print()
-        say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
-        # A mended reward function is another one.
-        mended = command("resume", run_dir, "--allow-changed-data") if isinstance(error, RewardError) else resume_line
-        show_command(console, "go on" if isinstance(error, AllFailedError) else "once mended", mended)
-        return FAILED
-    except Exception:
-        show_command(console, "go on", resume_line)
-        raise
-    display.say_end()
-    if not evolution.result.complete:
-        show_command(console, "go on", resume_line)
-        return 128 + signals[0]
-    console.print()
-    show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
-    return OK
-
-
-@contextmanager
-def _fitting_threads(prepared: PreparedRun) -> Iterator[None]:
-    """Let small networks compute in one thread, unless OMP_NUM_THREADS names a number.
-
-    Measured with 8 members on CartPole: a second thread gains a twentieth on an idle machine, and takes nine times as
-    long on a busy one, where every product waits for the slower of the two. What was learnt was the same, bit for bit.
-    """
-    before = torch.get_num_threads()
-    if prepared.one_thread and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _announce() -> None:
-    """Say that a stop has been asked for, where the display does not."""
-    if not sys.stdout.isatty():
-        # Not through the console, which may be in the middle of a line right now.
-        os.write(2, b"stopping... (Ctrl-C again aborts at once)\n")
-
-
-@contextmanager
-def _working(console: Console, what: str) -> Iterator[None]:
-    """Show that something is being prepared; a log gets nothing."""
     if not console.is_terminal:
-        yield
-        return
-    with console.status(f"{what}…", spinner="dots"):
+        console.print(f"evogrpo {evogrpo.__version__}")
+    with working(console, "reading the configuration, importing torch"):
         yield

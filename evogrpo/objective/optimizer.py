@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from evogrpo.functional.optim import schedule_factor
 from evogrpo.hyperparameters import answering, finite_number, whole_number
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -80,6 +79,8 @@ class Optimizer:
 
     def factor(self, step: int) -> float:
         """Return the fraction of the learning rate that optimizer step number `step`, from 0, uses."""
+        from evogrpo.functional.optim import schedule_factor  # needs torch, which settings do without
+
         return schedule_factor(
             step,
             kind=self.schedule,

@@ -5,19 +5,21 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.history.records import Example
 from evogrpo.persistence.durable import make_folder, replace_file
-from evogrpo.records import LearnReport
+
+if TYPE_CHECKING:  # a configuration is checked before torch is imported
+    from evogrpo.agents.rollout.wanted import Collected
+    from evogrpo.records import LearnReport
 
 COMPLETIONS = "completions"
 CompletionsFormat = Literal["jsonl", "parquet"]
 
 
 def examples_of(
-    collected: Collected, indices: Mapping[int, int], learned: Mapping[int, LearnReport], *, step: int, most: int
+    collected: "Collected", indices: Mapping[int, int], learned: "Mapping[int, LearnReport]", *, step: int, most: int
 ) -> tuple[Example, ...]:
     """Pick completions of a learning step to look at: each member's first ones, as many of each.
 

@@ -13,13 +13,14 @@ from evogrpo.envs.groups import GroupEnvironment, Tried
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat
+from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.memory import check_memory
-from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
+from evogrpo.training.rundir import RunDir, open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 
 
@@ -48,7 +49,7 @@ def evolve(
         strategy: The rule of selection and mutation; `Tournament()` by default. With a `run_dir`, one of your own must
             be of a class that a module other than the program itself defines, so that the run can be resumed.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
-        keep_checkpoints: See `evogrpo.training.rundir.LoggingConfig`.
+        keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         completions: Likewise.
         completions_format: Likewise.
         progress: Whether the run is shown while it goes on, as on the command line; None = where somebody looks: if

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +16,6 @@ from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.hyperparameters import answering
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.claim import Claim
 from evogrpo.persistence.durable import sweep
@@ -25,55 +24,13 @@ from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, late
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.persistence.placement import stored_at, tidy
-from evogrpo.training.completions import COMPLETIONS, CompletionsFormat, CompletionsLog, check_completions
+from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.own_strategies import restored_strategy, strategy_record
+from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.progress import Best, Progress
 from evogrpo.training.schedule import Schedule
 
 JOURNAL = "journal.jsonl"
-
-
-@answering
-@dataclass(frozen=True, kw_only=True)
-class LoggingConfig:
-    """What a run leaves behind besides its journal and its best member.
-
-    Attributes:
-        tensorboard: Whether scalars are logged for TensorBoard.
-        keep_checkpoints: How many of the newest generations stay on disk, at least 1.
-        completions: How many completions of each learning step are written, with their rewards and advantages; 0 =
-            none.
-        completions_format: As "jsonl" or "parquet" (which needs the extra `datasets`).
-
-    Raises:
-        ValueError: If a number is too small, or completions cannot be written like that.
-    """
-
-    tensorboard: bool = True
-    keep_checkpoints: int = 2
-    completions: int = 16
-    completions_format: CompletionsFormat = "jsonl"
-
-    def __post_init__(self) -> None:
-        if self.keep_checkpoints < 1:
-            raise ValueError(
-                f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}: otherwise nothing could be resumed"
-            )
-        check_completions(self.completions, self.completions_format)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values, as checkpoints hold them."""
-        return {
-            "keep": self.keep_checkpoints,
-            "tensorboard": self.tensorboard,
-            "completions": self.completions,
-            "completions_format": self.completions_format,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; checkpoints of earlier versions hold nothing."""
-        return cls(**{"keep_checkpoints" if name == "keep" else name: value for name, value in values.items()})
 
 
 class RunDir:

@@ -2,11 +2,13 @@
 
 import warnings
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from evogrpo.agents.population import Population
 from evogrpo.hyperparameters import answering, check_group_size, feasible_group_sizes
 from evogrpo.objective.neutral import neutral
+
+if TYPE_CHECKING:  # a configuration is checked before torch is imported
+    from evogrpo.agents.population import Population
 
 LIMITS = ("generations", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
@@ -84,7 +86,7 @@ class Schedule:
             return f"max_seconds {self.max_seconds:g} are spent"
         return None
 
-    def block(self, population: Population) -> int:
+    def block(self, population: "Population") -> int:
         """Return the most prompts that any member can use in a step, whatever evolution does.
 
         Raises:
@@ -100,7 +102,7 @@ class Schedule:
             sizes.append(int(parameter.bounds[0]))
         return samples // min(sizes)
 
-    def warn_neutral(self, population: Population) -> None:
+    def warn_neutral(self, population: "Population") -> None:
         """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective."""
         if "objective" in population.algorithm.unused_options:
             return  # what matters to an algorithm of the user's own is not known here

@@ -13,7 +13,7 @@ from evogrpo.envs.groups import SPLITS
 from evogrpo.history.records import Example
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.completions import CompletionsLog
-from evogrpo.training.rundir import LoggingConfig
+from evogrpo.training.configuration.sections import LoggingConfig
 from tests.tiny_training import SPACE, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
 
 STEPS = {"steps_per_generation": 2, "samples_per_step": 8, "generations": 2, "test_questions": 0}

@@ -9,9 +9,10 @@ from evogrpo.evolution.strategies import Tournament
 from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.persistence.journal import read_journal
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.evolve import evolve, resume
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import LoggingConfig, RunDir, open_run
+from evogrpo.training.rundir import RunDir, open_run
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
 from tests.tiny_training import story

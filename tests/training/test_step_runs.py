@@ -14,7 +14,8 @@ from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.summary import summarise
-from evogrpo.training.rundir import LoggingConfig, open_run
+from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.rundir import open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import equal_states, final_states, finish, state_of, story, tiny_env
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
@@ -10,21 +10,21 @@ import evogrpo
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.persistence.durable import replace_file
 from evogrpo.training.configuration.own_strategies import named_strategy
-from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, PopulationConfig
+from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.sources import FILE_KINDS
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, with_value
 from evogrpo.training.configuration.typed import build, inside, mapping, plain, refuse_unknown_keys, typed
-from evogrpo.training.kinds.registry import kind_of, parse_task
-from evogrpo.training.kinds.run_kind import AnyKind
-from evogrpo.training.rundir import LoggingConfig
 from evogrpo.training.schedule import Schedule
+
+if TYPE_CHECKING:
+    from evogrpo.training.kinds.run_kind import AnyKind
 
 CONFIG_FILE = "config.yaml"
 T = TypeVar("T")
 
 
 def parse_config(values: Mapping[str, Any]) -> AnyConfig:
-    """Build a configuration from plain values.
+    """Build a configuration from plain values; what can be checked without torch is checked before it is imported.
 
     Raises:
         ValueError: If a key is unknown or missing, or a value is refused; with the key's full path.
@@ -32,38 +32,44 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     refuse_unknown_keys(values, Config.__dataclass_fields__, "")
     if values.get("task") is None:
         raise ValueError("task must be given")
-    task = parse_task(values["task"])
-    kind = kind_of(task)
-    logging = {"completions": kind.completions, **mapping(values.get("logging") or {}, "logging")}
     parsed = {
         "model": typed(str | None, values.get("model"), "model"),
         "device": typed(str | None, values.get("device"), "device"),
         "seed": typed(int, values.get("seed", 0), "seed"),
         "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),
-        "task": task,
-        "hyperparameters": _hyperparameters(values.get("hyperparameters"), kind),
+        "hyperparameters": _hyperparameters(values.get("hyperparameters"), {}),
         "evolve": parse_space(values.get("evolve")),
         "population": build(PopulationConfig, values.get("population"), "population"),
         "schedule": build(Schedule, values.get("schedule"), "schedule"),
-        "agent": _agent(values.get("agent"), kind),
-        "logging": build(LoggingConfig, logging, "logging"),
+        "logging": _logging(values.get("logging"), {}),
     }
     if values.get("strategy") is not None:
         strategy = mapping(values["strategy"], "strategy")
         parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
+    from evogrpo.training.kinds.registry import kind_of, parse_task
+
+    task = parse_task(values["task"])
+    kind = kind_of(task)
+    parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
+    parsed["hyperparameters"] = _hyperparameters(values.get("hyperparameters"), kind.hyperparameters)
+    parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
     config = Config(**parsed)
     kind.check(config)
     return config
 
 
-def _hyperparameters(values: object, kind: AnyKind) -> Hyperparameters:
+def _logging(values: object, defaults: Mapping[str, Any]) -> LoggingConfig:
+    return build(LoggingConfig, {**defaults, **mapping(values or {}, "logging")}, "logging")
+
+
+def _hyperparameters(values: object, defaults: Mapping[str, Any]) -> Hyperparameters:
     section = mapping(values or {}, "hyperparameters")
     refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "hyperparameters")
-    start = {**Hyperparameters(**kind.hyperparameters).to_json(), **section}
+    start = {**Hyperparameters(**defaults).to_json(), **section}
     return _refused("hyperparameters", lambda: Hyperparameters.from_json(start))
 
 
-def _agent(values: object, kind: AnyKind) -> AgentSection:
+def _agent(values: object, kind: "AnyKind") -> AgentSection:
     section = dict(mapping(values or {}, "agent"))
     if section.get("objective") is not None:
         section["objective"] = {**plain(kind.objective), **mapping(section["objective"], "agent.objective")}

@@ -1,14 +1,15 @@
 """The sections of a run's configuration and the whole, as frozen records; `configuration.reading` reads them."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from evogrpo.evolution.strategies import Strategy, Tournament
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, check_group_size
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, answering, check_group_size
 from evogrpo.objective import Objective
+from evogrpo.training.completions import CompletionsFormat, check_completions
 from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.typed import plain
-from evogrpo.training.rundir import LoggingConfig
 from evogrpo.training.schedule import Schedule
 
 
@@ -50,6 +51,49 @@ class AgentSection(Protocol):
 
 TaskT = TypeVar("TaskT", bound=TaskSection)
 AgentT = TypeVar("AgentT", bound=AgentSection)
+
+
+@answering
+@dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """What a run leaves behind besides its journal and its best member.
+
+    Attributes:
+        tensorboard: Whether scalars are logged for TensorBoard.
+        keep_checkpoints: How many of the newest generations stay on disk, at least 1.
+        completions: How many completions of each learning step are written, with their rewards and advantages; 0 =
+            none.
+        completions_format: As "jsonl" or "parquet" (which needs the extra `datasets`).
+
+    Raises:
+        ValueError: If a number is too small, or completions cannot be written like that.
+    """
+
+    tensorboard: bool = True
+    keep_checkpoints: int = 2
+    completions: int = 16
+    completions_format: CompletionsFormat = "jsonl"
+
+    def __post_init__(self) -> None:
+        if self.keep_checkpoints < 1:
+            raise ValueError(
+                f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}: otherwise nothing could be resumed"
+            )
+        check_completions(self.completions, self.completions_format)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values, as checkpoints hold them."""
+        return {
+            "keep": self.keep_checkpoints,
+            "tensorboard": self.tensorboard,
+            "completions": self.completions,
+            "completions_format": self.completions_format,
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from what `to_json` returned; checkpoints of earlier versions hold nothing."""
+        return cls(**{"keep_checkpoints" if name == "keep" else name: value for name, value in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

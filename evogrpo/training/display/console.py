@@ -44,18 +44,29 @@ def console_for(progress: bool | None) -> Console | None:
     return make_console() if progress or sys.stdout.isatty() else None
 
 
+@contextmanager
+def working(console: Console, what: str) -> Iterator[None]:
+    """Show that something is being prepared, and warnings above it; a log gets the warnings only."""
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(f"{what}…", spinner="dots"), clean_warnings(console):
+        yield
+
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
 
 
 def say_error(message: str) -> None:
     """Print one clean message for the user, without traceback."""
-    make_console(sys.stderr).print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=True)
+    console = make_console(sys.stderr)
+    console.print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=not console.is_terminal)
 
 
 def say_warning(message: str, console: Console | None = None) -> None:
     """Print one clean warning."""
-    text = Text.assemble(("warning: ", "bold yellow"), printable(message))
-    (console or make_console(sys.stderr)).print(text, soft_wrap=True)
+    console = console or make_console(sys.stderr)
+    console.print(Text.assemble(("warning: ", "bold yellow"), printable(message)), soft_wrap=not console.is_terminal)
 
 
 def tolerate_old_encodings() -> None:

@@ -1,0 +1,99 @@
+"""What is seen first: mistakes that need no torch are told before it is imported, and something is shown at once."""
+
+import json
+import os
+import subprocess
+import sys
+
+from tests.cli.project import CONFIG, ROOT
+
+# One process for all of them: torch must not come in with any.
+SCRIPT = """
+import contextlib, io, json, sys
+from evogrpo.cli import main
+
+said = []
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.redirect_stderr(io.StringIO()) as errors, contextlib.redirect_stdout(io.StringIO()):
+        code = main(arguments)
+    heavy = [name for name in ("torch", "transformers", "peft", "gymnasium", "matplotlib") if name in sys.modules]
+    said.append([code, errors.getvalue(), heavy])
+print(json.dumps(said))
+"""
+
+
+def test_a_mistake_in_the_configuration_is_told_without_torch(tmp_path):
+    (tmp_path / "good.yaml").write_text(json.dumps(CONFIG))
+    (tmp_path / "torn.yaml").write_text("task: {name: two_digit_sums\n")
+    (tmp_path / "list.yaml").write_text("- task\n")
+    mistakes = {
+        "missing.yaml": "missing.yaml",
+        "torn.yaml": "torn.yaml",
+        "list.yaml": "list.yaml",
+        "no override": "KEY=VALUE",
+        "scedule.generations=2": "did you mean 'schedule'",
+        "schedule.generation=2": "did you mean 'generations'",
+        "schedule.generations=two": "schedule.generations must be",
+        "schedule.samples_per_step=0": "samples_per_step",
+        "hyperparameters.learning_rate=1e-4": "unknown key in hyperparameters",
+        "hyperparameters.lr=-1": "lr must be",
+        "evolve.lr={min: 1, max: 0.1}": "evolve.lr",
+        "evolve.gropu_size={choices: [2]}": "did you mean 'group_size'",
+        "population.size=0": "population",
+        "logging.keep_checkpoints=0": "keep_checkpoints must be at least 1",
+        "strategy.name=turnament": "did you mean 'tournament'",
+        "model=[1]": "model must be",
+        "task=null": "task must be given",
+    }
+    commands = [
+        ["train", mistake]
+        if mistake.endswith("yaml")
+        else ["train", *([] if mistake == "no override" else ["good.yaml", mistake])]
+        for mistake in mistakes
+    ]
+    process = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(commands)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for (mistake, words), (code, errors, heavy) in zip(mistakes.items(), json.loads(process.stdout), strict=True):
+        assert code == 2, (mistake, errors)
+        assert words in errors, (mistake, errors)
+        assert heavy == [], mistake
+
+
+def test_the_first_line_comes_before_torch(tmp_path):
+    """What is imported when the first line is written, as a terminal and as a log would get it."""
+    script = """
+import io, sys
+from evogrpo.cli import main
+
+class Stream(io.StringIO):
+    def __init__(self, terminal):
+        super().__init__()
+        self.terminal = terminal
+    def isatty(self):
+        return self.terminal
+    def write(self, text):
+        if text.strip() and not seen:
+            seen.append("torch" in sys.modules)
+        return super().write(text)
+
+seen = []
+sys.stdout = Stream(sys.argv[1] == "terminal")
+main(["train", "--env", "NoSuch-v1", "--dry-run"])
+sys.__stdout__.write(f"{seen[0]} {'torch' in sys.modules}")
+"""
+    for kind in ("terminal", "log"):
+        process = subprocess.run(
+            [sys.executable, "-c", script, kind],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert process.stdout == "False True", (kind, process.stderr)
