@@ -141,7 +141,11 @@ class Agent:
         self._evaluated = "actor"
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {self.hyperparameters})"
+        usual, own = Hyperparameters().to_json(), self.hyperparameters.to_json()
+        names = [name for name in own if name in ("lr", "clip_coef", "group_size") or own[name] != usual[name]]
+        values = ", ".join(f"{name}={own[name]}" for name in names)
+        fitness = "" if self.fitness is None else f", fitness={self.fitness.mean:.3g}"
+        return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {values}{fitness})"
 
     # ---- evolution
 

@@ -56,6 +56,11 @@ class Population(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.agents)
 
+    def __repr__(self) -> str:
+        scores = (f" {agent.fitness.mean:.3g}" if agent.fitness else "" for agent in self.agents)
+        members = ", ".join(f"#{agent.index}{score}" for agent, score in zip(self.agents, scores, strict=True))
+        return f"Population({len(self)} {type(self.agents[0]).__name__} members: {members})"
+
     @overload
     def __getitem__(self, slot: int) -> Any: ...
     @overload

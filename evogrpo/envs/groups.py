@@ -9,6 +9,7 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.outline import outline
 from evogrpo.randomness import generator
 
 if TYPE_CHECKING:  # the records bring torch, which verifiers' workers do without
@@ -42,6 +43,8 @@ class Scores:
     step_rewards: NDArray[np.float64] | None = None
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    __repr__ = outline
 
 
 REPLY = ">>> "

@@ -6,7 +6,9 @@ from typing import Any, ClassVar, Self
 
 from evogrpo.evolution.plans import Plan
 from evogrpo.history.checked_fields import REMEDY, JournalFields
+from evogrpo.history.text import number_text, score_text
 from evogrpo.hyperparameters import Hyperparameters, Value
+from evogrpo.outline import outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,9 @@ class Estimate:
 
     mean: float
     standard_error: float
+
+    def __repr__(self) -> str:
+        return f"Estimate({score_text(self.mean, self.standard_error)})"
 
     def to_json(self) -> dict[str, float]:
         """Return plain JSON values."""
@@ -55,6 +60,8 @@ class Example:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     advantage: float | None = None
     truncated: bool = False
+
+    __repr__ = outline
     columns: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,6 +125,8 @@ class MemberStep:
     samples: int
     failed: str | None
 
+    __repr__ = outline
+
     @property
     def reward(self) -> float | None:
         """Its mean reward."""
@@ -145,6 +154,10 @@ class StepReport:
     seconds: float
     tokens: int
     examples: tuple[Example, ...] = ()
+
+    def __repr__(self) -> str:
+        rewards = ", ".join(f"#{member.index} {number_text(member.reward)}" for member in self.learned.values())
+        return f"StepReport(step={self.step}, generation={self.generation}, rewards: {rewards})"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -193,6 +206,10 @@ class MemberReport:
     changes: Mapping[str, tuple[Value, Value]]
     reason: str
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
+        return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values; the generation stands beside its members."""
@@ -249,6 +266,10 @@ class GenerationReport:
     seconds: float
     tokens: int
     examples: tuple[Example, ...] = ()
+
+    def __repr__(self) -> str:
+        scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
+        return f"GenerationReport(generation={self.generation}, step={self.step}, best=#{self.best.index} of {scores})"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from evogrpo.history.records import Estimate, TestReport
+from evogrpo.history.text import number_text
 from evogrpo.hyperparameters import Hyperparameters
 
 
@@ -51,3 +52,9 @@ class Result:
     best: BestMember | None
     test: TestReport | None
     run_dir: Path | None
+
+    def __repr__(self) -> str:
+        best = "" if self.best is None else f", best=#{self.best.index} {number_text(self.best.fitness.mean)}"
+        before, after = (None, None) if self.test is None else (self.test.before.mean, self.test.after.mean)
+        test = "" if before is None else f", test: {number_text(before)} → {number_text(after)}"
+        return f"Result({self.reason!r}, generations={self.generations}, steps={self.steps}{best}{test})"

@@ -6,6 +6,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.outline import outline
+
 
 @dataclass(frozen=True, kw_only=True)
 class Acted:
@@ -20,6 +22,8 @@ class Acted:
 
     actions: NDArray[Any]
     log_probs: NDArray[np.float32]
+
+    __repr__ = outline
 
 
 class Actor(Protocol):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evogrpo.outline import outline
 from evogrpo.records.inputs import NoInputs, padded
 
 
@@ -54,6 +55,8 @@ class Batch:
 
     def __len__(self) -> int:
         return int(self.actions.shape[0])
+
+    __repr__ = outline
 
     def select(self, rows: Tensor) -> "Batch":
         """Return the given rows, in that order."""

@@ -7,6 +7,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from evogrpo.outline import outline
+
 
 class Inputs(Protocol):
     """What a bank conditions actions on; only the bank that made it reads it."""
@@ -37,6 +39,8 @@ class TokenInputs:
     temperature: Tensor
     min_new_tokens: int = 0
     turn_places: Tensor | None = None
+
+    __repr__ = outline
 
     def select(self, rows: Tensor) -> "TokenInputs":
         """Return the inputs of the given rows, in that order; all prompts stay."""
@@ -80,6 +84,8 @@ class ObservationInputs:
     observations: Any
     temperature: Tensor
     action_masks: Any = None
+
+    __repr__ = outline
 
     def select(self, rows: Tensor) -> "ObservationInputs":
         """Return the inputs of the given rows, in that order."""

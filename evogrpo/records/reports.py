@@ -76,3 +76,9 @@ class LearnReport:
 
     def __iter__(self) -> Iterator[float]:
         return iter((self.loss, self.kl))
+
+    def __repr__(self) -> str:
+        names = ("reward", "loss", "kl", "entropy", "grad_norm")
+        shown = [f"{name}={getattr(self, name):.3g}" for name in names if not math.isnan(getattr(self, name))]
+        failed = [] if self.failed is None else [f"failed={self.failed!r}"]
+        return f"LearnReport({', '.join([*shown, f'optimizer_steps={self.optimizer_steps}', *failed])})"

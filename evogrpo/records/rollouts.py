@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from evogrpo.outline import outline
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
@@ -90,6 +92,8 @@ class Rows:
     kept: object | None = None
     kept_rows: Tensor | None = None
 
+    __repr__ = outline
+
     def __post_init__(self) -> None:
         if self.uniforms is not None:
             width = int(self.uniforms.shape[1])
@@ -151,6 +155,8 @@ class Rollout:
     exact: bool = False
     action_mask: Tensor = None  # type: ignore[assignment]  # never None once made
     kept: object | None = None
+
+    __repr__ = outline
 
     def to(self, device: torch.device) -> "Rollout":
         """Return the same on a device."""

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from evogrpo.outline import outline
+
 
 @dataclass(frozen=True, kw_only=True)
 class Transcript:
@@ -23,6 +25,8 @@ class Transcript:
     start: int
     said: tuple[tuple[int, ...], ...]
     heard: tuple[tuple[int, ...], ...] = ()
+
+    __repr__ = outline
 
     def __post_init__(self) -> None:
         if not self.said or len(self.said) - len(self.heard) not in (0, 1):

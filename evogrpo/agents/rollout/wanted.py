@@ -9,6 +9,7 @@ from torch import Tensor
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.groups import Scores
+from evogrpo.outline import outline
 from evogrpo.records import Experience
 
 
@@ -31,6 +32,8 @@ class Wanted:
     group_ids: Tensor
     purpose: str
     number: int = 0
+
+    __repr__ = outline
 
     @property
     def member_ids(self) -> Tensor:
@@ -81,3 +84,5 @@ class Collected:
     starts: tuple[int, ...] = ()
     questions: tuple[str, ...] = ()
     observed: tuple[Observed, ...] = field(default=())
+
+    __repr__ = outline

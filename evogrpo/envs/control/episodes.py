@@ -11,6 +11,7 @@ from evogrpo.envs.control.lanes import Stepped
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
 from evogrpo.envs.control.playing import Taken
 from evogrpo.envs.control.trees import Leaves, unflatten
+from evogrpo.outline import outline
 
 _STEPS_AT_ONCE = 64
 
@@ -41,6 +42,8 @@ class Played:
     terminated: NDArray[np.bool_]
     truncated: NDArray[np.bool_]
     observed: ObservationStatistics | None
+
+    __repr__ = outline
 
     @property
     def rewards(self) -> NDArray[np.float64]:

@@ -58,13 +58,20 @@ class SeededGroups(ABC):
 
     Attributes:
         seed: As given.
+        name: Of the environment.
 
     Raises:
         ValueError: If a size is out of range.
     """
 
+    name: str
+
     def __init__(self, seed: int, sizes: Mapping[Split, int]) -> None:
         self.seed, self._starts = seed, ResetSeeds(seed, sizes)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
+        return f"{type(self).__name__}({self.name!r}, {sizes} starts)"
 
     def __enter__(self) -> Self:
         return self

@@ -96,6 +96,10 @@ class QuestionGroups:
         if isinstance(self._runner, VerifierPool):
             self._runner.check()  # it has been starting since its making
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split} {self.size(split)}" for split in SPLITS)
+        return f"{type(self).__name__}({sizes} questions, {', '.join(reward.name for reward in self._rewards)})"
+
     def size(self, split: Split) -> int:
         """Return the number of distinct questions of a split."""
         return len(self._splits[split].rows)

@@ -29,6 +29,11 @@ class Run(Iterator[GenerationReport]):
         self.evolution, self._display = evolution, display
         self._reports = evolution.reports()
 
+    def __repr__(self) -> str:
+        progress, run_dir = self.evolution.progress, self.evolution.run_dir
+        where = "" if run_dir is None else f", in {str(run_dir.path)!r}"
+        return f"Run(after generation {progress.generation}, learning step {progress.step}{where})"
+
     @property
     def population(self) -> Population:
         """The members."""

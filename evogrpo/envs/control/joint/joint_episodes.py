@@ -12,6 +12,7 @@ from evogrpo.envs.control.joint.assignment import Assignment, Role
 from evogrpo.envs.control.joint.joint_lanes import JointStepped
 from evogrpo.envs.control.playing import Taken
 from evogrpo.envs.control.trees import leaf_spaces, unflatten
+from evogrpo.outline import outline
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,6 +66,8 @@ class JointPlayed:
     episodes: Mapping[str, AgentEpisodes]
     returns: tuple[Mapping[str, float], ...]
     lengths: NDArray[np.int64]
+
+    __repr__ = outline
 
 
 @dataclass(kw_only=True, eq=False)
