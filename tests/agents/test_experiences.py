@@ -1,16 +1,28 @@
 """AgileRL's shapes to batches and back: prompts, gaps in masks, and what is refused."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo import Objective
 from evogrpo.agents.members.tokens.experiences import as_batch, as_completions
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.records import Rollout
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_models import PAD
-from tests.tiny_training import flat_gradient, peft_twin, scatter, state_of, tiny_agent
+from tests.tiny_training import (
+    equal_states,
+    flat_gradient,
+    graded,
+    peft_twin,
+    scatter,
+    state_of,
+    tiny_agent,
+    tiny_env,
+)
 
 H = Hyperparameters(temperature=0.5)
 CPU = torch.device("cpu")
@@ -113,3 +125,16 @@ def test_experiences_that_do_not_fit_together_are_refused(experiences, rule):
         agent.learn(experiences)
     assert torch.equal(state_of(agent)["adapter"], before)
     assert agent.steps == 0
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf, 1e39])
+@pytest.mark.parametrize("advantage", ["outcome", "rloo"])
+def test_an_infinite_reward_is_refused_and_nothing_is_learnt(reward, advantage):
+    agent = tiny_agent(objective=Objective(advantage=advantage))
+    ids, masks = agent.get_action(tiny_env().reset()[0], training=True)
+    rewards, before, steps = graded(ids).double(), state_of(agent), agent.steps
+    rewards[1, 2] = reward
+    with pytest.raises(ValueError, match=r"1 of 12 samples have an infinite one, the first of them number 6 .*bound"):
+        agent.learn((ids, masks, rewards))
+    assert equal_states(state_of(agent), before)
+    assert agent.steps == steps

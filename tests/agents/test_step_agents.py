@@ -236,6 +236,8 @@ def corrupted(number, change):
         (2, lambda masks: ~masks, "first steps of every episode"),
         (2, lambda masks: masks[:, :1], "both be"),
         (3, lambda rewards: rewards[:, :, :2], "both be"),
+        (3, lambda rewards: np.full_like(rewards, np.inf), "samples have an infinite one"),
+        (3, lambda rewards: rewards + np.array([-np.inf, np.inf, 0.0]), "samples have an infinite one"),
     ],
 )
 def test_experiences_that_do_not_fit_are_refused(number, change, rule):

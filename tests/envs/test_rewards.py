@@ -10,6 +10,7 @@ import torch
 
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards
 from evogrpo.envs.prompts.rewards.scoring import evaluate
+from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 
@@ -106,6 +107,8 @@ def test_every_kind_of_number_is_a_reward(value):
         ("ab", "must return a list of 2 rewards, got 'ab'"),
         ([1.0, math.nan], r"finite numbers, got nan for the completion 'two': return None"),
         ([math.inf, 1.0], r"finite numbers, got inf for the completion 'one'"),
+        ([1e39, 1.0], r"finite numbers, got 1e\+39 .*nothing beyond 3.4e\+38"),
+        ([1.0, -(10**400)], "finite numbers, got -1000"),
         (["1.0", 1.0], "numbers or None, got '1.0'"),
         ([1j, 1.0], "numbers or None"),
         ([[1.0], [2.0]], "numbers or None"),
@@ -114,6 +117,13 @@ def test_every_kind_of_number_is_a_reward(value):
 def test_what_is_no_reward_is_refused_with_the_function_and_the_value(value, message):
     with pytest.raises(RewardError, match=f"'reward'.*{message}"):
         trl(returning(value))
+
+
+def test_a_weighted_sum_that_members_could_not_learn_from_is_refused():
+    with pytest.raises(RewardError, match="must add up to at most"):
+        trl(returning([1e30, 1e3]), weights=[1e30])
+    with pytest.raises(RewardError, match=r"raised ValueError.*finite"):
+        trl(lambda **_: [StepRewards([1e308, 1e308], [0, 1]), 1.0])
 
 
 def fragile(completions, **_):

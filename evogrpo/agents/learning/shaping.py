@@ -71,6 +71,22 @@ def without_groups(batch: Batch, objective: Objective) -> Batch:
     return replace(batch, action_mask=batch.action_mask & inside[:, None], acted=batch.chosen)
 
 
+def refuse_infinite(batch: Batch) -> None:
+    """Refuse rewards that are infinite: their group would compare as equal, and nothing would be learnt from it.
+
+    Raises:
+        ValueError: With the first row that has one.
+    """
+    for name, values in (("rewards", batch.rewards), ("rewards of single steps", batch.step_rewards)):
+        infinite = None if values is None else values.isinf().reshape(len(values), -1).any(1)
+        if infinite is not None and bool(infinite.any()):
+            raise ValueError(
+                f"{name} must be finite numbers that float32 holds, or NaN where none applies, but "
+                f"{int(infinite.sum())} of {len(infinite)} samples have an infinite one, the first of them number "
+                f"{int(infinite.nonzero()[0])} (from 0, group by group): bound what the reward function returns"
+            )
+
+
 def shaped_advantages(
     batch: Batch, objective: Objective, coefficients: Coefficients, carried: Tensor, kl_penalty: Tensor | None
 ) -> Tensor:

@@ -20,7 +20,7 @@ from evogrpo.agents.learning.metrics import (
     sampling_metrics,
     update_metrics,
 )
-from evogrpo.agents.learning.shaping import refuse_whole_completions, shaped_advantages, without_groups
+from evogrpo.agents.learning.shaping import refuse_infinite, refuse_whole_completions, shaped_advantages, without_groups
 from evogrpo.agents.members.banks import Banks
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
@@ -90,8 +90,8 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
         One report per member, by slot; of several policies costs and optimizer steps add up, and metrics are averaged.
 
     Raises:
-        ValueError: If a policy is unknown, a member has no rows, or a row belongs to none of them; or if the objective
-            cannot be used with this bank or batch.
+        ValueError: If a policy is unknown, a member has no rows, a row belongs to none of them, or a reward is
+            infinite; or if the objective cannot be used with this bank or batch.
     """
     policies = members.policies
     unknown = sorted(set(experience) - set(policies))
@@ -105,6 +105,8 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
         raise ValueError(
             f"a batch must hold rows of every member that learns, got slots {sorted(everyone)} for {sorted(wanted)}"
         )
+    for batch in experience.values():
+        refuse_infinite(batch)
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
     for policy, batch in experience.items():
         acting = set(batch.member_ids[batch.present.any(1)].tolist())

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward, RewardError
-from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
+from evogrpo.envs.prompts.rewards.step_rewards import LARGEST, StepRewards, learnable
 from evogrpo.envs.prompts.rewards.verifiers.calling import CallFailedError, InProcess, Job, Outcome, Runner
 
 
@@ -68,6 +68,12 @@ def evaluate(
     weights = np.array([reward.weight for reward in rewards])[:, None]
     total = np.where(np.isnan(table).all(axis=0), np.nan, np.nansum(weights * table, axis=0))
     total[list(failures)] = np.nan
+    if (np.abs(total) > LARGEST).any():
+        row = int(np.nanargmax(np.abs(total)))
+        raise RewardError(
+            f"rewards times their weights must add up to at most {LARGEST:g}, got {total[row]:g} for the completion "
+            f"{_shown(answers.texts[row])}: lower reward_weights, or what the functions return"
+        )
     if failures:
         first = failures[min(failures)]
         warnings.warn(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", stacklevel=2)
@@ -133,7 +139,7 @@ def _checked_value(name: str, value: Any, answers: Answers, row: int) -> tuple[f
                 f"reward function {name!r} must return step rewards at positions inside the completion, got position "
                 f"{max(value.positions)} for one of {length} {what}: {_shown(text)}"
             )
-        return value.total, value
+        return _checked_number(name, value.total, text), value
     if hasattr(value, "tolist"):  # numpy and torch scalars
         value = value.tolist()
     if not isinstance(value, numbers.Real):
@@ -141,12 +147,17 @@ def _checked_value(name: str, value: Any, answers: Answers, row: int) -> tuple[f
             f"reward function {name!r} must return numbers or None, got {_shown(value)} "
             f"for the completion {_shown(text)}"
         )
-    if not math.isfinite(value):
+    return _checked_number(name, value, text), None
+
+
+def _checked_number(name: str, value: Any, text: str) -> float:
+    if not learnable(value):
+        shown = f"{float(value)}" if isinstance(value, float) else _shown(value)
         raise RewardError(
-            f"reward function {name!r} must return finite numbers, got {float(value)} for the completion "
-            f"{_shown(text)}: return None where it does not apply"
+            f"reward function {name!r} must return finite numbers, got {shown} for the completion {_shown(text)}: "
+            f"return None where it does not apply, and nothing beyond {LARGEST:g}"
         )
-    return float(value), None
+    return float(value)
 
 
 def _listed(name: str, values: Any, count: int) -> list[Any]:
