@@ -9,6 +9,7 @@ from evogrpo.envs.identity import code_hash
 from evogrpo.envs.prompts.opened import OpenedPrompts
 from evogrpo.envs.prompts.questions import TEMPLATE_OPTIONS, QuestionGroups
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
+from evogrpo.envs.prompts.rewards.verifiers.printing import visible_prints
 from evogrpo.envs.prompts.tables import AnyTable, split_tables
 from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_messages
 from evogrpo.hyperparameters import whole_number
@@ -95,7 +96,8 @@ class OpenedConversations(OpenedPrompts):
     def _reply(self, transcript: Transcript) -> tuple[int, ...] | None:
         row = self.rows[transcript.start]
         prompt = check_messages(row["prompt"], "prompt")
-        said = self.reply(row, [*prompt, *as_messages(self._spoken(transcript))])
+        with visible_prints():
+            said = self.reply(row, [*prompt, *as_messages(self._spoken(transcript))])
         if said is None:
             return None
         if not isinstance(said, str):

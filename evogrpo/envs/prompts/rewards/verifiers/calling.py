@@ -1,6 +1,7 @@
 """Calls of reward functions: plain ones one after another, async ones concurrently; errors are values here.
 
-Worker processes of a verifier pool import this module too, so it needs nothing beyond the standard library.
+Worker processes of a verifier pool import this module too, so it and `printing.py` need only the standard
+library.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from evogrpo.envs.prompts.rewards.verifiers.printing import visible_prints
 from evogrpo.interruption import give_way
 
 Function = Callable[..., Any]
@@ -174,6 +176,10 @@ class InProcess:
 
     def run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
         """Run jobs; see `Runner.run`."""
+        with visible_prints():
+            return self._run(jobs, stop_at_first=stop_at_first)
+
+    def _run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
         outcomes: list[Outcome] = [None] * len(jobs)
         futures = {
             number: self._loop.submit(call_async(self._functions[job.name], job.calls, self._timeout))

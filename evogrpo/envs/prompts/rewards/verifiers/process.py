@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 from queue import SimpleQueue
 
+from evogrpo.envs.prompts.rewards.verifiers.printing import pass_on
+
 SCRIPT = Path(__file__).with_name("worker.py")
 INSIDE_A_WORKER = "EVOGRPO_VERIFIER"  # set in the environment of workers
 LONGEST_REPLY = 64 * 2**20  # bytes
@@ -17,7 +19,7 @@ LONGEST_REPLY = 64 * 2**20  # bytes
 class WorkerProcess:
     """A running worker.
 
-    Two threads move bytes, so that neither a full pipe nor a process that keeps one open can block the caller.
+    Three threads move bytes, so that neither a full pipe nor a process that keeps one open can block the caller.
 
     Args:
         setup: The first message: what to load.
@@ -38,6 +40,7 @@ class WorkerProcess:
             [sys.executable, "-P", str(SCRIPT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             bufsize=0,
             env=environment,
             # A session of its own: Ctrl-C in the terminal does not reach it, and its children can be killed with it.
@@ -48,7 +51,9 @@ class WorkerProcess:
         self.job: int | None = None
         self.deadline: float | None = deadline
         self.ending = ""
-        for work in (self._write, lambda: self._read(inbox)):
+        assert self._process.stderr is not None
+        printed = self._process.stderr
+        for work in (self._write, lambda: self._read(inbox), lambda: pass_on(printed)):
             threading.Thread(target=work, name="evogrpo rewards", daemon=True).start()
         self.send(setup)
 

@@ -1,0 +1,106 @@
+"""What the user's functions print is seen, and does nothing to the terminal."""
+
+import contextlib
+import io
+import sys
+
+import pytest
+from rich.console import Console
+from rich.live import Live
+
+from evogrpo import HuggingFaceGym, MultiTurnGym
+from evogrpo.envs.prompts.rewards.verifiers.printing import LONGEST_LINE, pass_on, visible, visible_prints
+from evogrpo.records.transcripts import in_one_turn
+from tests.envs.conftest import build
+from tests.envs.test_conversations import CLOSED
+
+QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
+STEERING = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\x00\u202eabc\ud800"
+
+
+@pytest.mark.parametrize("character", ["\x1b", "\x07", "\x00", "\x7f", "\x9b", "\u202e", "\u2066", "\u200b", "\ud800"])
+def test_what_a_terminal_acts_on_is_spelled_out(character):
+    shown = visible(f"a{character}b")
+    assert shown.isprintable()
+    assert shown[0] + shown[-1] == "ab"
+    assert "\\" in shown
+
+
+def test_lines_and_tabs_and_letters_stay():
+    assert visible("a\tb\nc\r\nd\re \N{SNOWMAN} é 漢") == "a\tb\nc\nd\ne \N{SNOWMAN} é 漢"
+
+
+def printing(completion, answer, question):
+    print("out", STEERING)
+    print("err", STEERING, file=sys.stderr)
+    sys.stdout.flush()
+    return 1.0
+
+
+async def printing_later(completion, answer, question):
+    return printing(completion, answer, question)
+
+
+def printing_all(completions, **_):
+    return [printing("", "", "") for _ in completions]
+
+
+@pytest.mark.parametrize("function", [printing, printing_later, printing_all])
+def test_prints_in_this_process_are_visible_text_and_the_streams_are_put_back(
+    tokenizer, plain_tokenizer, function, capsys
+):
+    before = sys.stdout, sys.stderr
+    if function is printing_all:
+        env = HuggingFaceGym([{"prompt": f"{n}"} for n in range(9)], None, plain_tokenizer, reward_funcs=function)
+    else:
+        env = HuggingFaceGym(QA, None, tokenizer, reward_fn=function)
+    env.open("train", [0]).score(in_one_turn([0], [[3]]))
+    assert (sys.stdout, sys.stderr) == before
+    captured = capsys.readouterr()
+    for name, text in (("out", captured.out), ("err", captured.err)):
+        assert text.startswith(f"{name} \\x1b[2J\\x1b]0;title\\x07\\x9b31m\n\\x08\\x00\\u202eabc\\ud800\n"), text
+        assert text.replace("\n", "").isprintable()
+
+
+def test_prints_do_not_tear_a_display(tokenizer):
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80)
+    env = HuggingFaceGym(QA, None, tokenizer, reward_fn=printing)
+    with Live("BAR", console=console, auto_refresh=False):
+        opened = env.open("train", [0])
+        opened.score(in_one_turn([0], [[3]]))
+    shown = stream.getvalue()
+    assert shown.count("out \\x1b[2J") == 1
+    assert "\x1b[2J" not in shown
+    assert "\x1b]0" not in shown
+    assert shown.rindex("BAR") > shown.index("out \\x1b")  # the display stands below what was printed
+
+
+def test_replies_are_visible_text_too(capsys):
+    def reply(row, messages):
+        print(STEERING)
+        return
+
+    rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(9)]
+    env = MultiTurnGym(rows, tokenizer=build(CLOSED), reply=reply, max_turns=2, reward_funcs=printing_all)
+    env.open("train", [0]).respond(in_one_turn([0], [[3]]))
+    text = capsys.readouterr().out
+    assert "\\x1b[2J" in text
+    assert text.replace("\n", "").isprintable()
+
+
+@pytest.mark.parametrize("ending", ["", "\n"])
+def test_what_another_process_prints_is_visible_text(capsys, tmp_path, ending):
+    text = f"héllo {STEERING[:-1]}\nsecond {'x' * (2 * LONGEST_LINE)}{ending}"
+    (tmp_path / "printed").write_bytes(text.encode())
+    pass_on((tmp_path / "printed").open("rb", buffering=0))
+    assert capsys.readouterr().err == visible(text)
+
+
+def test_a_stream_that_cannot_write_a_letter_gets_its_number():
+    raw = io.BytesIO()
+    target = io.TextIOWrapper(raw, encoding="ascii")
+    with contextlib.redirect_stdout(target), visible_prints():
+        print("é")
+    target.flush()
+    assert raw.getvalue() == b"\\xe9\n"
