@@ -1,4 +1,4 @@
-"""The figure of a run: fitness by lineage above, the evolving hyperparameters below."""
+"""The figure of a run: fitness by lineage above, what learning steps measured, the evolving hyperparameters below."""
 
 import io
 import warnings
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.history.text import count_text, duration_text, printable, shorten
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
+from evogrpo.report.curves import draw_measure
 from evogrpo.report.marks import Drawing, draw_legend, drawing
 from evogrpo.report.panels import draw_fitness, generation_ticks
 from evogrpo.report.summary import RunSummary, summarise
@@ -80,14 +81,20 @@ def _figure(run: Drawing) -> "Figure":
     ]
     columns = {1: 1, 2: 2, 4: 2}.get(len(names), 3)
     rows = -(-len(names) // columns)
-    height = _HEADER + _FITNESS + _ROW * rows
+    curves = list(run.summary.curves) if run.lines else []
+    steps = [_ROW] if curves else []
+    height = _HEADER + _FITNESS + sum(steps) + _ROW * rows
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - _HEADER / height), h_pad=0.06, w_pad=0.06)
     figure = Figure(figsize=(_WIDTH, height), layout=layout)
     FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(1 + rows, columns, height_ratios=[_FITNESS] + [_ROW] * rows)
+    grid = figure.add_gridspec(1 + len(steps) + rows, columns, height_ratios=[_FITNESS, *steps] + [_ROW] * rows)
     draw_fitness(figure.add_subplot(grid[0, :]), run)
+    if curves:
+        beside = grid[1, :].subgridspec(1, len(curves))
+        for position, name in enumerate(curves):
+            draw_measure(figure.add_subplot(beside[0, position]), name, run)
     for position, name in enumerate(names):
-        axes = figure.add_subplot(grid[1 + position // columns, position % columns])
+        axes = figure.add_subplot(grid[1 + len(steps) + position // columns, position % columns])
         draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
         axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
         axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation))

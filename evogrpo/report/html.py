@@ -15,6 +15,7 @@ from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import ancestors, winner
 from evogrpo.report.figures import draw_report
+from evogrpo.report.steps import MEASURES
 from evogrpo.report.summary import RunSummary, summarise
 
 _LONGEST_TEXT = 4000  # characters of a prompt or a completion
@@ -40,6 +41,7 @@ details { border-top: 1px solid #e6e6e6; padding: .35rem 0; } summary { cursor: 
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f7f7f7; border-radius: 6px; padding: .5rem .8rem;
   margin: .2rem 0 .6rem; max-height: 24rem; overflow-y: auto; font-size: .85rem; }
 """
+_FIGURE = "Fitness per generation, what was measured in learning steps, and hyperparameters per generation"
 # The page works with no scripts and no requests, and the browser is told to allow none.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
@@ -79,7 +81,7 @@ def html_page(summary: RunSummary, figure: bytes) -> str:
     sections = [
         f"<h1>{title}</h1>",
         _outcome(summary),
-        f'<figure><img alt="Fitness and hyperparameters per generation" src="data:image/png;base64,{image}"></figure>',
+        f'<figure><img alt="{_FIGURE}" src="data:image/png;base64,{image}"></figure>',
         _lineage(summary),
         "<h2>Generations</h2>",
         *(_generation(summary, generation) for generation in summary.generations),
@@ -193,7 +195,7 @@ def _lineage(summary: RunSummary) -> str:
 
 
 def _generation(summary: RunSummary, generation: GenerationReport) -> str:
-    names = list(summary.evolvable)
+    names, measures = list(summary.evolvable), list(summary.curves)
     rows = []
     for member in generation.members:
         kind = "failed" if member.fitness is None else "best" if member.index == generation.best.index else ""
@@ -205,6 +207,7 @@ def _generation(summary: RunSummary, generation: GenerationReport) -> str:
                     f"#{member.index}",
                     "founder" if member.parent is None else f"#{member.parent}",
                     *(number_text(getattr(member.hyperparameters, name)) for name in names),
+                    *(number_text(member.metrics.get(name)) for name in measures),
                     f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),
                     count_text(member.tokens),
                     duration_text(member.seconds),
@@ -212,7 +215,8 @@ def _generation(summary: RunSummary, generation: GenerationReport) -> str:
                 ],
             )
         )
-    heads = ["slot", "member", "parent", *names, "fitness ± SE", summary.words.tokens, "time", "reason"]
+    measured = [MEASURES[name][0] for name in measures]
+    heads = ["slot", "member", "parent", *names, *measured, "fitness ± SE", summary.words.tokens, "time", "reason"]
     best = generation.best
     words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"
     opened = " open" if generation is summary.generations[-1] else ""

@@ -1,7 +1,7 @@
 """The story of a run, read from its journal: the records that count, in order."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from evogrpo.history.checked_fields import REMEDY, JournalFields
@@ -9,6 +9,7 @@ from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, refuse_unknown
 from evogrpo.persistence.journal import latest_generations
+from evogrpo.report.steps import Curve, read_curves
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class RunSummary:
         resumes: How often the run was resumed.
         stopped: Why the run stopped, or None if it did not say.
         changed_data: How questions, rewards or environment differed where it was resumed all the same; untrusted.
+        curves: What learning steps measured, by the metric's name.
     """
 
     facts: Mapping[str, Any]
@@ -34,6 +36,7 @@ class RunSummary:
     resumes: int
     stopped: str | None
     changed_data: tuple[str, ...] = ()
+    curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
 
     @property
     def words(self) -> Words:
@@ -76,6 +79,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         resumes=sum(event["event"] == "resumed" for event in events),
         stopped=JournalFields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None,
         changed_data=tuple(_changed_data(events)),
+        curves=read_curves(events),
     )
 
 
