@@ -1,6 +1,6 @@
 """EvolvableAlgorithm: agents that act, learn, are tested and saved, whatever they make of what they have sampled."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
@@ -169,6 +169,47 @@ class EvolvableAlgorithm(AgileRLAgent):
         )
         self._predictions += 1
         return actions, state
+
+    def generate(
+        self,
+        prompts: Sequence[Any],
+        tokenizer: Any = None,
+        *,
+        n: int = 1,
+        temperature: float = 0.0,
+        max_output_tokens: int | None = None,
+    ) -> list[str]:
+        """Answer texts with texts; for language models.
+
+        Training and its random streams are not touched, so it may be called at any time.
+
+        Args:
+            prompts: Texts, which are continued as they are, or conversations: lists of {"role": ..., "content": ...},
+                which go through the tokenizer's chat template.
+            tokenizer: The base model's; loaded from where the base came from by default.
+            n: Answers per prompt.
+            temperature: 0 (default) takes what is most likely, always the same; above 0, as in training, probabilities
+                are p^(1/T), and every call draws anew.
+            max_output_tokens: Most tokens of an answer; the agent's own by default.
+
+        Returns:
+            `len(prompts) * n` texts, the n answers to a prompt next to each other, without special tokens.
+
+        Raises:
+            ValueError: If the agent is a small network, a prompt is none or too long, or the tokenizer is not known.
+        """
+        texts = self.members.generate(
+            self.learner(),
+            prompts,
+            tokenizer,
+            n=n,
+            temperature=temperature,
+            max_output_tokens=max_output_tokens,
+            calls=self._predictions,
+            base=self._evaluated == "base",
+        )
+        self._predictions += 1
+        return texts
 
     def learn(self, experiences: Any) -> LearnReport:
         """Learn from rewarded completions or episodes of a loop of the caller's own.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
@@ -34,6 +35,7 @@ from evogrpo.hyperparameters import (
 )
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.policies.tokens.stored_adapters import read_adapter
 
 
 class CommonOptions(TypedDict, total=False):
@@ -121,7 +123,10 @@ class Options(CommonOptions, total=False):
         repetition_penalty: Make tokens that are there already less likely, in greedy answers too; 1, no penalty, by
             default.
         eos_token_ids: Token, or tokens, that end a completion; the model's generation config names them by default.
-        lora_config: What to adapt; rank 16 on all linear layers by default.
+        lora_config: What to adapt, as a `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers but
+            the vocabulary head.
+        adapter: Folder of a PEFT adapter that every member starts from, an export or a checkpoint for instance, with
+            the lora_config that it brings; the reference and the baseline stay the base without adapters.
         micro_batch_tokens: Most tokens in one forward pass with gradients, the knob between memory and speed; 1024 by
             default.
         source: What the base model was loaded from, for checkpoints; the model's own name by default.
@@ -139,6 +144,7 @@ class Options(CommonOptions, total=False):
     repetition_penalty: float
     eos_token_ids: int | tuple[int, ...]
     lora_config: LoraConfig | None
+    adapter: str | Path | None
     micro_batch_tokens: int
     source: str | None
 
@@ -171,6 +177,7 @@ LANGUAGE_ONLY = (
     "repetition_penalty",
     "eos_token_ids",
     "lora_config",
+    "adapter",
     "micro_batch_tokens",
     "source",
 )
@@ -234,6 +241,7 @@ def _open_language(
         settings,
         values.get("hp_config"),
         lora_config=values.get("lora_config"),
+        start=None if values.get("adapter") is None else read_adapter(values["adapter"]),
         source=values.get("source"),
         device=device_of(accelerator, values.get("device")),
         autocast=nullcontext if accelerator is None else accelerator.autocast,

@@ -11,6 +11,7 @@ import yaml
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
+from evogrpo import GRPO
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.records.transcripts import in_one_turn
@@ -82,6 +83,23 @@ def test_an_exported_adapter_is_two_files_that_peft_loads(finished, project, her
     assert not torch.allclose(plain, adapted)
     assert main(["export", str(finished[0]), "adapter"]) == 2
     assert "not an empty folder" in capsys.readouterr().err
+
+
+def test_a_run_may_start_from_an_adapter(finished, project, here, capsys):
+    """A path in an override is relative to the working directory, and the run stores where it leads."""
+    assert main(["export", str(finished[0]), "start"]) == 0
+    train = ["train", str(project / "tiny.yaml"), "agent.adapter=start", "population.size=2", "--dry-run"]
+    assert main(train) == 0
+    told = re.sub(r"\s", "", capsys.readouterr().out)
+    assert f"thatstartsfrom{Path('start').resolve()}" in told
+    founders = prepare(load_config(project / "tiny.yaml", train[2:4])).population()
+    best = GRPO.load(finished[0] / "best", actor_network=founders.members.bank.base.model)
+    for agent in founders:
+        assert torch.equal(agent.state()["adapter"], best.state()["adapter"])
+    assert main([*train, "agent.lora.r=4"]) == 2
+    assert "brings its own rank and modules: leave out lora" in capsys.readouterr().err
+    assert main([*train, "agent.adapter=nowhere"]) == 2
+    assert "has no adapter_config.json" in capsys.readouterr().err
 
 
 def test_a_damaged_adapter_is_not_exported(finished, here, capsys):

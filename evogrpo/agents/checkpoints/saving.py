@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from evogrpo.agents.members.by_kind import MEMBERS
 from evogrpo.agents.members.members import Members
@@ -68,7 +69,7 @@ def load_agent(
             )
         folder = stored_at(Path(path))
         network = _as_saved(actor_network, tensors, path)
-        members = _open(record["shared"], 1, folder, network, device=device, accelerator=accelerator)
+        members = _open(record["shared"], 1, folder, network, _shared(tensors), device=device, accelerator=accelerator)
         agent = kind._member(members, 0, 0, Hyperparameters())
         _restore(agent, record["member"], learnt(tensors), path)
     return agent
@@ -90,8 +91,8 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
         own, saved = _named(members.constants()), {name: tensors[name] for name in tensors if name.startswith(CONSTANT)}
         if own.keys() != saved.keys() or any(not torch.equal(own[name], saved[name]) for name in own):
             raise CheckpointError(
-                f"{path} holds an agent whose module came with other weights or buffers than this one's: bring it back "
-                f"with {type(agent).__name__}.load"
+                f"{path} holds an agent whose module came with other weights or buffers than this one's, or that "
+                f"started from another adapter: bring it back with {type(agent).__name__}.load"
             )
         _restore(agent, record["member"], learnt(tensors), path)
 
@@ -136,7 +137,9 @@ def restore_population(
     with _damage(path):
         stored = record["members"]
         network = _as_saved(actor_network, tensors, path)
-        members = _open(record["shared"], len(stored), Path(path), network, device=device, accelerator=None)
+        members = _open(
+            record["shared"], len(stored), Path(path), network, _shared(tensors), device=device, accelerator=None
+        )
         agents = []
         for slot, member in enumerate(stored):
             agent = kind._member(members, slot, member["index"], Hyperparameters())
@@ -159,10 +162,15 @@ def _named(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{CONSTANT}{name}": value for name, value in constants.items()}
 
 
+def _shared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what the members of a checkpoint share: `Members.constants`."""
+    return {name.removeprefix(CONSTANT): value for name, value in tensors.items() if name.startswith(CONSTANT)}
+
+
 def _as_saved(network: Any, tensors: Mapping[str, Tensor], path: str | Path) -> Any:
     """Return a copy of the caller's module with the weights and buffers that it had when the agents were made."""
-    state = {name.removeprefix(CONSTANT): value for name, value in tensors.items() if name.startswith(CONSTANT)}
-    if not state or not isinstance(network, nn.Module):
+    state = _shared(tensors)
+    if not state or not isinstance(network, nn.Module) or isinstance(network, PreTrainedModel):
         return network
     network = deepcopy(network)
     try:
@@ -177,6 +185,7 @@ def _open(
     size: int,
     folder: Path,
     actor_network: Any,
+    constants: Mapping[str, Tensor],
     *,
     device: str | torch.device | None,
     accelerator: Accelerator | None,
@@ -187,7 +196,14 @@ def _open(
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
     return MEMBERS[record["kind"]].stored(
-        record, size, folder, hp_config, actor_network=actor_network, device=device, accelerator=accelerator
+        record,
+        size,
+        folder,
+        hp_config,
+        constants=constants,
+        actor_network=actor_network,
+        device=device,
+        accelerator=accelerator,
     )
 
 

@@ -61,6 +61,8 @@ def saved_base(folder: Path) -> PreTrainedModel | None:
     if not (folder / BASE_WEIGHTS).is_file():
         return None
     values = json.loads((folder / BASE_CONFIG).read_text())
+    if is_path(str(values.get("_name_or_path"))):  # found in a checkpoint, so nothing may follow it
+        del values["_name_or_path"]
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     weights = load_file(folder / BASE_WEIGHTS)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)

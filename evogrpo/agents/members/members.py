@@ -114,6 +114,21 @@ class Members(Protocol):
         """Choose actions as the environment takes them; see `GRPO.predict`."""
         ...
 
+    def generate(
+        self,
+        learner: Learner,
+        prompts: Sequence[Any],
+        tokenizer: Any,
+        *,
+        n: int,
+        temperature: float,
+        max_output_tokens: int | None,
+        calls: int,
+        base: bool,
+    ) -> list[str]:
+        """Answer texts with texts; see `GRPO.generate`."""
+        ...
+
     def experience(self, learner: Learner, experiences: Any) -> Experience:
         """Read what a caller's own loop collected; see `GRPO.learn`."""
         ...

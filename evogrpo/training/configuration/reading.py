@@ -97,9 +97,9 @@ def _refused(where: str, make: Callable[[], T]) -> T:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """Read a configuration file and put overrides on top.
 
-    Relative paths of models, datasets and files of functions or a strategy are relative to the configuration file where
-    they stand in it, and to the working directory where they stand in an override; `run_dir` is always relative to the
-    latter.
+    Relative paths of models, adapters, datasets and files of functions or a strategy are relative to the configuration
+    file where they stand in it, and to the working directory where they stand in an override; `run_dir` is always
+    relative to the latter.
 
     Args:
         path: A YAML file.
@@ -125,7 +125,7 @@ def override(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
 
 
 def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the values with relative paths of models, datasets and files of functions or a strategy made absolute."""
+    """Return the values with the relative paths that `load_config` names made absolute."""
     result = dict(values)
     if isinstance(result.get("model"), str):
         result["model"] = _absolute_or_hub(result["model"], folder)
@@ -146,6 +146,9 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(task.get("parallel_env"), str):
             task["parallel_env"] = _absolute_reference(task["parallel_env"], folder)
         result["task"] = task
+    agent = result.get("agent")
+    if isinstance(agent, Mapping) and isinstance(agent.get("adapter"), str):
+        result["agent"] = {**agent, "adapter": _absolute(agent["adapter"], folder)}
     strategy = result.get("strategy")
     if isinstance(strategy, Mapping) and isinstance(strategy.get("name"), str):
         result["strategy"] = {**strategy, "name": _absolute_reference(strategy["name"], folder)}

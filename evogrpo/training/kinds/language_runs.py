@@ -8,16 +8,17 @@ from typing import Any, ClassVar
 from peft import LoraConfig
 
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.tokens.language_members import LanguageMembers, check_vocabulary
+from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.population import Population
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import Preflight
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.history.text import counted
 from evogrpo.objective import Objective
-from evogrpo.policies.tokens.engine.probes import check_causal_class
+from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids
 from evogrpo.policies.tokens.lora import Target, check_supported, lora_from_json
 from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
+from evogrpo.policies.tokens.stored_adapters import read_adapter
 from evogrpo.policies.tokens.targets import trained_by
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
@@ -70,7 +71,7 @@ class PreparedLanguage:
             "model": f"{self.model} on {self.device}",
             "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve(self.env)}",
             "population": f"{counted(config.population.size, 'member')}, each a LoRA adapter of "
-            f"rank {config.agent.lora.r}",
+            f"rank {self.lora.r}" + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
         }
 
     def forecast(self) -> LanguageForecast:
@@ -88,7 +89,7 @@ class PreparedLanguage:
             self.env.action_space,
             actor_network=load_base(self.model, device=self.device).model,
             pad_token_id=self._pad_token_id,
-            lora_config=self.lora,
+            **({"adapter": self.config.agent.adapter} if self.config.agent.adapter else {"lora_config": self.lora}),
             source=self.model,
             **options,
             **founder_options(self.config),
@@ -139,11 +140,14 @@ class LanguageKind:
         """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
         assert config.model is not None  # check() refuses that
         device = choose_device(config.device)
-        lora = lora_from_json(plain(config.agent.lora))
+        start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
+        lora = start.lora_config if start else lora_from_json(plain(config.agent.lora))
         check_supported(lora)
         outline = load_outline(config.model)
         check_causal_class(outline.model)
         targets = trained_by(outline.model, lora).targets
+        if start is not None:
+            start.flat(targets)  # refuses an adapter of another base
         longest = config.task.max_prompt_length
         context = getattr(outline.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is None and context is not None:
@@ -155,7 +159,7 @@ class LanguageKind:
                 )
         env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
         trial = _tried(env)
-        check_vocabulary(env.largest_token, outline.model)
+        check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
         return PreparedLanguage(
             trial=trial,
             config=config,

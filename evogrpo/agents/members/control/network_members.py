@@ -201,6 +201,21 @@ class NetworkMembers:
         )
         return acted, count is None
 
+    def generate(
+        self,
+        learner: Learner,
+        prompts: Sequence[Any],
+        tokenizer: Any,
+        *,
+        n: int,
+        temperature: float,
+        max_output_tokens: int | None,
+        calls: int,
+        base: bool,
+    ) -> list[str]:
+        """Refuse: small networks see observations."""
+        raise ValueError("generate is for language models; small networks act with predict")
+
     def experience(self, learner: Learner, experiences: StepExperiences) -> Experience:
         """Read `(observations, actions, action_masks, rewards)`; see `as_step_batch`."""
         return {DEFAULT: as_step_batch(experiences, learner, self.networks)}
@@ -277,6 +292,7 @@ class NetworkMembers:
         where: object,
         hp_config: HyperparameterConfig | None,
         *,
+        constants: Mapping[str, Tensor],
         actor_network: nn.Module | None,
         device: torch.device | str | None,
         accelerator: Accelerator | None,

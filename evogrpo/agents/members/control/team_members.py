@@ -225,6 +225,21 @@ class TeamMembers:
             chosen |= dict(zip(agents, to_environment(role.action_space, acted.actions), strict=True))
         return chosen
 
+    def generate(
+        self,
+        learner: Learner,
+        prompts: Sequence[Any],
+        tokenizer: Any,
+        *,
+        n: int,
+        temperature: float,
+        max_output_tokens: int | None,
+        calls: int,
+        base: bool,
+    ) -> list[str]:
+        """Refuse: small networks see observations."""
+        raise ValueError("generate is for language models; small networks act with predict")
+
     def experience(self, learner: Learner, experiences: Any) -> Experience:
         """Return what `MultiAgentGRPO.collect` collected as it is: nothing else can be learnt from.
 
@@ -303,6 +318,7 @@ class TeamMembers:
         where: object,
         hp_config: HyperparameterConfig | None,
         *,
+        constants: Mapping[str, Tensor],
         actor_network: Any,
         device: torch.device | str | None,
         accelerator: Accelerator | None,

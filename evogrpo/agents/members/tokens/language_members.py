@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -22,6 +23,7 @@ from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.agents.members.tokens.experiences import Experiences, as_batch, as_completions, asked_rows, prompt_tokens
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
+from evogrpo.agents.members.tokens.texts import text_rows, texts_of
 from evogrpo.agents.members.tokens.token_batches import token_batch
 from evogrpo.agents.rollout.conversing import Conversed, converse
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
@@ -32,20 +34,11 @@ from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.engine.probes import check_token_ids
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
-from evogrpo.policies.tokens.models import fingerprint
+from evogrpo.policies.tokens.models import fingerprint, load_tokenizer
+from evogrpo.policies.tokens.stored_adapters import StoredAdapter
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, Rows
 from evogrpo.tally import Tally
-
-
-def check_vocabulary(largest: int, model: PreTrainedModel) -> None:
-    """Refuse with a ValueError prompts that hold a token id which a model does not know."""
-    known = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[index]
-    if largest >= known:
-        raise ValueError(
-            f"prompts hold token ids up to {largest}, but the model knows {known} tokens: use the model's own "
-            "tokenizer, or resize the model's embeddings before training"
-        )
 
 
 class LanguageMembers:
@@ -63,6 +56,7 @@ class LanguageMembers:
         recognised_by: The base's fingerprint, where it is known already.
         observation_space: What members read, where a caller gave one.
         action_space: What members do, likewise.
+        start: What members start from, with the lora_config that it brings; fresh adapters by default.
 
     Attributes:
         hp_config: As given.
@@ -71,6 +65,7 @@ class LanguageMembers:
         policies: The one policy, which is these members themselves.
         banks: Its bank.
         sampler: Who writes completions: the bank, unless an outside engine is given.
+        start: As given.
         source: As given.
         fingerprint: Recognises the base.
         observation_space: As given.
@@ -96,6 +91,7 @@ class LanguageMembers:
         recognised_by: str | None = None,
         observation_space: spaces.Space[Any] | None = None,
         action_space: spaces.Space[Any] | None = None,
+        start: StoredAdapter | None = None,
     ) -> None:
         if device is not None:
             model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
@@ -114,7 +110,9 @@ class LanguageMembers:
             explicit_positions=settings.calc_position_embeddings,
             autocast=autocast,
             own_reference=settings.objective.reference == "snapshot",
+            start=start,
         )
+        self.start = start
         self.sampler: Sampler = self.bank
         self.policies = {DEFAULT: self}
         self.banks = Banks({DEFAULT: self.bank})
@@ -133,7 +131,8 @@ class LanguageMembers:
             1,
             self.settings,
             self.hp_config,
-            lora_config=self.bank.lora_config,
+            lora_config=None if self.start else self.bank.lora_config,
+            start=self.start,
             source=self.source,
             autocast=self.bank.autocast if wrap else nullcontext,
             recognised_by=self.fingerprint,
@@ -160,7 +159,7 @@ class LanguageMembers:
         """Refuse an environment that asks no questions, or in tokens that the model does not know."""
         opened = self._open(env, "train", [0])
         largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
-        check_vocabulary(largest, self.bank.base.model)
+        check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
 
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Conversations:
         opened = env.open(split, starts)
@@ -272,7 +271,39 @@ class LanguageMembers:
         self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
     ) -> NDArray[Any]:
         """Refuse: language models answer prompts."""
-        raise ValueError("predict is for small networks; a language model answers prompts with get_action")
+        raise ValueError("predict is for small networks; a language model answers with generate, or get_action")
+
+    def generate(
+        self,
+        learner: Learner,
+        prompts: Sequence[Any],
+        tokenizer: Any,
+        *,
+        n: int,
+        temperature: float,
+        max_output_tokens: int | None,
+        calls: int,
+        base: bool,
+    ) -> list[str]:
+        """Answer texts with texts; see `GRPO.generate`."""
+        if not len(prompts):
+            return []
+        tokenizer = tokenizer or self._tokenizer
+        rows = text_rows(
+            prompts,
+            tokenizer,
+            learner,
+            self.settings,
+            n=n,
+            temperature=temperature,
+            max_output_tokens=max_output_tokens,
+            calls=calls,
+        )
+        return texts_of(self._engine().sample(rows, base=base), tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.bank.base.model)
 
     def experience(self, learner: Learner, experiences: Experiences) -> Experience:
         """Read `(completion_ids, action_masks, rewards)`."""
@@ -325,8 +356,8 @@ class LanguageMembers:
             )
 
     def constants(self) -> dict[str, Tensor]:
-        """Return nothing: the base model is not saved with its members, but told by its fingerprint."""
-        return {}
+        """Return the adapter that members start from; the base is not saved, but told by its fingerprint."""
+        return {} if self.start is None else dict(self.start.tensors)
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
         """Return the member as a PEFT adapter, and the base model if wanted."""
@@ -346,6 +377,7 @@ class LanguageMembers:
         where: Path,
         hp_config: HyperparameterConfig | None,
         *,
+        constants: Mapping[str, Tensor],
         actor_network: PreTrainedModel | None,
         device: torch.device | str | None,
         accelerator: Accelerator | None,
@@ -357,6 +389,7 @@ class LanguageMembers:
             size: Number of members.
             where: The checkpoint's folder.
             hp_config: What evolves.
+            constants: From `constants`.
             actor_network: The base model; by default the saved one, or the one named in the record.
             device: Where to put it.
             accelerator: Chooses the device and the precision.
@@ -368,13 +401,15 @@ class LanguageMembers:
         model = actor_network or saved_base(where) or named_base(record)
         actual = fingerprint(model)
         check_base(record, actual, where)
+        lora = lora_from_json(record["lora_config"])
         members = cls(
             model,
             size,
             LanguageSettings.from_json(record["settings"]),
             hp_config,
             recognised_by=actual,
-            lora_config=lora_from_json(record["lora_config"]),
+            lora_config=None if constants else lora,
+            start=StoredAdapter(lora_config=lora, tensors=constants) if constants else None,
             source=record["source"],
             device=device_of(accelerator, device),
             autocast=nullcontext if accelerator is None else accelerator.autocast,

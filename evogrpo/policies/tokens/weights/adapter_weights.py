@@ -13,6 +13,7 @@ from evogrpo.policies.bank import PolicyVersion
 from evogrpo.policies.devices import check_room
 from evogrpo.policies.tokens.exports import peft_files
 from evogrpo.policies.tokens.lora import default_lora_config, initial_weights, scaling
+from evogrpo.policies.tokens.stored_adapters import StoredAdapter
 from evogrpo.policies.tokens.targets import tell_left_out, trained_by
 from evogrpo.policies.tokens.weights.low_rank import LowRankAdapters
 from evogrpo.policies.tokens.weights.states import LearnerStates
@@ -29,6 +30,7 @@ class AdapterWeights(LearnerStates):
         optimizer: AdamW settings shared by all members.
         seed: Root seed of the initial adapters.
         own_reference: Whether every member keeps a reference of its own.
+        start: What every member starts from; fresh adapters by default.
 
     Attributes:
         lora_config: As given, or the default.
@@ -44,8 +46,12 @@ class AdapterWeights(LearnerStates):
         *,
         seed: int,
         own_reference: bool,
+        start: StoredAdapter | None = None,
     ) -> None:
-        self.lora_config = lora_config or default_lora_config()
+        if start is not None:
+            self.lora_config = start.lora_config
+        else:
+            self.lora_config = lora_config or default_lora_config()
         trained = trained_by(model, self.lora_config)
         tell_left_out(trained, model)
         self.targets = trained.targets
@@ -55,8 +61,8 @@ class AdapterWeights(LearnerStates):
             device,
             f"the adapters of {size} members with lora_config.r={self.lora_config.r}: choose fewer, or a lower rank",
         )
-        first = initial_weights(self.targets, self.lora_config, seed).to(device)
-        super().__init__(first, size, optimizer, own_reference=own_reference)
+        first = initial_weights(self.targets, self.lora_config, seed) if start is None else start.flat(self.targets)
+        super().__init__(first.to(device), size, optimizer, own_reference=own_reference)
         scale = scaling(self.lora_config)
         self._adapters = {"weights": LowRankAdapters(self.targets, self.weights, scale)}
         if self.reference is not None:
