@@ -24,6 +24,7 @@ from evogrpo.history.results import Result
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
+from evogrpo.training.loop.equal_rewards import EqualRewards
 from evogrpo.training.loop.observing import estimate, generation_of, member_reports, result_of
 from evogrpo.training.loop.progress import Best, Progress
 from evogrpo.training.loop.step_closing import close_step
@@ -85,6 +86,8 @@ class Evolution:
         self._learning_seconds = 0.0
         self._ended: str | None = None
         self._tested: TestReport | None = None
+        generations = schedule.generations
+        self._equal_rewards = EqualRewards(generations and generations * schedule.steps_per_generation)
         self._data, self._changed_data = fingerprint_of(env), tuple(changed_data)
         check_strategy(strategy)
         if progress is None:
@@ -290,6 +293,7 @@ class Evolution:
         most = 0 if self.run_dir is None else self.run_dir.completions.most
         closed = close_step(self.population, self.progress, collected, learned, time.monotonic() - began, most)
         self._write(closed.report)
+        self._equal_rewards.look_at(learned)
         if self.run_dir is not None:
             self.run_dir.completions.write(closed.report.step, closed.table)
             self.run_dir.log_scalars(
