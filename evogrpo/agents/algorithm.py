@@ -18,6 +18,7 @@ from evogrpo.agents.options import Options, checked_size, founders_samples, open
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import check_groups, evaluate
 from evogrpo.envs.groups import GroupEnvironment, Split
+from evogrpo.hyperparameters import HyperparameterConfig, flag
 from evogrpo.records import LearnReport
 
 
@@ -92,6 +93,7 @@ class EvolvableAlgorithm(AgileRLAgent):
             ValueError: If an argument is unknown, missing or out of range.
         """
         size = checked_size(size, options)
+        flag("spread", spread)
         cls._check_class(options)
         samples = founders_samples(options, samples_per_step)
         members, first = open_members(size, observation_space, action_space, actor_network, pad_token_id, options)
@@ -105,7 +107,8 @@ class EvolvableAlgorithm(AgileRLAgent):
                 f"{cls.__name__} does not say how it learns: define learn_together in a subclass, as GRPO does"
             )
         for name in cls.unused_options:
-            if name in options or name in (options.get("hp_config") or ()):
+            space = options.get("hp_config")  # which may be anything yet
+            if name in options or (isinstance(space, HyperparameterConfig) and name in space):
                 raise ValueError(f"{name} means nothing to {cls.__name__}: leave it out")
 
     # ---- acting and learning

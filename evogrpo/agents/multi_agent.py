@@ -11,6 +11,7 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.hyperparameters import flag
 
 
 class MultiAgentGRPO(GRPO):
@@ -79,6 +80,7 @@ class MultiAgentGRPO(GRPO):
             ValueError: If an argument is unknown or out of range.
         """
         size = checked_size(size, options)
+        flag("spread", spread)
         samples = founders_samples(options, samples_per_step)
         members, first = open_team(size, observation_spaces, action_spaces, options)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)

@@ -1,6 +1,6 @@
 """The constructor arguments of agents, declared once for single agents and populations, and what they build."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypedDict
@@ -25,11 +25,14 @@ from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.envs.control.joint.assignment import Policies
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
+    MOST_MEMBERS,
+    MOST_SAMPLES,
     AdvantageType,
     HyperparameterConfig,
     Hyperparameters,
     LossType,
     common_samples,
+    instance,
     refuse_unknown,
     whole_between,
 )
@@ -230,11 +233,14 @@ def _open_language(
     names = LanguageSettings.__dataclass_fields__
     settings = LanguageSettings(
         pad_token_id=pad_token_id,
-        eos_token_ids=_token_ids(values.get("eos_token_ids")) or _eos_of(model),
+        eos_token_ids=_eos_of(model) if values.get("eos_token_ids") is None else values["eos_token_ids"],
         **{name: values[name] for name in names if name in values and name != "eos_token_ids"},
     )
-    hyperparameters = _first_member(values, settings)
+    hyperparameters = _first_member(values, settings, {})
     accelerator = values.get("accelerator")
+    for name, kind, example in (("lora_config", LoraConfig, "LoraConfig(r=8)"), ("source", str, "'smollm2-135m'")):
+        if values.get(name) is not None:
+            instance(name, values[name], kind, example)
     members = LanguageMembers(
         model,
         size,
@@ -259,7 +265,7 @@ def _open_networks(
     options: Options,
 ) -> tuple[Members, Hyperparameters]:
     chosen: Mapping[str, Any] = options
-    values = {**NETWORK_DEFAULTS, **{name: value for name, value in chosen.items() if value is not None}}
+    values = {name: value for name, value in chosen.items() if value is not None}
     _refuse_other_kind(LANGUAGE_ONLY, values, "language models")
     if pad_token_id is not None:
         raise ValueError("pad_token_id is for language models: leave it out, or give a transformers model")
@@ -268,7 +274,7 @@ def _open_networks(
     settings = NetworkSettings(
         **{name: values[name] for name in NetworkSettings.__dataclass_fields__ if name in values}
     )
-    hyperparameters = _first_member(values, settings)
+    hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
     space = values.get("hp_config") or HyperparameterConfig()
     check_usable(settings.objective, hyperparameters, space, of_transitions=True)
     device = device_of(values.get("accelerator"), values.get("device")) or "cpu"
@@ -289,18 +295,14 @@ def open_team(
         if not isinstance(given, Mapping) or not given:
             raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {given!r:.80}")
     assert observation_spaces is not None and action_spaces is not None
-    values: Mapping[str, Any] = {**NETWORK_DEFAULTS, **options}
+    values: Mapping[str, Any] = options
     settings = TeamSettings(**{name: values[name] for name in TeamSettings.__dataclass_fields__ if name in values})
-    hyperparameters = _first_member(values, settings)
+    hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
     space = values.get("hp_config") or HyperparameterConfig()
     check_usable(settings.objective, hyperparameters, space, of_transitions=True)
     device = device_of(None, values.get("device")) or "cpu"
     members = TeamMembers(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
     return members, hyperparameters
-
-
-MOST_MEMBERS = 100_000
-"""A larger population is a slip: each member has weights, an optimiser's state and a record of its own."""
 
 
 def checked_size(size: int | None, options: Mapping[str, Any]) -> int:
@@ -312,9 +314,17 @@ def checked_size(size: int | None, options: Mapping[str, Any]) -> int:
 
 
 def founders_samples(options: CommonOptions, samples_per_step: int | None) -> int:
-    """Return the samples per learning step that founders' group sizes are to divide."""
-    config = options.get("hp_config") or HyperparameterConfig()
-    return samples_per_step or common_samples(options.get("group_size", Hyperparameters().group_size), config)
+    """Return the samples per learning step that founders' group sizes are to divide.
+
+    Raises:
+        ValueError: If none are given and there is no common number, or they are out of range.
+    """
+    if samples_per_step is not None:
+        return whole_between("samples_per_step", samples_per_step, 2, MOST_SAMPLES)
+    config = options.get("hp_config")
+    if not isinstance(config, HyperparameterConfig):  # none, or one that is refused where the first member is made
+        config = HyperparameterConfig()
+    return common_samples(options.get("group_size", Hyperparameters().group_size), config)
 
 
 def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: str) -> None:
@@ -323,25 +333,27 @@ def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: 
             raise ValueError(f"{name} is for {kind}: leave it out")
 
 
-def _first_member(values: Mapping[str, Any], settings: Settings) -> Hyperparameters:
-    """Return the hyperparameters of the first member, checked with the objective."""
-    space = values.get("hp_config") or HyperparameterConfig()
-    hyperparameters = Hyperparameters(**{name: values[name] for name in HYPERPARAMETER_NAMES if name in values})
+def _first_member(values: Mapping[str, Any], settings: Settings, defaults: Mapping[str, Any]) -> Hyperparameters:
+    """Return the hyperparameters of the first member, checked with the objective and with what evolves."""
+    given = values.get("hp_config")
+    if given is not None:
+        instance("hp_config", given, HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))")
+    whole_between("index", values.get("index", 0), 0)
+    space = given or HyperparameterConfig()
+    hyperparameters = space.first(
+        {name: value for name, value in defaults.items() if name in HYPERPARAMETER_NAMES},
+        {name: values[name] for name in HYPERPARAMETER_NAMES if name in values},
+    )
     hyperparameters = settings.objective.resolved(hyperparameters, space)
     settings.objective.check(hyperparameters, space)
     return hyperparameters
 
 
-def _eos_of(model: PreTrainedModel) -> tuple[int, ...]:
-    """Return the end-of-sequence tokens that the model itself declares."""
+def _eos_of(model: PreTrainedModel) -> Any:
+    """Return the end-of-sequence token, or tokens, that the model itself declares."""
     declared = getattr(model.generation_config, "eos_token_id", None)
     if declared is None:
         declared = getattr(model.config.get_text_config(), "eos_token_id", None)
     if declared is None:
         raise ValueError("eos_token_ids must be given: the model's configs name no end-of-sequence token")
-    return _token_ids(declared)
-
-
-def _token_ids(given: Any) -> tuple[int, ...]:
-    """Read one token id, several or none."""
-    return () if given is None else tuple(given) if isinstance(given, Iterable) else (given,)
+    return declared

@@ -51,7 +51,7 @@ class Population(Sequence[Any]):
         self.members = members
         self.lineage = lineage or Lineage.of_founders([agent.record() for agent in self.agents])
         self.next_index = 1 + max(agent.index for agent in self.agents)
-        self._handed_out = [wrapper_cls(agent, **(wrapper_kwargs or {})) if wrapper_cls else agent for agent in agents]
+        self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
 
     def __len__(self) -> int:
         return len(self.agents)
@@ -250,3 +250,13 @@ class Population(Sequence[Any]):
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()
+
+
+def _wrapped(agent: "Agent", wrapper_cls: Any, wrapper_kwargs: Any) -> Any:
+    if wrapper_cls is None:
+        return agent
+    if not callable(wrapper_cls):
+        raise ValueError(f"wrapper_cls must be a class that takes an agent, got {wrapper_cls!r:.80}")
+    if wrapper_kwargs is not None and not isinstance(wrapper_kwargs, Mapping):
+        raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {wrapper_kwargs!r:.80}")
+    return wrapper_cls(agent, **(wrapper_kwargs or {}))

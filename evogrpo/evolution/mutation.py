@@ -42,7 +42,8 @@ class Mutation:
     probability: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < finite_number("probability", self.probability) <= 1:
+        object.__setattr__(self, "probability", finite_number("probability", self.probability))
+        if not 0 < self.probability <= 1:
             raise ValueError(
                 f"probability must lie in (0, 1], got {self.probability}: for no mutation use Tournament(mutation=None)"
             )

@@ -11,7 +11,7 @@ from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
-from evogrpo.hyperparameters import answering, finite_number, refuse_unknown, unknown_name_error, whole_number
+from evogrpo.hyperparameters import answering, finite_number, refuse_unknown, unknown_name_error, whole_between
 
 
 class Strategy(Protocol):
@@ -98,9 +98,9 @@ class Tournament(Stateless):
     mutation: Mutation | None = field(default_factory=Mutation)
 
     def __post_init__(self) -> None:
-        if whole_number("size", self.size) < 1:
-            raise ValueError(f"a tournament needs at least 1 contestant, got size={self.size}")
-        if finite_number("z", self.z) < 0:
+        object.__setattr__(self, "size", whole_between("size", self.size, 1, 100_000))
+        object.__setattr__(self, "z", finite_number("z", self.z))
+        if self.z < 0:
             raise ValueError(f"z must be at least 0, got {self.z}")
         if not isinstance(self.elitism, bool):
             raise ValueError(f"elitism must be True or False, got {self.elitism!r}")

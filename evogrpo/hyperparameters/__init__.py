@@ -1,16 +1,21 @@
 """The hyperparameters of one member and the space that evolution searches; numbers and names only."""
 
 from evogrpo.hyperparameters.checks import (
+    MOST_COUNTED,
+    MOST_SEED,
     finite_number,
     flag,
     instance,
     refuse_unknown,
+    single_number,
     unknown_name_error,
     whole_between,
     whole_number,
 )
 from evogrpo.hyperparameters.named import answering
 from evogrpo.hyperparameters.space import (
+    MOST_MEMBERS,
+    MOST_SAMPLES,
     HyperparameterConfig,
     RLParameter,
     Scale,
@@ -31,6 +36,10 @@ from evogrpo.kinds import AdvantageType, LossType
 __all__ = [
     "CATEGORIES",
     "HYPERPARAMETER_NAMES",
+    "MOST_COUNTED",
+    "MOST_MEMBERS",
+    "MOST_SAMPLES",
+    "MOST_SEED",
     "AdvantageType",
     "HyperparameterConfig",
     "Hyperparameters",
@@ -48,6 +57,7 @@ __all__ = [
     "is_categorical",
     "is_integer",
     "refuse_unknown",
+    "single_number",
     "unknown_name_error",
     "whole_between",
     "whole_number",

@@ -11,6 +11,10 @@ from evogrpo.hyperparameters.synonyms import counterpart, remark
 T = TypeVar("T")
 
 MOST_LISTED = 60  # more names than that hide the nearest one
+LARGEST = 1e38  # what float32, in which members compute, holds with room to spare
+MOST_COUNTED = 10**15  # of what is only counted
+MOST_SEED = 2**63 - 1
+_LARGEST_WHOLE = 10**300  # a float holds it, so that it can be compared with others
 
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
@@ -51,19 +55,32 @@ def finite_number(what: str, value: object) -> float:
         # YAML 1.1 reads 1e-4, without a dot, as text: the commonest way to get here.
         remedy = ": in YAML write 1.0e-4, with the dot and no quotes" if isinstance(value, str) else ""
         raise ValueError(f"{what} must be a number, got {value!r} ({type(value).__name__}){remedy}")
+    if isinstance(value, numbers.Integral):
+        return whole_number(what, value)
     if not math.isfinite(value):
         raise ValueError(f"{what} must be finite, got {value}")
-    return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return float(value)
+
+
+def single_number(what: str, value: object) -> float:
+    """Return `value` as a plain float, or raise ValueError naming `what` if it is none that float32 can hold."""
+    number = float(finite_number(what, value))
+    if abs(number) > LARGEST:
+        raise ValueError(f"{what} must be at most {LARGEST:g} in size, got {number:g}: float32 holds no more")
+    return number
 
 
 def whole_number(what: str, value: object) -> int:
     """Return `value` as a plain int, or raise ValueError naming `what` if it is none (4.0 and True are none)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise ValueError(f"{what} must be an integer, got {value!r} ({type(value).__name__})")
-    return int(value)
+        raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__})")
+    number = int(value)
+    if abs(number) > _LARGEST_WHOLE:
+        raise ValueError(f"{what} must be at most 10**300 in size, got {number.bit_length()} bits")
+    return number
 
 
-def whole_between(what: str, value: object, least: int, most: int) -> int:
+def whole_between(what: str, value: object, least: int, most: int = MOST_COUNTED) -> int:
     """Return `value` as a plain int, or raise ValueError naming `what` if it is none or lies outside [least, most].
 
     Whatever is looped over or allocated has a most: a number of that size is a slip, and would look like a hang.

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self, get_args
 
-from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, whole_number
+from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, single_number, whole_between
 from evogrpo.hyperparameters.named import answering
-from evogrpo.hyperparameters.values import HYPERPARAMETER_NAMES, checked_value, is_categorical
+from evogrpo.hyperparameters.values import HYPERPARAMETER_NAMES, Hyperparameters, checked_value, is_categorical
 
 Scale = Literal["linear", "log"]
 DEFAULT_FACTOR = 1.2
+MOST_MEMBERS = 100_000
+"""The most members of a population: each has weights, an optimiser's state and a record of its own."""
+MOST_SAMPLES = 10_000_000
+"""The most samples of a learning step: each has random numbers, a reward and an advantage of its own."""
 
 
 @answering
@@ -43,7 +47,8 @@ class RLParameter:
 
     def __post_init__(self) -> None:
         refuse_unknown("scale", [self.scale], get_args(Scale))
-        if finite_number("factor", self.factor) <= 1:
+        object.__setattr__(self, "factor", single_number("factor", self.factor))
+        if self.factor <= 1:
             raise ValueError(f"factor must be greater than 1, got {self.factor}: a step of factor 1 would not move")
         if self.choices is None:
             self._check_range()
@@ -63,9 +68,10 @@ class RLParameter:
         if self.scale == "log" and low <= 0:
             raise ValueError(f'scale="log" needs min greater than 0, got {self.min}: use choices to include 0')
         if self.founders is not None:
-            inside = tuple(finite_number("each of founders", value) for value in self.founders)
+            pair = self.founders if isinstance(self.founders, Sequence) and not isinstance(self.founders, str) else ()
+            inside = tuple(finite_number("each of founders", value) for value in pair)
             if len(inside) != 2 or not low <= inside[0] < inside[1] <= high:
-                raise ValueError(f"founders must be two ascending numbers in [{low}, {high}], got {list(inside)}")
+                raise ValueError(f"founders must be two ascending numbers in [{low}, {high}], got {self.founders!r}")
             object.__setattr__(self, "founders", inside)
 
     def _check_choices(self, choices: Sequence[float] | Sequence[str]) -> None:
@@ -110,6 +116,23 @@ class RLParameter:
             return self.ladder[0], self.ladder[-1]
         assert self.min is not None and self.max is not None
         return self.min, self.max
+
+    @property
+    def extent(self) -> str:
+        """What it may be, in words."""
+        if self.choices is not None:
+            return f"choices {list(self.choices)}"
+        low, high = self.bounds
+        return f"range [{low:g}, {high:g}]"
+
+    def closest(self, value: float | str) -> float | str | None:
+        """Return the value that it may take which is closest to `value`: itself inside; None for an unknown name."""
+        if isinstance(value, str):
+            return value if value in self.names else None
+        low, high = self.bounds
+        if self.ladder:
+            return min(self.ladder, key=lambda rung: abs(rung - value))
+        return min(max(value, low), high)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields that describe this range, ladder or set."""
@@ -164,6 +187,34 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     def __repr__(self) -> str:
         return f"HyperparameterConfig({', '.join(f'{name}={value!r}' for name, value in self.items())})"
 
+    def first(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Hyperparameters:
+        """Return the hyperparameters of a first member; where a default cannot evolve, it starts at the nearest value.
+
+        Args:
+            defaults: By name; those of `Hyperparameters` for the rest.
+            given: What the caller has chosen, by name.
+
+        Raises:
+            ValueError: If a value is refused, or one that is given lies outside what evolution could make of it; None
+                starts anywhere.
+        """
+        record = Hyperparameters.from_json({**defaults, **given})
+        near: dict[str, Any] = {}
+        for name, parameter in self.items():
+            value = getattr(record, name)
+            if value is None or (is_categorical(name) and name not in given):
+                continue
+            closest = parameter.closest(value)
+            if closest == value:
+                continue
+            if name in given:
+                raise ValueError(
+                    f"{name} must start inside its own {parameter.extent}, got {value!r}: give {name} a value from "
+                    "there, or widen what it may become"
+                )
+            near[name] = closest
+        return dataclasses.replace(record, **near)
+
     def for_samples_per_step(self, samples_per_step: int) -> "HyperparameterConfig":
         """Return the same space with group_size, if it evolves, as a ladder of divisors of `samples_per_step`.
 
@@ -206,11 +257,11 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
     """Return every group size that splits a learning step into whole groups: the divisors of at least 2, ascending.
 
     Raises:
-        ValueError: If `samples_per_step` is not an integer of at least 2.
+        ValueError: If `samples_per_step` is not an integer from 2, as a group needs two samples, to `MOST_SAMPLES`.
     """
-    if whole_number("samples_per_step", samples_per_step) < 2:
-        raise ValueError(f"samples_per_step must be at least 2, got {samples_per_step}: a group needs two samples")
-    return tuple(size for size in range(2, samples_per_step + 1) if samples_per_step % size == 0)
+    samples = whole_between("samples_per_step", samples_per_step, 2, MOST_SAMPLES)
+    small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
+    return tuple(sorted({*small, *(samples // size for size in small)} - {1}))
 
 
 def check_group_size(group_size: int, samples_per_step: int, *, whose: str = "") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, whole_number
+from evogrpo.hyperparameters.checks import refuse_unknown, single_number, whole_number
 from evogrpo.hyperparameters.named import answering
 from evogrpo.kinds import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 
@@ -22,10 +22,10 @@ class Hyperparameters:
     Attributes:
         lr: AdamW step size, greater than 0.
         clip_coef: Half-width of the trust region on the probability ratio, in (0, 1).
-        group_size: Completions (episodes) per initial state, at least 2.
+        group_size: Completions (episodes) per initial state, from 2 to 1,000,000.
         beta: Weight of the KL to the reference, at least 0; 0 costs no reference pass.
-        temperature: Divides the logits while sampling and learning, greater than 0. Fitness is measured greedily.
-        update_epochs: Passes over each learning step's samples, at least 1.
+        temperature: Divides the logits while sampling and learning, at least 1e-6. Fitness is measured greedily.
+        update_epochs: Passes over each learning step's samples, from 1 to 10,000.
         max_grad_norm: Bound on the member's gradient norm, greater than 0. AdamW divides by the gradient's own size:
             where the bound always holds, changing it changes next to nothing.
         batch_size: Samples (transitions for small networks) per optimizer step, at least 1.
@@ -126,12 +126,19 @@ def checked_value(name: str, value: object) -> Any:
         if not isinstance(value, str) or value not in CATEGORIES[name]:
             raise ValueError(f"{name} must be one of {', '.join(CATEGORIES[name])}, got {value!r}")
         return value
-    number: float = whole_number(name, value) if is_integer(name) else float(finite_number(name, value))
+    number: float = whole_number(name, value) if is_integer(name) else single_number(name, value)
     rule, legal = _rule(name, number)
     if not legal:
         reason = ": a lone completion has no group to be compared with" if name == "group_size" else ""
         raise ValueError(f"{name} must {rule}, got {number}{reason}")
+    if number > _MOST_OF.get(name, math.inf):
+        raise ValueError(f"{name} must be at most {_MOST_OF[name]:,}, got {number:,}")
     return number
+
+
+_MOST_OF: Mapping[str, int] = {"group_size": 1_000_000, "update_epochs": 10_000, "batch_size": 10**9}
+"""The most of what is looped over: more is a slip, and would look like a hang."""
+COLDEST = 1e-6  # colder, logits over temperature leave float32
 
 
 def _rule(name: str, number: float) -> tuple[str, bool]:
@@ -143,6 +150,8 @@ def _rule(name: str, number: float) -> tuple[str, bool]:
             return "lie in (0, 1]", 0 < number <= 1
         case "gamma":
             return "lie in [0, 1]", 0 <= number <= 1
+        case "temperature":
+            return ("be greater than 0", False) if number <= 0 else (f"be at least {COLDEST:g}", number >= COLDEST)
         case "group_size":
             return "be at least 2", number >= 2
         case "beta" | "entropy_coef":

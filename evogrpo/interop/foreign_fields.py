@@ -1,6 +1,6 @@
 """Settings of other libraries: a reader that leaves no field unread, and what it reads."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -85,6 +85,15 @@ class Fields:
                 self.refuse(f"{self.kind} {name} must be a number, got {value!r}")
                 value = self.defaults[name]
         return None if value is None else self._checked(name, value, finite_number)
+
+    def numbers(self, name: str) -> list[float] | None:
+        """Return a list of finite numbers, or None where that is the default."""
+        values = self.get(name)
+        if isinstance(values, Sequence) and not isinstance(values, str | bytes):
+            return [self._checked(name, value, finite_number) for value in values]
+        if values is not None:
+            self.refuse(f"{self.kind} {name} must be a list of numbers, got {values!r:.80}")
+        return None
 
     def whole(self, name: str) -> Any:
         """Return a whole number, or None where that is the default."""

@@ -72,12 +72,12 @@ def read_trl(source: object) -> Reading:
         "batch_size": batch,
         "entropy_coef": fields.number("entropy_coef"),
     }
-    weights = fields.get("reward_weights")
+    weights = fields.numbers("reward_weights")
     settings = {
         "samples_per_step": samples,
         "max_output_tokens": fields.whole("max_completion_length"),
         "max_prompt_length": fields.whole("max_prompt_length"),
-        "reward_weights": None if weights is None else list(weights),
+        "reward_weights": weights,
         "seed": fields.whole("seed"),
         **sampling_settings(
             top_k=fields.whole("top_k"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from evogrpo.hyperparameters import answering, finite_number, whole_number
+from evogrpo.hyperparameters import answering, finite_number, single_number, whole_between
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -42,7 +42,7 @@ class Optimizer:
     def __post_init__(self) -> None:
         object.__setattr__(self, "betas", _betas(self.betas))
         for name in ("eps", "weight_decay", "cycles", "floor"):
-            object.__setattr__(self, name, float(finite_number(name, getattr(self, name))))
+            object.__setattr__(self, name, single_number(name, getattr(self, name)))
         for name, rule, legal in (
             ("eps", "be above 0", self.eps > 0),
             ("weight_decay", "be at least 0", self.weight_decay >= 0),
@@ -51,15 +51,15 @@ class Optimizer:
         ):
             if not legal:
                 raise ValueError(f"{name} must {rule}, got {getattr(self, name)}")
-        object.__setattr__(self, "warmup_steps", whole_number("warmup_steps", self.warmup_steps))
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        object.__setattr__(self, "warmup_steps", whole_between("warmup_steps", self.warmup_steps, 0))
         if self.schedule not in get_args(Schedule):
             raise ValueError(f"schedule must be one of {', '.join(get_args(Schedule))}, got {self.schedule!r}")
         self._check_shape()
 
     def _check_shape(self) -> None:
         """Refuse what is not set, or without effect, for this schedule."""
+        if self.total_steps is not None:
+            object.__setattr__(self, "total_steps", whole_between("total_steps", self.total_steps, 0))
         for name, default, readers in (("floor", 0.0, ("linear", "cosine")), ("cycles", 0.5, ("cosine",))):
             if getattr(self, name) != default and self.schedule not in readers:
                 raise ValueError(
@@ -71,7 +71,7 @@ class Optimizer:
                 raise ValueError(
                     f"total_steps has no meaning for a constant schedule, got {self.total_steps}: leave it out"
                 )
-        elif self.total_steps is None or whole_number("total_steps", self.total_steps) <= self.warmup_steps:
+        elif self.total_steps is None or self.total_steps <= self.warmup_steps:
             raise ValueError(
                 f"a {self.schedule} schedule needs total_steps above warmup_steps ({self.warmup_steps}), "
                 f"got {self.total_steps}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Self, Union, get_args, get_origin
 
-from evogrpo.hyperparameters import finite_number, whole_number
+from evogrpo.hyperparameters import MOST_COUNTED, single_number, whole_between
 from evogrpo.kinds import (
     LOSS_TYPES,
     STEP_ADVANTAGES,
@@ -165,6 +165,10 @@ _RULES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
 }
 
 
+_MOST_OF: Mapping[str, int] = {"dynamic_sampling": 1000}
+"""The most of what is looped over."""
+
+
 def _checked(name: str, hint: Any, value: Any) -> Any:
     """Return `value` in the declared type of a field if it is legal there, or raise ValueError."""
     arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
@@ -179,7 +183,9 @@ def _checked(name: str, hint: Any, value: Any) -> Any:
         if not isinstance(value, bool):
             raise ValueError(f"{name} must be True or False, got {value!r}")
         return value
-    number = whole_number(name, value) if kind is int else float(finite_number(name, value))
+    number = (
+        whole_between(name, value, -1, _MOST_OF.get(name, MOST_COUNTED)) if kind is int else single_number(name, value)
+    )
     rule, legal = _RULES[name]
     if not legal(number):
         raise ValueError(f"{name} must {rule}, got {value}")

@@ -22,8 +22,8 @@ def check_device(device: "str | torch.device") -> None:
 
     try:
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        reason = str(error).splitlines()[0].rstrip(".")
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch asserts that it was built with CUDA
+        reason = (str(error).splitlines() or [""])[0].rstrip(".")
         raise ValueError(
             f"device {str(device)!r} cannot be used: {reason}. Use 'cpu', or 'cuda' where torch.cuda.is_available()"
         ) from error

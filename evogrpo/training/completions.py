@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evogrpo.history.records import Example
+from evogrpo.hyperparameters import whole_between
 from evogrpo.persistence.durable import make_folder, replace_file
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
@@ -105,14 +106,19 @@ class CompletionsLog:
         replace_file(self._folder / f"step-{step:06d}.{self._form}", content)
 
 
-def check_completions(most: int, form: str) -> None:
-    """Refuse with a ValueError a negative number, and a form that is unknown or needs a package that is missing."""
-    if most < 0:
-        raise ValueError(f"completions must be at least 0, got {most}")
+def check_completions(most: int, form: str) -> int:
+    """Return the number, or raise ValueError if it or the form is refused, or the form needs a package that is missing.
+
+    Args:
+        most: How many completions of a step are written.
+        form: One of `CompletionsFormat`.
+    """
+    number = whole_between("completions", most, 0)
     if form not in get_args(CompletionsFormat):
         raise ValueError(f"completions_format must be one of {', '.join(get_args(CompletionsFormat))}, got {form!r}")
     if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
         raise ValueError("completions_format parquet needs the package pyarrow: pip install evogrpo[datasets]")
+    return number
 
 
 def _row(example: Example) -> dict[str, Any]:

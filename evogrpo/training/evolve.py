@@ -78,7 +78,7 @@ def evolve(
         population,
         env,
         schedule=planned,
-        strategy=strategy or Tournament(),
+        strategy=Tournament() if strategy is None else strategy,
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
     return _shown(run, console)

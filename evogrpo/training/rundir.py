@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class RunDir:
     """
 
     def __init__(self, path: str | Path, logging: LoggingConfig | None = None, *, claim: Claim | None = None) -> None:
+        if not isinstance(path, str | PathLike):
+            raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__})")
         self.path = Path(path)
         self._claim = claim
         self.logging = logging or LoggingConfig()

@@ -4,7 +4,14 @@ import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.hyperparameters import answering, check_group_size, feasible_group_sizes
+from evogrpo.hyperparameters import (
+    MOST_COUNTED,
+    MOST_SAMPLES,
+    answering,
+    check_group_size,
+    finite_number,
+    whole_between,
+)
 from evogrpo.objective.neutral import neutral
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
@@ -12,6 +19,9 @@ if TYPE_CHECKING:  # a configuration is checked before torch is imported
 
 LIMITS = ("generations", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
+
+MOST_STEPS = 1_000_000
+"""The most generations, and the most learning steps of one: more is a slip, and would look like a hang."""
 
 
 @answering
@@ -45,18 +55,25 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.generations is None and self.max_tokens is None and self.max_seconds is None:
             raise ValueError("a run needs an end: give generations, max_tokens or max_seconds")
-        for name in ("generations", "steps_per_generation", "max_tokens", "max_seconds"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
-        if self.validation_questions is not None and self.validation_questions < 2:
-            raise ValueError(
-                f"validation_questions must be at least 2, got {self.validation_questions}: "
-                "one question gives no standard error"
-            )
-        if self.test_questions is not None and (self.test_questions < 0 or self.test_questions == 1):
-            raise ValueError(f"test_questions must be 0 or at least 2, got {self.test_questions}")
-        feasible_group_sizes(self.samples_per_step)
+        self._whole("generations", 1, MOST_STEPS, optional=True)
+        self._whole("steps_per_generation", 1, MOST_STEPS)
+        self._whole("max_tokens", 1, optional=True)
+        for name in ("max_seconds", "target_fitness"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, finite_number(name, getattr(self, name)))
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ValueError(f"max_seconds must be above 0, got {self.max_seconds}")
+        self._whole("validation_questions", 2, optional=True)  # one question gives no standard error
+        self._whole("test_questions", 0, optional=True)
+        if self.test_questions == 1:
+            raise ValueError("test_questions must be 0 or at least 2, got 1: one question gives no standard error")
+        self._whole("samples_per_step", 2, MOST_SAMPLES)
+
+    def _whole(self, name: str, least: int, most: int = MOST_COUNTED, *, optional: bool = False) -> None:
+        """Refuse what is no whole number of at least `least`, and make it a plain one."""
+        value = getattr(self, name)
+        if value is not None or not optional:
+            object.__setattr__(self, name, whole_between(name, value, least, most))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

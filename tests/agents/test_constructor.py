@@ -145,11 +145,29 @@ def test_memory_settings_change_no_result():
         assert_gradients_agree(other, results[0])
 
 
-def test_hyperparameters_outside_their_space_are_the_users_choice_for_the_first_member():
-    space = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-4, scale="log"))
-    population = tiny_population(3, lr=0.5, hp_config=space)
-    assert population[0].lr == 0.5
-    assert all(1e-5 <= member.lr <= 1e-4 for member in population[1:])
+@pytest.mark.parametrize(
+    ("parameter", "given", "rule"),
+    [
+        ({"lr": RLParameter(min=1e-5, max=1e-4, scale="log")}, {"lr": 0.5}, r"own range \[1e-05, 0.0001\], got 0.5"),
+        ({"group_size": RLParameter(choices=[4, 16])}, {"group_size": 8}, r"own choices \[4, 16\], got 8"),
+        ({"loss_type": RLParameter(choices=["grpo", "dapo"])}, {"loss_type": "cispo"}, "own choices .*got 'cispo'"),
+        ({"clip_high": RLParameter(min=0.2, max=0.4)}, {"clip_high": 0.1}, "own range .*got 0.1: give clip_high"),
+    ],
+)
+def test_a_member_starts_inside_what_it_may_become(parameter, given, rule):
+    with pytest.raises(ValueError, match=f"must start inside its {rule}"):
+        tiny_population(2, hp_config=HyperparameterConfig(**parameter), **given)
+
+
+def test_a_start_that_is_not_given_is_the_nearest_there_is():
+    space = HyperparameterConfig(
+        lr=RLParameter(min=1e-3, max=1e-2),
+        batch_size=RLParameter(choices=[4, 16]),
+        clip_high=RLParameter(min=0.3, max=0.4),
+    )
+    options = {name: value for name, value in tiny_options().items() if name != "lr"}
+    first = GRPO.population(2, actor_network=shared_model(), hp_config=space, **options)[0]
+    assert (first.lr, first.batch_size, first.clip_high) == (1e-3, 16, None)
 
 
 def test_an_objective_of_an_unknown_kind_is_refused():

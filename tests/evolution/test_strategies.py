@@ -119,7 +119,7 @@ class TestNoEvolution(BuiltInTestCase):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"size": 0}, "size=0"),
+        ({"size": 0}, "size must be at least 1, got 0"),
         ({"size": 2.0}, "size must be an integer"),
         ({"z": -1}, "z must be at least 0"),
         ({"z": float("nan")}, "z must be finite"),

@@ -16,6 +16,8 @@ def device_of(accelerator: Accelerator | None, device: str | torch.device | None
         if device is not None:
             check_device(device)
         return device
+    if not isinstance(accelerator, Accelerator):
+        raise ValueError(f"accelerator must be one of accelerate's, Accelerator(), got {accelerator!r:.80}")
     if device is not None:
         raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")
     if accelerator.num_processes != 1:

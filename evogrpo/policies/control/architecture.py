@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.hyperparameters import answering, finite_number, refuse_unknown, whole_number
+from evogrpo.hyperparameters import answering, finite_number, refuse_unknown, whole_between, whole_number
 
 Activation = Literal["tanh", "relu", "elu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -23,6 +23,7 @@ Learnt = dict[str, Parameters]
 """What a member has learnt for each of its parameters: "weights", "exp_avg", "exp_avg_sq", perhaps "reference"."""
 
 MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # the power of the gradient that each averages
+MOST_LAYERS, MOST_UNITS = 64, 65_536  # more is a slip, and memory runs out
 TANH_SCALE = 0.25  # tanh(x / 4) * 4 is x to 2 % at |x| = 1
 
 
@@ -49,13 +50,17 @@ class NetworkConfig:
         # Lists when read from YAML or JSON.
         object.__setattr__(self, "hidden", _sizes("hidden", self.hidden))
         if self.convolutions is not None:
+            if isinstance(self.convolutions, str) or not isinstance(self.convolutions, Sequence):
+                raise ValueError(f"convolutions must be a sequence of triples, got {self.convolutions!r:.80}")
             layers = tuple(_sizes("each of convolutions", layer) for layer in self.convolutions)
             if any(len(layer) != 3 for layer in layers):
                 raise ValueError(f"convolutions must be triples (channels, kernel size, stride), got {layers}")
             object.__setattr__(self, "convolutions", layers)
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
-        finite_number("log_std", self.log_std)
+        object.__setattr__(self, "log_std", float(finite_number("log_std", self.log_std)))
+        if abs(self.log_std) > 20:
+            raise ValueError(f"log_std must lie in [-20, 20], got {self.log_std}: it is a logarithm")
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -104,14 +109,21 @@ class ArchitectureLimits:
     probability: float = 0.25
 
     def __post_init__(self) -> None:
+        if isinstance(self.activations, str) or not isinstance(self.activations, Sequence):
+            raise ValueError(f"activations must be a sequence of names, got {self.activations!r:.80}")
         object.__setattr__(self, "activations", tuple(self.activations))
+        for name, most in (("layers", MOST_LAYERS), ("units", MOST_UNITS)):
+            for edge in ("min", "max"):
+                field = f"{edge}_{name}"
+                object.__setattr__(self, field, whole_between(field, getattr(self, field), 1, most))
         object.__setattr__(self, "unit_steps", _sizes("unit_steps", self.unit_steps))
-        if not 1 <= self.min_layers <= self.max_layers:
+        if self.min_layers > self.max_layers:
             raise ValueError(f"need 1 <= min_layers <= max_layers, got {self.min_layers} and {self.max_layers}")
-        if not 1 <= self.min_units <= self.max_units:
+        if self.min_units > self.max_units:
             raise ValueError(f"need 1 <= min_units <= max_units, got {self.min_units} and {self.max_units}")
-        refuse_unknown("activation", self.activations, ACTIVATIONS)
-        if not 0 < finite_number("probability", self.probability) <= 1:
+        refuse_unknown("name in activations:", self.activations, ACTIVATIONS)
+        object.__setattr__(self, "probability", finite_number("probability", self.probability))
+        if not 0 < self.probability <= 1:
             raise ValueError(f"probability must lie in (0, 1], got {self.probability}")
 
 
@@ -298,7 +310,9 @@ def _sizes(what: str, values: Sequence[Any]) -> tuple[int, ...]:
     """Return whole numbers of at least 1, or raise ValueError naming `what`."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise ValueError(f"{what} must be a sequence of whole numbers, got {values!r}")
+    if len(values) > MOST_LAYERS:
+        raise ValueError(f"{what} must hold at most {MOST_LAYERS} numbers, got {len(values)}")
     sizes = tuple(whole_number(what, value) for value in values)
-    if any(size < 1 for size in sizes):
-        raise ValueError(f"{what} must hold numbers of at least 1, got {sizes}")
+    if any(not 1 <= size <= MOST_UNITS for size in sizes):
+        raise ValueError(f"{what} must hold numbers from 1 to {MOST_UNITS:,}, got {sizes}")
     return sizes

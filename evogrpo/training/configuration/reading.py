@@ -32,13 +32,14 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     refuse_unknown_keys(values, Config.__dataclass_fields__, "")
     if values.get("task") is None:
         raise ValueError("task must be given")
+    space = parse_space(values.get("evolve"))
     parsed = {
         "model": typed(str | None, values.get("model"), "model"),
         "device": typed(str | None, values.get("device"), "device"),
         "seed": typed(int, values.get("seed", 0), "seed"),
         "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),
-        "hyperparameters": _hyperparameters(values.get("hyperparameters"), {}),
-        "evolve": parse_space(values.get("evolve")),
+        "hyperparameters": _hyperparameters(values.get("hyperparameters"), space, {}),
+        "evolve": space,
         "population": build(PopulationConfig, values.get("population"), "population"),
         "schedule": build(Schedule, values.get("schedule"), "schedule"),
         "logging": _logging(values.get("logging"), {}),
@@ -51,7 +52,7 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     task = parse_task(values["task"])
     kind = kind_of(task)
     parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
-    parsed["hyperparameters"] = _hyperparameters(values.get("hyperparameters"), kind.hyperparameters)
+    parsed["hyperparameters"] = _hyperparameters(values.get("hyperparameters"), space, kind.hyperparameters)
     parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
     config = Config(**parsed)
     kind.check(config)
@@ -62,11 +63,10 @@ def _logging(values: object, defaults: Mapping[str, Any]) -> LoggingConfig:
     return build(LoggingConfig, {**defaults, **mapping(values or {}, "logging")}, "logging")
 
 
-def _hyperparameters(values: object, defaults: Mapping[str, Any]) -> Hyperparameters:
+def _hyperparameters(values: object, space: HyperparameterConfig, defaults: Mapping[str, Any]) -> Hyperparameters:
     section = mapping(values or {}, "hyperparameters")
     refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "hyperparameters")
-    start = {**Hyperparameters(**defaults).to_json(), **section}
-    return _refused("hyperparameters", lambda: Hyperparameters.from_json(start))
+    return _refused("hyperparameters", lambda: space.first(defaults, section))
 
 
 def _agent(values: object, kind: "AnyKind") -> AgentSection:

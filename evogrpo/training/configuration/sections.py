@@ -5,7 +5,16 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from evogrpo.evolution.strategies import Strategy, Tournament
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, answering, check_group_size
+from evogrpo.hyperparameters import (
+    MOST_MEMBERS,
+    MOST_SEED,
+    HyperparameterConfig,
+    Hyperparameters,
+    answering,
+    check_group_size,
+    flag,
+    whole_between,
+)
 from evogrpo.objective import Objective
 from evogrpo.training.completions import CompletionsFormat, check_completions
 from evogrpo.training.configuration.own_strategies import strategy_record
@@ -75,11 +84,10 @@ class LoggingConfig:
     completions_format: CompletionsFormat = "jsonl"
 
     def __post_init__(self) -> None:
-        if self.keep_checkpoints < 1:
-            raise ValueError(
-                f"keep_checkpoints must be at least 1, got {self.keep_checkpoints}: otherwise nothing could be resumed"
-            )
-        check_completions(self.completions, self.completions_format)
+        flag("tensorboard", self.tensorboard)
+        # With none, nothing could be resumed.
+        object.__setattr__(self, "keep_checkpoints", whole_between("keep_checkpoints", self.keep_checkpoints, 1))
+        object.__setattr__(self, "completions", check_completions(self.completions, self.completions_format))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values, as checkpoints hold them."""
@@ -96,6 +104,7 @@ class LoggingConfig:
         return cls(**{"keep_checkpoints" if name == "keep" else name: value for name, value in values.items()})
 
 
+@answering
 @dataclass(frozen=True, kw_only=True)
 class PopulationConfig:
     """The population.
@@ -109,8 +118,8 @@ class PopulationConfig:
     spread: bool = True
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"size must be at least 1, got {self.size}")
+        object.__setattr__(self, "size", whole_between("size", self.size, 1, MOST_MEMBERS))
+        flag("spread", self.spread)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +156,7 @@ class Config(Generic[TaskT, AgentT]):
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MOST_SEED))
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
         self.evolve.for_samples_per_step(samples)
         try:

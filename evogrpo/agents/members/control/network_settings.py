@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from evogrpo.agents.learning.shaping import refuse_whole_completions
-from evogrpo.hyperparameters import refuse_unknown
+from evogrpo.hyperparameters import MOST_SEED, flag, instance, refuse_unknown, whole_between
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
 
@@ -49,16 +49,16 @@ class NetworkSettings:
     max_actions: ClassVar[int] = 1  # learning takes episodes apart into single actions
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if not isinstance(self.network, NetworkConfig):
-            raise ValueError(
-                f"network must be a NetworkConfig, such as NetworkConfig(hidden=(64, 64)), got {self.network!r}"
-            )
+        object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MOST_SEED))
+        flag("normalise_observations", self.normalise_observations)
+        instance("network", self.network, NetworkConfig, "NetworkConfig(hidden=(64, 64))")
+        instance("objective", self.objective, Objective, "Objective(loss_type='dapo')")
+        instance("optimizer", self.optimizer, Optimizer, "Optimizer(weight_decay=0.1)")
         if self.objective.overlong_buffer is not None:
             raise ValueError("overlong_buffer is for completions of tokens: leave it out for small networks")
         refuse_whole_completions(self.objective)
         if self.evolve_network is not None:
+            instance("evolve_network", self.evolve_network, ArchitectureLimits, "ArchitectureLimits(max_layers=2)")
             mutate_architecture(self.network, self.evolve_network, np.random.default_rng(0))  # refuses empty limits
 
     def to_json(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 
 from evogrpo.agents.members.control.network_settings import NetworkSettings
 from evogrpo.envs.control.joint.assignment import Policies
+from evogrpo.hyperparameters import flag
 
 Credit = Literal["team", "agent"]
 
@@ -29,6 +30,7 @@ class TeamSettings(NetworkSettings):
         for name, legal in (("policies", get_args(Policies)), ("credit", get_args(Credit))):
             if getattr(self, name) not in legal:
                 raise ValueError(f"{name} must be one of {list(legal)}, got {getattr(self, name)!r}")
+        flag("agent_ids", self.agent_ids)
         if self.objective.dynamic_sampling:
             raise ValueError(
                 "dynamic_sampling replaces single groups, but a joint episode is in a group for each of its agents: "

@@ -1,12 +1,48 @@
 """Settings of members that are language models."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Integral
 from typing import Any, Self
 
-from evogrpo.hyperparameters import finite_number, refuse_unknown, whole_number
+from evogrpo.hyperparameters import (
+    MOST_COUNTED,
+    MOST_SEED,
+    finite_number,
+    flag,
+    instance,
+    refuse_unknown,
+    whole_between,
+)
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.records import SamplingOptions
+
+MOST_TOKENS = 10_000_000
+"""The most tokens of a completion; beyond any model's context."""
+_WHOLE = (
+    ("max_output_tokens", 1, MOST_TOKENS),
+    ("min_output_tokens", -MOST_COUNTED, MOST_COUNTED),
+    ("max_episode_tokens", -MOST_COUNTED, MOST_COUNTED),
+    ("top_k", -MOST_COUNTED, MOST_COUNTED),
+    ("seed", 0, MOST_SEED),
+    ("micro_batch_tokens", 1, MOST_COUNTED),
+)
+"""The whole numbers, with the least and the most of each; some have a rule of their own besides."""
+
+
+def token_ids(what: str, given: object) -> tuple[int, ...]:
+    """Return one token id, or several, as a tuple; raise ValueError naming `what` if there are none.
+
+    Whether they are in the vocabulary is checked where there is one.
+    """
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        given = (given,)
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable) or isinstance(given, Mapping):
+        raise ValueError(f"{what} must be a list of token ids, such as [tokenizer.eos_token_id], got {given!r:.80}")
+    found = tuple(int(token) if isinstance(token, Integral) else token for token in given)
+    if not found:
+        raise ValueError(f"{what} must name at least one token, got none: otherwise no completion can end")
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +87,22 @@ class LanguageSettings:
     micro_batch_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        if self.max_output_tokens < 1:
-            raise ValueError(f"max_output_tokens must be at least 1, got {self.max_output_tokens}")
+        object.__setattr__(self, "eos_token_ids", token_ids("eos_token_ids", self.eos_token_ids))
+        if isinstance(self.pad_token_id, Integral):
+            object.__setattr__(self, "pad_token_id", int(self.pad_token_id))
+        for name, least, most in _WHOLE:
+            if name != "max_episode_tokens" or self.max_episode_tokens is not None:
+                object.__setattr__(self, name, whole_between(name, getattr(self, name), least, most))
+        for name in ("top_p", "min_p", "repetition_penalty"):
+            object.__setattr__(self, name, float(finite_number(name, getattr(self, name))))
+        for name in ("calc_position_embeddings", "reduce_memory_peak"):
+            flag(name, getattr(self, name))
+        instance("objective", self.objective, Objective, "Objective(loss_type='dapo')")
+        instance("optimizer", self.optimizer, Optimizer, "Optimizer(weight_decay=0.1)")
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        """Refuse numbers that are out of range beside the others."""
         if not 0 <= self.min_output_tokens <= self.max_output_tokens:
             raise ValueError(
                 f"min_output_tokens must lie in [0, max_output_tokens = {self.max_output_tokens}], "
@@ -68,14 +118,7 @@ class LanguageSettings:
             raise ValueError(
                 f"overlong_buffer must be at most max_output_tokens = {self.max_output_tokens}, got {buffer}"
             )
-        whole_number("top_k", self.top_k)
-        for name in ("top_p", "min_p", "repetition_penalty"):
-            finite_number(name, getattr(self, name))
         _ = self.sampling_options  # refuses what is out of range
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
-        if self.micro_batch_tokens < 1:
-            raise ValueError(f"micro_batch_tokens must be at least 1, got {self.micro_batch_tokens}")
 
     @property
     def sampling_options(self) -> SamplingOptions:

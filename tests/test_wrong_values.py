@@ -1,0 +1,175 @@
+"""Whatever is given for whatever can be set: it works, or a ValueError names the setting, before anything expensive."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
+from evogrpo.agents.options import Options, TeamOptions
+from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.strategies import NoEvolution
+from evogrpo.objective import Optimizer
+from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.training.configuration.agent_sections import LanguageAgent, NetworkAgent
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.configuration.sections import PopulationConfig
+from evogrpo.training.rundir import LoggingConfig
+from evogrpo.training.schedule import Schedule
+from tests.tiny_steps import cart_pole, step_agent
+from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_options, tiny_population
+
+WRONG: list[Any] = [
+    *(None, "x", "2", b"x", True, [], {}, (1, 2), -1, 0, 1.5, 10**18, 10**400, 1e308, 1e-320, -0.0),
+    *(math.nan, math.inf, -math.inf, np.float32(0.5), np.float64(math.nan), np.int64(3), np.bool_(True)),
+]
+FEW: list[Any] = [None, "x", -1, 1.5, math.nan, 1e308, 10**18, [], {}, True]
+RECORDS: list[tuple[type, dict[str, Any]]] = [
+    (Hyperparameters, {}),
+    (RLParameter, {"min": 1e-4, "max": 1e-2}),
+    (RLParameter, {"choices": [4, 8]}),
+    (Objective, {}),
+    (Optimizer, {}),
+    (Optimizer, {"schedule": "cosine", "total_steps": 9}),
+    (Tournament, {}),
+    (NoEvolution, {}),
+    (Mutation, {}),
+    (Schedule, {"generations": 2}),
+    (PopulationConfig, {}),
+    (LoggingConfig, {}),
+    (NetworkConfig, {}),
+    (ArchitectureLimits, {}),
+]
+
+
+def plain(value: Any) -> Any:
+    """Return a record as JSON holds it; fails for anything that it cannot hold."""
+    return json.dumps(dataclasses.asdict(value), allow_nan=False)
+
+
+def answered(name: str, call: Callable[[], Any]) -> Any:
+    """Return what a call returns, or the message of the ValueError that it raises, which names what was set."""
+    try:
+        return call()
+    except ValueError as error:
+        message = str(error)
+    assert name in message, f"who set {name} reads: {message}"
+    return message
+
+
+@pytest.mark.parametrize(("kind", "base"), RECORDS)
+def test_records_refuse_what_they_cannot_hold_and_hold_plain_values(kind, base):
+    for field in dataclasses.fields(kind):
+        for value in WRONG:
+            made = answered(field.name, lambda field=field, value=value: kind(**{**base, field.name: value}))
+            if not isinstance(made, str):
+                plain(made)
+                assert kind(**{each.name: getattr(made, each.name) for each in dataclasses.fields(made)}) == made
+
+
+@pytest.mark.parametrize("kind", {kind for kind, _ in RECORDS})
+def test_records_answer_calls_that_python_would_only_count(kind):
+    with pytest.raises(ValueError, match=f"{kind.__name__} takes its settings by name"):
+        kind(1)
+    with pytest.raises(ValueError, match=f"unknown setting of {kind.__name__} 'zebra'"):
+        kind(zebra=1)
+
+
+def test_spaces_refuse_what_no_member_could_have():
+    rng = np.random.default_rng(0)
+    spaces = [RLParameter(min=-1, max=10**18), RLParameter(min=1e-300, max=1e308), RLParameter(choices=["a", "b"])]
+    spaces += [RLParameter(min=0.1, max=0.9, factor=1e38), RLParameter(min=2, max=9), RLParameter(choices=[4, 8])]
+    for name in Hyperparameters.__dataclass_fields__:
+        for parameter in [*WRONG, *spaces]:
+            space = answered(name, lambda name=name, parameter=parameter: HyperparameterConfig(**{name: parameter}))
+            if not isinstance(space, str):
+                first = space.first({}, {})
+                for _ in range(5):
+                    first, _ = Mutation()(first, space, rng)
+
+
+SECTIONS: dict[str, list[str]] = {
+    "schedule": list(Schedule.__dataclass_fields__),
+    "population": list(PopulationConfig.__dataclass_fields__),
+    "logging": list(LoggingConfig.__dataclass_fields__),
+    "hyperparameters": list(Hyperparameters.__dataclass_fields__),
+    "strategy": ["name", "size", "elitism", "z", "mutation"],
+    "evolve": list(Hyperparameters.__dataclass_fields__),
+}
+TASKS: list[tuple[dict[str, Any], type]] = [
+    ({"model": "smollm2-135m", "task": {"name": "two_digit_sums"}}, LanguageAgent),
+    ({"task": {"env": "CartPole-v1"}}, NetworkAgent),
+]
+
+
+@pytest.mark.parametrize(("base", "agent"), TASKS)
+def test_configurations_refuse_what_they_cannot_hold_by_section(base, agent):
+    base = {**base, "schedule": {"generations": 2}}
+    assert parse_config(base).schedule.generations == 2
+    sections = {**SECTIONS, "agent": list(agent.__dataclass_fields__)}
+    for section, names in sections.items():
+        for name in names:
+            for value in FEW:
+                values = {**base, section: {**base.get(section, {}), name: value}}
+                config = answered(section, lambda values=values: parse_config(values))
+                if not isinstance(config, str):
+                    json.dumps(config.to_json(), allow_nan=False)
+    for key in ("model", "device", "seed", "run_dir", "task", *sections):
+        for value in FEW:
+            answered(key, lambda key=key, value=value: parse_config({**base, key: value}))
+
+
+def options_of(names: Mapping[str, Any], *left_out: str) -> list[str]:
+    return [name for name in names if name not in left_out]
+
+
+@pytest.mark.parametrize("make", [tiny_agent, step_agent])
+def test_agents_refuse_what_they_cannot_be_made_of(make):
+    for name in options_of(Options.__annotations__):
+        for value in FEW:
+            made = answered(name, lambda name=name, value=value: make(**{name: value}))
+            if not isinstance(made, str):
+                json.dumps(made.hyperparameters.to_json(), allow_nan=False)
+                made.members.settings.to_json()
+
+
+def test_teams_refuse_what_they_cannot_be_made_of():
+    from evogrpo import MultiAgentGRPO
+    from evogrpo.agents.options import LANGUAGE_ONLY
+
+    space = cart_pole()
+    spaces = {"observation_spaces": {"a": space.observation_space}, "action_spaces": {"a": space.action_space}}
+    for name in options_of(TeamOptions.__annotations__, *LANGUAGE_ONLY):
+        for value in FEW:
+            answered(name, lambda name=name, value=value: MultiAgentGRPO(**spaces, **{name: value}))
+    for name in spaces:
+        for value in FEW:
+            answered("spaces", lambda name=name, value=value: MultiAgentGRPO(**{**spaces, name: value}))
+
+
+@pytest.mark.parametrize("name", ["size", "samples_per_step", "spread", "wrapper_cls", "wrapper_kwargs"])
+def test_populations_refuse_what_they_cannot_be_made_of(name):
+    plain_options = {"size": 2, "actor_network": shared_model(), **tiny_options()}
+    for value in FEW:
+        if name != "wrapper_kwargs":
+            answered(name, lambda value=value: GRPO.population(**{**plain_options, name: value}))
+        else:
+            wrapped = {**plain_options, "wrapper_cls": lambda agent: agent, "wrapper_kwargs": value}
+            answered(name, lambda wrapped=wrapped: GRPO.population(**wrapped))
+
+
+def test_runs_refuse_what_they_cannot_do_before_they_begin():
+    population, env = tiny_population(2), tiny_env()
+    base = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
+    assert evolve(population, env, **base) is not None
+    for name in [*Schedule.__dataclass_fields__, "run_dir", "keep_checkpoints", "completions", "completions_format"]:
+        for value in FEW:
+            if name != "run_dir" or not isinstance(value, str):
+                answered(name, lambda name=name, value=value: evolve(population, env, **{**base, name: value}))
+    answered("strategy", lambda: evolve(population, env, **base, strategy=Tournament))
+    with pytest.raises(ValueError, match="strateg"):
+        evolve(population, env, **base, strategy=0)
