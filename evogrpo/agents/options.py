@@ -238,7 +238,12 @@ def _open_language(
     )
     hyperparameters = _first_member(values, settings, {})
     accelerator = values.get("accelerator")
-    for name, kind, example in (("lora_config", LoraConfig, "LoraConfig(r=8)"), ("source", str, "'smollm2-135m'")):
+    kinds: tuple[tuple[str, Any, str], ...] = (
+        ("lora_config", LoraConfig, "LoraConfig(r=8)"),
+        ("adapter", str | Path, "'runs/demo/best'"),
+        ("source", str, "'smollm2-135m'"),
+    )
+    for name, kind, example in kinds:
         if values.get(name) is not None:
             instance(name, values[name], kind, example)
     members = LanguageMembers(

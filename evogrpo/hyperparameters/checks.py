@@ -103,7 +103,7 @@ def flag(what: str, value: object) -> bool:
 def instance(what: str, value: object, kind: type[T], example: str) -> T:
     """Return `value`, or raise ValueError naming `what` and an example if it is no instance of `kind`."""
     if not isinstance(value, kind):
-        title = kind.__name__
+        title = getattr(kind, "__name__", str(kind))
         article = "an" if title[0] in "AEIOU" else "a"
         raise ValueError(
             f"{what} must be {article} {title}, such as {example}, got {value!r:.80} ({type(value).__name__})"
