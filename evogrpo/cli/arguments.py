@@ -151,8 +151,8 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "video",
         "evogrpo.cli.inspect:video",
         "record episodes of a run's best member as MP4 files",
-        "For runs in a Gymnasium environment that can be drawn; needs the extra evogrpo[video]. Code that the run's "
-        "config.yaml names is run: only for runs whose config.yaml you trust.",
+        "For runs in a Gymnasium environment that can be drawn; needs the extra `video`; `evogrpo doctor` says how to "
+        "install it. Code that the run's config.yaml names is run: only for runs whose config.yaml you trust.",
     )
     video.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="how many test starts to play (default 1)")

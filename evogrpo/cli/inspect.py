@@ -10,6 +10,7 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import OK
 from evogrpo.history.text import number_text, printable
+from evogrpo.installing import extra_command
 from evogrpo.training.display.console import make_console
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -38,9 +39,8 @@ def tasks(chosen: argparse.Namespace) -> int:
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
     if importlib.util.find_spec("reasoning_gym") is None:
-        console.print(
-            Text("  100+ more tasks are one extra away: pip install 'evogrpo[reasoning]' (needs a C compiler)")
-        )
+        line = f"  100+ more tasks are one extra away (it needs a C compiler): {extra_command('reasoning')}"
+        console.print(Text(line), soft_wrap=True)
     else:
         names = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evogrpo.history.records import Example
 from evogrpo.hyperparameters import whole_between
+from evogrpo.installing import extra_command
 from evogrpo.persistence.durable import make_folder, replace_file
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
@@ -117,7 +118,7 @@ def check_completions(most: int, form: str) -> int:
     if form not in get_args(CompletionsFormat):
         raise ValueError(f"completions_format must be one of {', '.join(get_args(CompletionsFormat))}, got {form!r}")
     if form == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise ValueError("completions_format parquet needs the package pyarrow: pip install evogrpo[datasets]")
+        raise ValueError(f"completions_format parquet needs the package pyarrow: {extra_command('datasets')}")
     return number
 
 

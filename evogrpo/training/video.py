@@ -18,9 +18,9 @@ from gymnasium.wrappers import RecordVideo
 from evogrpo.agents.grpo import GRPO
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.envs.control.making import EnvMaker
+from evogrpo.installing import extra_command
 
 MODE = "rgb_array"
-INSTALL = 'pip install "evogrpo[video]"'
 
 _LONGEST = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each
 
@@ -97,7 +97,7 @@ def record_video(
     seeds = _seeds(env, episodes, seeds)
     targets = _targets(Path(path), len(seeds))
     if find_spec("moviepy") is None:
-        raise ImportError(f"videos are written with moviepy, which is not installed: {INSTALL}")
+        raise ImportError(f"videos are written with moviepy, which is not installed: {extra_command('video')}")
     made = _drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
     with closing(made):
         _check_spaces(agent, made)
@@ -197,7 +197,8 @@ def _check_drawing(made: "gymnasium.Env[Any, Any]", name: str, seed: int) -> Non
     try:
         image = made.render()
     except gymnasium.error.DependencyNotInstalled as error:
-        raise ImportError(f"{name} is drawn with a package that is not installed ({error}): {INSTALL}") from error
+        missing = f"{name} is drawn with a package that is not installed ({error}): {extra_command('video')}"
+        raise ImportError(missing) from error
     if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
         what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
         raise ValueError(f"{name} cannot be recorded: render() must return uint8 [height, width, 3], got {what}")

@@ -7,6 +7,7 @@ import sys
 from evogrpo.cli import doctor, main
 from evogrpo.cli.doctor import CHECKS, Finding, check_folders, check_memory, check_model, check_packages
 from evogrpo.envs.prompts.builtin import TASKS
+from evogrpo.installing import extra_command
 
 
 def test_every_built_in_task_is_listed_with_what_it_asks(capsys):
@@ -16,7 +17,7 @@ def test_every_built_in_task_is_listed_with_what_it_asks(capsys):
         assert name in output
         assert task.description in output
     if importlib.util.find_spec("reasoning_gym") is None:
-        assert "evogrpo[reasoning]" in output
+        assert extra_command("reasoning") in output
     else:
         assert "chain_sum" in output
 

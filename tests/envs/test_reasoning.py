@@ -12,7 +12,7 @@ SIZES = {"train": 40, "validation": 8, "test": 9}
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch, tokenizer):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ImportError, match=r"'chain_sum' needs reasoning-gym.*pip install evogrpo\[reasoning\]"):
+    with pytest.raises(ImportError, match=r"'chain_sum' needs reasoning-gym.*pip install .*\[reasoning\]"):
         HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=tokenizer)
 
 

@@ -191,9 +191,9 @@ def test_a_language_model_plays_no_such_environment(tmp_path):
 def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
     agent = drawn_agent()
     monkeypatch.setitem(sys.modules, "moviepy", None)
-    with pytest.raises(ImportError, match=r'moviepy, which is not installed: pip install "evogrpo\[video\]"'):
+    with pytest.raises(ImportError, match=r"moviepy, which is not installed: .*pip install .*\[video\]"):
         record_video(agent, Drawn, tmp_path / "best.mp4")
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "pygame", None)
-    with pytest.raises(ImportError, match=r'pip install "evogrpo\[video\]"'):
+    with pytest.raises(ImportError, match=r"pip install .*\[video\]"):
         record_video(step_agent(), "CartPole-v1", tmp_path / "best.mp4")

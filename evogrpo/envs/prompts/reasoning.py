@@ -8,6 +8,7 @@ from typing import Any
 
 from evogrpo.envs.groups import SPLITS, Split
 from evogrpo.envs.prompts.rewards.reward_functions import RewardFunc
+from evogrpo.installing import extra_command
 
 DEFAULT_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 256}
 
@@ -43,7 +44,7 @@ def reasoning_tables(
         reasoning_gym: Any = importlib.import_module("reasoning_gym")
     except ImportError as error:
         raise ImportError(
-            f"the task {name!r} needs reasoning-gym, which is not installed: pip install evogrpo[reasoning]"
+            f"the task {name!r} needs reasoning-gym, which is not installed: {extra_command('reasoning')}"
         ) from error
     unknown = sorted(set(sizes or {}) - set(SPLITS))
     if unknown:

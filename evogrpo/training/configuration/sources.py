@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from evogrpo.installing import extra_command
+
 FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
 USER_MODULE = "evogrpo_user_"
 """Begins the names of modules that were loaded from a file the user names."""
@@ -68,7 +70,7 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
         from datasets import load_dataset
     except ImportError:
         raise ValueError(
-            f"reading {name} from the hub needs the package datasets: pip install evogrpo[datasets]"
+            f"reading {name} from the hub needs the package datasets: {extra_command('datasets')}"
         ) from None
     try:
         rows: Sequence[Any] = load_dataset(name, subset, split=split, revision=revision)
@@ -92,7 +94,7 @@ def _read_parquet(path: Path) -> Sequence[Any]:
     try:
         from datasets import Dataset
     except ImportError:
-        raise ValueError(f"reading {path} needs the package datasets: pip install evogrpo[datasets]") from None
+        raise ValueError(f"reading {path} needs the package datasets: {extra_command('datasets')}") from None
     if not path.is_file():
         raise ValueError(f"cannot read the dataset {path} (no such file)")
     rows: Sequence[Any] = Dataset.from_parquet(str(path))
