@@ -121,7 +121,9 @@ def _refuse(fields: Fields) -> None:
     free = "no grammar constrains what is sampled"
     fields.refuse_unless((None, {}), "give top_k, top_p and the like by name", "generation_kwargs")
     fields.refuse_unless((None,), free, "vllm_structured_outputs_regex", "vllm_guided_decoding_regex")
-    fields.refuse_unless((None, {}), "render prompts with the template's arguments first", "chat_template_kwargs")
+    fields.refuse_unless(
+        (None, {}), "give it to HuggingFaceGym(chat_template_kwargs=...) instead", "chat_template_kwargs"
+    )
     fields.refuse_unless((None, 0, 0.0), "no auxiliary loss is added", "router_aux_loss_coef")
     fields.refuse_unless((None,), "no tools are called", "max_tool_calling_iterations")
     fields.refuse_unless((None, 0), "embeddings get no noise", "neftune_noise_alpha")

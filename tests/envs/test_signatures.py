@@ -162,7 +162,7 @@ def test_a_reward_is_tried_on_a_made_up_completion_of_a_training_question(tokeni
     assert question == f"{answer}?"
     assert trial.rewards == {"reward": 0.5}
     assert trial.prompt == f"<u>{question}<eos><a>"
-    assert trial.tokens == len(question) + 3
+    assert trial.tokens == tuple(tokenizer(trial.prompt, add_special_tokens=False)["input_ids"])
 
 
 @pytest.mark.parametrize(

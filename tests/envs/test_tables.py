@@ -81,6 +81,19 @@ def test_what_a_frame_lacks_is_missing_and_refused_with_its_row(tokenizer):
     assert row == {"x": [[1, 2]]}
 
 
+def test_arrays_that_frames_keep_lists_in_are_messages_and_columns(tokenizer):
+    talk = [{"prompt": np.array([{"role": "user", "content": f"{n}"}]), "level": np.int64(n)} for n in range(9)]
+
+    def level(completions, level, **_):
+        return [float(each) for each in level]
+
+    env = HuggingFaceGym(talk, None, tokenizer, reward_funcs=level)
+    lists = [{"prompt": list(row["prompt"]), "level": int(row["level"])} for row in talk]
+    assert env.fingerprint() == HuggingFaceGym(lists, None, tokenizer, reward_funcs=level).fingerprint()
+    assert env.open("train", [0]).questions[0].isdigit()
+    env.preflight()
+
+
 def test_conversations_read_frames(tokenizer):
     rows = [{"prompt": [{"role": "user", "content": f"{n}"}]} for n in range(12)]
     env = MultiTurnGym(

@@ -1,5 +1,6 @@
 """What environments of questions have in common: three disjoint splits of a dataset, and reward functions."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -145,7 +146,7 @@ class QuestionGroups:
         )
         return Preflight(
             prompt=str(self.tokenizer.decode(prompt)),
-            tokens=len(prompt),
+            tokens=tuple(prompt),
             rewards=tried(self._rewards, answers, self._on_reward_error, self._runner),
         )
 
@@ -185,7 +186,7 @@ class QuestionGroups:
                     f"every row of {where} must have the columns {sorted(columns)}, got {sorted(row)} in row {number}"
                 )
             asked = row[asks]
-            if asked is None or asked != asked or (isinstance(asked, str) and not asked.strip()):
+            if _missing(asked):
                 raise ValueError(f"row {number} of {where} must have a {asks}, got {asked!r}: leave the row out")
             contents.append(Content.of(asked, row))
             yield self._prompt(row, f"prompt {number} of {where}"), self._template_options(row, number, where)
@@ -203,6 +204,12 @@ class QuestionGroups:
         if own is None:
             return self._options
         return {**self._options, **check_options(own, f"{TEMPLATE_OPTIONS} in row {number} of {where}")}
+
+
+def _missing(value: object) -> bool:
+    """Tell whether a question says nothing: null, NaN as data frames have it, or blank text."""
+    blank = isinstance(value, str) and not value.strip()
+    return value is None or blank or (isinstance(value, float) and math.isnan(value))
 
 
 def _identity(questions: Questions) -> str:

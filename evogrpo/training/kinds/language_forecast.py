@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
-from evogrpo.history.text import count_text, number_text, shorten
+from evogrpo.history.text import count_text, counted, number_text, shorten
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.sampling import CACHED_TOKENS
 from evogrpo.training.configuration.agent_sections import LanguageAgent
@@ -87,7 +87,7 @@ class LanguageForecast:
             tokens += f", {count_text(self.tokens)} in all"
         written, form = config.logging.completions, config.logging.completions_format
         return {
-            "first prompt": f"{count_text(self.trial.tokens)} tokens: {shorten(self.trial.prompt, 400)!r}",
+            "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {_ids(self.trial.tokens)}",
             "rewards": f"{_earned(self.trial)} for {MADE_UP!r}",
             "samples": samples_row(config, "completions"),
             "groups": self.rounds.groups_row(),
@@ -150,6 +150,11 @@ def forecast_of(
         device=device,
         trial=trial,
     )
+
+
+def _ids(tokens: Sequence[int]) -> str:
+    first = " ".join(map(str, tokens[:12]))
+    return f"{counted(len(tokens), 'token')}: {first}{' …' if len(tokens) > 12 else ''}"
 
 
 def _earned(trial: Preflight) -> str:

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Mapping
 
-from evogrpo.history.text import counted, number_text
+from evogrpo.history.text import number_text
 from evogrpo.records import LearnReport
 
 STEPS = 3
@@ -37,7 +37,8 @@ class EqualRewards:
             warnings.warn(self._words(), UserWarning, stacklevel=7)
 
     def _words(self) -> str:
-        began = f"nothing could be learnt from the first {counted(self._all, 'learning step')}"
+        steps = "learning step" if self._all == 1 else f"{self._all} learning steps"
+        began = f"nothing could be learnt from the first {steps}"
         if not self._rewards:
             return f"{began}: no reward applied to any sample; let a reward function return numbers instead of None"
         every = "the rewards of a group were always equal"

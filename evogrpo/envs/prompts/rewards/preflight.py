@@ -17,12 +17,12 @@ class Preflight:
 
     Attributes:
         prompt: The first training prompt as the model reads it; untrusted text.
-        tokens: How many tokens that is.
+        tokens: Its token ids.
         rewards: What the made-up completion earned, by reward function; None where it does not apply or failed.
     """
 
     prompt: str
-    tokens: int
+    tokens: tuple[int, ...]
     rewards: dict[str, float | None]
 
 
