@@ -99,8 +99,12 @@ def test_a_loop_that_is_left_leaves_a_clean_terminal(monkeypatch):
 def test_an_error_of_the_users_leaves_a_clean_terminal(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
 
+    calls = iter(range(100))
+
     def broken(completion, answer, question):
-        raise KeyError("mine")
+        if next(calls) > 4:  # the first call tries it, before anything is shown
+            raise KeyError("mine")
+        return 0.0
 
     run = evolve(tiny_population(2), tiny_env(reward_fn=broken), **QUICK)
     with pytest.raises(Exception, match="mine"):
