@@ -123,8 +123,12 @@ def test_a_model_that_no_gradient_passes_is_refused():
     ],
 )
 def test_what_all_linear_leaves_out_is_said(family, told):
+    model = family_model(family)
     with pytest.warns(UserWarning, match=told):
-        different_members(family_model(family), 1)
+        different_members(model, 1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="adapters train")
+        different_members(model, 2)  # not again
 
 
 def test_a_model_of_linear_layers_says_nothing():
@@ -188,6 +192,18 @@ def test_a_head_that_is_something_else_is_refused():
 def test_a_rank_beyond_every_layer_is_refused():
     with pytest.raises(ValueError, match=r"lora_config\.r must be at most 48, .* got 100000"):
         different_members(tiny_model("llama"), 1, lora_config=LoraConfig(r=100_000, target_modules="all-linear"))
+
+
+@pytest.mark.parametrize("family", ["mamba", "beam", "gemma2", "minicpm3"])
+def test_in_half_precision_a_model_is_what_it_is_in_full(family):
+    """Mamba's hidden states and Beam's logits are in float32 even then."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        half, full = (
+            different_members(family_model(family).to(t), 1, std=0.02) for t in (torch.bfloat16, torch.float32)
+        )
+    batch = sampled_batch(full, tokens=4)
+    assert 1e-5 < float((half.log_probs(batch) - full.log_probs(batch)).abs().max()) < 0.1
 
 
 # ---- exports

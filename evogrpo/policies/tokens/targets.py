@@ -4,6 +4,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 import torch
 from peft import LoraConfig
@@ -17,6 +18,7 @@ from evogrpo.policies.tokens.lora import Target, adapts_all, find_targets
 
 STACKED = "no linear layers, but stacks of weights, as fused experts are"
 NOT_LINEAR = "no plain linear layer that sees every token"
+_TOLD: WeakSet[nn.Module] = WeakSet()
 MISREAD = "PEFT would refuse its adapter or load it elsewhere"
 
 
@@ -32,6 +34,12 @@ class Trained:
 
     targets: tuple[Target, ...]
     left_out: Mapping[str, str]
+
+    def told(self, model: nn.Module) -> str:
+        """Say how much is trained and what is left out; nothing where that is nothing."""
+        if not self.left_out:
+            return ""
+        return f"{len(self.targets)} linear layers of {type(model).__name__} and leave out {_in_words(self.left_out)}"
 
 
 def trained_by(model: PreTrainedModel, config: LoraConfig) -> Trained:
@@ -59,13 +67,11 @@ def trained_by(model: PreTrainedModel, config: LoraConfig) -> Trained:
 
 
 def tell_left_out(trained: Trained, model: nn.Module) -> None:
-    """Warn of what adapters leave out, if that is anything."""
-    if trained.left_out:
-        warnings.warn(
-            f"adapters train {len(trained.targets)} linear layers of {type(model).__name__} and leave out "
-            f"{_in_words(trained.left_out)}",
-            stacklevel=4,
-        )
+    """Warn of what adapters leave out, if that is anything, once for every model."""
+    told = trained.told(model)
+    if told and model not in _TOLD:
+        _TOLD.add(model)
+        warnings.warn(f"adapters train {told}", stacklevel=4)
 
 
 def _in_a_row(targets: Iterable[Target]) -> tuple[Target, ...]:

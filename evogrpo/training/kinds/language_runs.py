@@ -16,10 +16,10 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.history.text import counted
 from evogrpo.objective import Objective
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids
-from evogrpo.policies.tokens.lora import Target, check_supported, lora_from_json
+from evogrpo.policies.tokens.lora import check_supported, lora_from_json
 from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
 from evogrpo.policies.tokens.stored_adapters import read_adapter
-from evogrpo.policies.tokens.targets import trained_by
+from evogrpo.policies.tokens.targets import Trained, trained_by
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config
@@ -49,7 +49,7 @@ class PreparedLanguage:
         trial: Its first prompt, and what its rewards gave for a made-up completion.
         device: Where they will live.
         lora: The adapters.
-        targets: The modules they adapt.
+        trained: What of the base model they train.
     """
 
     one_thread: ClassVar[bool] = False
@@ -62,13 +62,15 @@ class PreparedLanguage:
     trial: Preflight
     device: str
     lora: LoraConfig
-    targets: tuple[Target, ...]
+    trained: Trained
 
     def facts(self) -> dict[str, str]:
         """Name the model, the task and the members."""
         config = self.config
+        told = self.trained.told(self.outline.model)
         return {
             "model": f"{self.model} on {self.device}",
+            **({"adapters": f"train {told}"} if told else {}),
             "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve(self.env)}",
             "population": f"{counted(config.population.size, 'member')}, each a LoRA adapter of "
             f"rank {self.lora.r}" + (f" that starts from {config.agent.adapter}" if config.agent.adapter else ""),
@@ -76,7 +78,7 @@ class PreparedLanguage:
 
     def forecast(self) -> LanguageForecast:
         """Do the arithmetic of the run."""
-        return forecast_of(self.config, self.env, self.trial, self.outline.model, self.targets, self.device)
+        return forecast_of(self.config, self.env, self.trial, self.outline.model, self.trained.targets, self.device)
 
     def population(self) -> Population:
         """Load the base model and make the founders."""
@@ -145,9 +147,9 @@ class LanguageKind:
         check_supported(lora)
         outline = load_outline(config.model)
         check_causal_class(outline.model)
-        targets = trained_by(outline.model, lora).targets
+        trained = trained_by(outline.model, lora)
         if start is not None:
-            start.flat(targets)  # refuses an adapter of another base
+            start.flat(trained.targets)  # refuses an adapter of another base
         longest = config.task.max_prompt_length
         context = getattr(outline.model.config.get_text_config(), "max_position_embeddings", None)
         if longest is None and context is not None:
@@ -168,7 +170,7 @@ class LanguageKind:
             env=env,
             device=device,
             lora=lora,
-            targets=targets,
+            trained=trained,
         )
 
     def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:

@@ -48,9 +48,9 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         natural, enlarged = (x.float() for x in entered)
         # Some models scale hidden states, and not logits, which comes to the same.
         ratio = (hidden.float() * natural).sum() / natural.square().sum()
-        if close((ratio * natural).to(hidden.dtype), hidden):
+        if close((ratio * natural).to(entered[0].dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
-            for head in _heads(bare, model.config.get_text_config()):
+            for head in _heads(_in_own_precision(bare, hidden.dtype), model.config.get_text_config()):
                 if all(close(*rows) for rows in zip(head(probe), expected, strict=True)):
                     return head
     raise ValueError(
@@ -72,6 +72,12 @@ def _heads(bare: Head, config: Any) -> Iterator[Head]:
     yield from (bare if scale == 1.0 else _head(bare, scale, None) for scale in scales)
 
 
+def _in_own_precision(bare: nn.Module, given: torch.dtype) -> Head:
+    """Cast hidden states to the output embeddings' precision where a model does, such as Mamba."""
+    own: torch.dtype = next(bare.parameters()).dtype
+    return bare if own == given else lambda hidden: bare(hidden.to(own))
+
+
 def _head(bare: Head, scale: float, cap: float | None) -> Head:
     def head(hidden: Tensor) -> Tensor:
         logits = scale * bare(hidden)
@@ -81,7 +87,7 @@ def _head(bare: Head, scale: float, cap: float | None) -> Head:
 
 
 def close(got: Tensor, expected: Tensor) -> bool:
-    """Tell whether two computations of the same numbers agree, in the precision they were made in."""
-    tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    """Tell whether two computations of the same numbers agree, in the coarser precision of the two."""
+    tolerance = 1e-3 if {got.dtype, expected.dtype} <= {torch.float32, torch.float64} else 5e-2
     scale = float(expected.float().abs().max()) or 1.0
     return got.shape == expected.shape and float((got - expected).float().abs().max()) <= tolerance * scale
