@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo import Population
-from evogrpo.records import Rollout, Rows
+from evogrpo.records import Rollout, Rows, SamplingOptions
 from tests.tiny_models import EOS, PAD
 
 
@@ -50,7 +50,7 @@ class GenerateSampler:
             prompt = [*rows.prompts[int(rows.prompt_ids[row])], *told]
             slot = None if base else int(rows.member_ids[row])
             heat = float(rows.temperature[row])
-            tokens, values = self._ask("sample", slot, prompt, heat, width, rows.min_new_tokens)
+            tokens, values = self._ask("sample", slot, prompt, heat, width, rows.min_new_tokens, rows.options)
             actions[row, : len(tokens)] = torch.tensor(tokens)
             log_probs[row, : len(values)] = torch.tensor(values)
         lengths = (actions != PAD).sum(1)
@@ -96,10 +96,11 @@ def _serve(pipe: Any, folder: str, dtype: str) -> None:
 
 @torch.no_grad()
 def _generated(
-    model: Any, prompt: "list[int]", temperature: float, most: int, least: int
+    model: Any, prompt: "list[int]", temperature: float, most: int, least: int, options: SamplingOptions
 ) -> "tuple[list[int], list[float]]":
     """Return sampled tokens and their log-probabilities under what they were drawn from."""
-    heat = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    heat = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    narrow = {"top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p or None} if temperature else {}
     output = model.generate(
         torch.tensor([prompt]),
         max_new_tokens=most,
@@ -109,7 +110,9 @@ def _generated(
         eos_token_id=EOS,
         output_scores=True,
         return_dict_in_generate=True,
+        repetition_penalty=options.repetition_penalty,
         **heat,
+        **narrow,
     )
     tokens = output.sequences[0, len(prompt) :].tolist()
     scores = [torch.log_softmax(score[0].float(), 0) for score in output.scores]

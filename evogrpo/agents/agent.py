@@ -123,6 +123,14 @@ class Agent:
     n_epochs = _Misnomer("update_epochs")
     mini_batch_size = _Misnomer("batch_size")
     ent_coef = _Misnomer("entropy_coef")
+    clip_ratio = _Misnomer("clip_coef")
+    ppo_epochs = _Misnomer("update_epochs")
+    per_device_train_batch_size = _Misnomer("batch_size")
+    entropy_loss_coef = _Misnomer("entropy_coef")
+    clip_coeff = _Misnomer("clip_coef")
+    entropy_coeff = _Misnomer("entropy_coef")
+    discount = _Misnomer("gamma")
+    grad_clip = _Misnomer("max_grad_norm")
 
     def __init__(self, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self.members = members

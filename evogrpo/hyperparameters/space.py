@@ -154,7 +154,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     An immutable mapping from name to `RLParameter`, always in the order of the fields of `Hyperparameters`.
 
     Args:
-        parameters: One `RLParameter` per evolving hyperparameter, by name; none at all is allowed.
+        parameters: One `RLParameter` per evolving hyperparameter, by name; none at all is allowed. A first member's own
+            value, where it is given, lies among them; where it is not, it is the nearest to the default (see `first`).
 
     Raises:
         ValueError: If a name is unknown, or a bound or a choice is illegal for its hyperparameter.

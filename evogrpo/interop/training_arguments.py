@@ -73,10 +73,9 @@ def _decay(fields: Fields, kind: str, total_steps: int | None, warmup: int) -> d
         fields.ignore(f"lr_scheduler_type {kind!r} reads none", "lr_scheduler_kwargs")
         return {}
     if kind not in SCHEDULE_ARGUMENTS or total_steps is None:
-        fields.ignored["lr_scheduler_type"] = (
-            f"{kind!r} is not a schedule of this package, or needs the run's length in optimizer steps: set schedule "
-            "and total_steps of the optimizer"
-        )
+        known = kind in SCHEDULE_ARGUMENTS
+        reason = "needs the run's length in optimizer steps" if known else "is not a schedule of this package"
+        fields.ignored["lr_scheduler_type"] = f"{kind!r} {reason}: set schedule and total_steps of the optimizer"
         fields.ignore("its lr_scheduler_type is ignored", "lr_scheduler_kwargs")
         return {}
     given = _arguments(fields, kind)

@@ -13,7 +13,8 @@ class Sampler(Protocol):
         """Sample one completion for each row, in the order of the rows; the tensors may be on any device.
 
         Args:
-            rows: Which member completes which prompt.
+            rows: Which member completes which prompt, and from how much of the distribution (`rows.options`): what is
+                left out is not drawn, and the log-probabilities are those of what is left.
             base: Sample from the untrained base, whatever `rows.member_ids` says.
         """
         ...

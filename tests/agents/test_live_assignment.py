@@ -94,7 +94,7 @@ def test_a_name_of_another_library_is_answered_with_the_own_one(name):
         HyperparameterConfig(**{name: RLParameter(min=0.1, max=0.2)})
 
 
-@pytest.mark.parametrize("name", ["clip_coeff", "groupsize", "LR", "temprature", "anything"])
+@pytest.mark.parametrize("name", ["clip_coef_", "groupsize", "LR", "temprature", "anything"])
 def test_what_is_no_attribute_cannot_be_set_by_mistake(name):
     for thing in (tiny_agent(), step_agent(), tiny_population(2), Tournament(), Objective(), Hyperparameters()):
         with pytest.raises(AttributeError):

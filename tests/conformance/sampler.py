@@ -9,7 +9,7 @@ import torch
 
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
-from evogrpo.records import Batch, Rollout, Rows
+from evogrpo.records import Batch, Rollout, Rows, SamplingOptions
 from tests.tiny_batches import (
     as_batch,
     clear,
@@ -119,6 +119,22 @@ class SamplerTestCase(ABC):
         rollout, expected = self.make_sampler(bank).sample(rows), bank.sample(rows)
         width = min(rollout.actions.shape[1], expected.actions.shape[1])
         assert torch.equal(rollout.actions[:, :width], expected.actions[:, :width])
+
+    def test_what_the_options_leave_out_is_not_drawn(self) -> None:
+        bank = self.make_bank()
+        sampler, rows = self.make_sampler(bank), self.rows()
+        expected = sampler.sample(self.rows(greedy=True))
+        for options in (SamplingOptions(top_k=1), SamplingOptions(top_p=1e-6), SamplingOptions(min_p=0.999999)):
+            rollout = sampler.sample(replace(rows, options=options))
+            assert not rollout.exact, "the trainer scores the whole distribution"
+            width = min(rollout.actions.shape[1], expected.actions.shape[1])
+            assert torch.equal(rollout.actions[:, :width], expected.actions[:, :width])
+            assert float(rollout.log_probs.abs().max()) < 1e-3, "one token is left, so it is certain"
+        greedy = replace(self.rows(greedy=True), options=SamplingOptions(repetition_penalty=1e6))
+        for said, present in zip(
+            *(getattr(sampler.sample(greedy), name) for name in ("actions", "present")), strict=True
+        ):
+            assert len(set(said[present].tolist())) == int(present.sum()), "nothing is said twice"
 
     def test_the_base_ignores_who_asks(self) -> None:
         bank = self.make_bank()
