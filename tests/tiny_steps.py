@@ -12,7 +12,8 @@ from evogrpo.evolution import Strategy
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.rundir import RunDir
+from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import Schedule
 
 STEP_SPACE = HyperparameterConfig(

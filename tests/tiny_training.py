@@ -22,7 +22,8 @@ from evogrpo.randomness import generator
 from evogrpo.records import Batch
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.rundir import RunDir
+from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import Schedule
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora
@@ -216,6 +217,12 @@ def story(folder: Path) -> list[Any]:
     steps = {event["step"]: event for event in events if event["event"] == "step"}
     last = {event["event"]: event for event in events if event["event"] in ("baseline", "test")}
     return timeless([*last.values(), *(steps[number] for number in sorted(steps)), *latest_generations(events)])
+
+
+def nameless(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a best member's record without the identity of its run."""
+    note = {name: value for name, value in record["note"].items() if name != "run_id"}
+    return {**record, "note": note}
 
 
 def final_states(folder: Path) -> dict[str, Tensor]:

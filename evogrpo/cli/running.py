@@ -60,9 +60,11 @@ def go_on(chosen: argparse.Namespace) -> int:
     overrides = list(chosen.overrides)
     if chosen.generations is not None:
         overrides.append(f"generations={chosen.generations}")
-    resumable = read_resumable(run_dir, overrides)
+    resumable = read_resumable(run_dir, overrides, allow_changed_data=chosen.allow_changed_data)
     for error in resumable.skipped:
-        say_warning(f"skipped a newer checkpoint that cannot be used: {error}")
+        say_warning(f"skipped what cannot be used: {error}")
+    for remark in resumable.ignored:
+        say_warning(remark)
     if resumable.ended is not None:
         done = f"{resumable.generation} generation{'' if resumable.generation == 1 else 's'}"
         console.print(f"nothing is left to do: this run has ended after {done}, as {resumable.ended}", soft_wrap=True)

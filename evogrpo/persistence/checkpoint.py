@@ -39,7 +39,7 @@ from evogrpo.persistence.placement import put_in_place, refuse_overwriting, stor
 from evogrpo.persistence.strict_json import dump_json, load_json
 from evogrpo.persistence.tensor_files import FILE_BYTES, read_tensors, write_tensors
 
-__all__ = ["CheckpointError", "Manifest", "read_checkpoint", "verify_checkpoint", "write_checkpoint"]
+__all__ = ["CheckpointError", "Manifest", "read_checkpoint", "read_record", "verify_checkpoint", "write_checkpoint"]
 
 
 def write_checkpoint(
@@ -113,16 +113,31 @@ def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[di
     """
     place = stored_at(Path(folder).resolve())
     manifest = _manifest_of_kind(place, kind)
-    record_path = place / record_name(kind)
-    check_files(place, manifest, besides=(record_path.name, *tensor_names(kind, manifest.files)))
-    record_bytes = read_checked(record_path, manifest.files[record_path.name])
-    try:
-        record = load_json(record_bytes)
-    except ValueError as error:
-        raise damaged(record_path, f"must be strict JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise damaged(record_path, f"must hold a JSON object, not a {type(record).__name__}")
+    check_files(place, manifest, besides=(record_name(kind), *tensor_names(kind, manifest.files)))
+    record = _record(place, manifest)
     return read_tensors(place, manifest), record
+
+
+def read_record(folder: Path | str, *, kind: str = "population") -> dict[str, Any]:
+    """Load a checkpoint's record alone, after checking that one file.
+
+    Raises:
+        CheckpointError: If the manifest or the record is not as it was written.
+    """
+    place = stored_at(Path(folder).resolve())
+    return _record(place, _manifest_of_kind(place, kind))
+
+
+def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
+    path = place / record_name(manifest.kind)
+    content = read_checked(path, manifest.files[path.name])
+    try:
+        record = load_json(content)
+    except ValueError as error:
+        raise damaged(path, f"must be strict JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise damaged(path, f"must hold a JSON object, not a {type(record).__name__}")
+    return record
 
 
 def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manifest:

@@ -1,6 +1,7 @@
 """The generation checkpoints of a run: where they lie, the newest that is whole, and how many are kept."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,11 +37,12 @@ def generation_folder(run_dir: Path | str, generation: int) -> Path:
     return Path(run_dir) / CHECKPOINTS / f"generation-{generation:04d}"
 
 
-def latest_complete(run_dir: Path | str) -> LatestCheckpoint:
+def latest_complete(run_dir: Path | str, check: Callable[[Path, int], None] | None = None) -> LatestCheckpoint:
     """Find the newest generation whose checkpoint is whole and unchanged; half-written ones are never seen.
 
     Args:
         run_dir: The folder of the run.
+        check: Called with the folder and the number of each; raises CheckpointError for one that cannot be used.
 
     Returns:
         That generation, and what is wrong with the newer ones.
@@ -50,6 +52,8 @@ def latest_complete(run_dir: Path | str) -> LatestCheckpoint:
         folder = generation_folder(run_dir, generation)
         try:
             verify_checkpoint(folder)
+            if check is not None:
+                check(folder, generation)
         except CheckpointError as error:
             skipped.append(error)
         else:

@@ -1,5 +1,6 @@
 """Starting a run from Python, and opening one again."""
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.memory import check_memory
-from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.rundir import RunDir
+from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 
 
@@ -123,6 +125,8 @@ def resume(
     refuse_unknown("limit of a resumed run", limits, LIMITS)
     console = console_for(progress)
     saved = open_run(run_dir, go_on=True)
+    for error in saved.skipped:
+        warnings.warn(f"skipped what cannot be used: {error}", UserWarning, stacklevel=2)
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)

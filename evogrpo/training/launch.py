@@ -17,10 +17,12 @@ from evogrpo.training.configuration.reading import CONFIG_FILE, override, parse_
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file
 from evogrpo.training.configuration.typed import typed
+from evogrpo.training.configuration.unchanged import check_unchanged
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import JOURNAL, RunDir, open_run
+from evogrpo.training.rundir import JOURNAL, RunDir
+from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 
 
@@ -73,9 +75,9 @@ def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
         ValueError: If the weights cannot be loaded, or the folder already holds a run.
     """
     config = prepared.config
-    folder = RunDir(run_dir, config.logging)
+    folder = RunDir(run_dir, config.logging, config=config.to_json())
     evolution = _evolution(prepared, prepared.population(), config.schedule, config.strategy, folder)
-    write_config(config, run_dir)
+    write_config(dataclasses.replace(config, run_id=folder.run_id), run_dir)
     return evolution
 
 
@@ -88,7 +90,8 @@ class Resumable:
         schedule: Its schedule, likewise.
         generation: Generations evaluated in the checkpoint that it goes on from.
         step: Learning steps taken there.
-        skipped: Why each newer checkpoint cannot be used.
+        skipped: Why each newer checkpoint, or the best member, cannot be used.
+        ignored: What was changed in the stored configuration to no effect, in words.
         ended: If nothing is left to do under this schedule, which limit says so; else None.
     """
 
@@ -97,18 +100,20 @@ class Resumable:
     generation: int
     step: int
     skipped: tuple[CheckpointError, ...]
+    ignored: tuple[str, ...]
     ended: str | None
 
 
-def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
+def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_changed_data: bool = False) -> Resumable:
     """Read what a run needs to go on.
 
     Args:
         run_dir: The run's folder.
         overrides: `key=value` for a limit of the schedule, such as `generations=8`, for `model` or for `device`.
+        allow_changed_data: Whether the stored configuration may name another task.
 
     Raises:
-        ValueError: If the folder holds no run, its configuration is damaged, or an override is refused.
+        ValueError: If the folder holds no run, its configuration is damaged or was changed, or an override is refused.
     """
     if not (run_dir / CONFIG_FILE).is_file():
         raise ValueError(
@@ -118,6 +123,13 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
     limits, rest = _split_overrides(overrides)
     config = parse_config(override(read_yaml_file(run_dir / CONFIG_FILE), rest))
     saved = open_run(run_dir)
+    ignored = check_unchanged(
+        saved.record.get("config"),
+        saved.run_id,
+        config.to_json(),
+        run_dir / CONFIG_FILE,
+        allow_changed_data=allow_changed_data,
+    )
     schedule = dataclasses.replace(saved.schedule, **limits)
     progress = saved.record["progress"]
     scores = None if saved.best is None else saved.best[1]["member"]["scores"]
@@ -132,6 +144,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Resumable:
         generation=progress["generation"],
         step=progress["step"],
         skipped=saved.skipped,
+        ignored=ignored,
         ended=ended if tested and progress["generation"] > 0 and progress["step_in_generation"] == 0 else None,
     )
 
@@ -154,7 +167,9 @@ def resume(
     changed = saved.check_data(prepared.env, allowed=allow_changed_data)
     population, progress = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)
-    folder = RunDir(run_dir, prepared.config.logging, claim=saved.claim)
+    folder = RunDir(
+        run_dir, prepared.config.logging, claim=saved.claim, run_id=saved.run_id, config=saved.record.get("config")
+    )
     return _evolution(prepared, population, resumable.schedule, strategy, folder, progress, changed)
 
 

@@ -14,7 +14,7 @@ from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import open_run
+from evogrpo.training.saved import open_run
 from tests.cli.project import command, prepare
 from tests.tiny_training import equal_states
 

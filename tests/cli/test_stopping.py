@@ -144,7 +144,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_named(project, here, uninter
     capsys.readouterr()
     assert main(["resume", "run", "generations=3"]) == 0
     printed = capsys.readouterr()
-    assert "skipped a newer checkpoint" in printed.err
+    assert "skipped what cannot be used" in printed.err
     assert "generation-0002" in printed.err
     assert "resuming run after generation 1" in printed.out
     assert story(here / "run")[-1] == uninterrupted[-1]

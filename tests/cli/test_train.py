@@ -299,7 +299,7 @@ def test_the_control_differs_from_the_demo_in_evolution_alone(here, project, cap
     assert fixed["strategy"] == {"name": "no_evolution"}
     assert (evolved["population"]["spread"], fixed["population"]["spread"]) == (True, False)
     for values in (evolved, fixed):
-        del values["strategy"], values["population"], values["run_dir"]
+        del values["strategy"], values["population"], values["run_dir"], values["run_id"]
     assert evolved == fixed
     assert evolved["seed"] == 3
     members = read_journal(Path("runs/demo-fixed/journal.jsonl"))[0]["members"]

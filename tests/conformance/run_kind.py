@@ -17,7 +17,7 @@ from evogrpo.training.configuration.reading import CONFIG_FILE, load_config, par
 from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
 from evogrpo.training.kinds.run_kind import AnyKind, PreparedRun
 from evogrpo.training.launch import read_resumable, resume, start
-from evogrpo.training.rundir import open_run
+from evogrpo.training.saved import open_run
 
 
 class RunKindTestCase(ABC):

@@ -12,7 +12,8 @@ from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkCon
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.evolve import evolve, resume
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import RunDir, open_run
+from evogrpo.training.rundir import RunDir
+from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
 from tests.tiny_training import story

@@ -26,7 +26,7 @@ from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.loop.run import StrategyError
-from evogrpo.training.rundir import open_run
+from evogrpo.training.saved import open_run
 from tests.cli.project import prepare, write_project
 from tests.strategies.gaussian_process import GaussianProcess
 from tests.strategies.halving import Halving

@@ -15,13 +15,14 @@ from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.persistence.claim import LOCK
 from evogrpo.persistence.generations import generation_folder
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.rundir import open_run
+from evogrpo.training.saved import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     SPACE,
     equal_states,
     final_states,
     finish,
+    nameless,
     resumed_run,
     start_or_resume,
     story,
@@ -46,7 +47,7 @@ def same_run(folder: Path, other: Path) -> bool:
     best, other_best = (read_checkpoint(path / "best", kind="agent") for path in (folder, other))
     assert story(folder) == story(other)
     assert equal_states(final_states(folder), final_states(other))
-    assert best[1] == other_best[1]
+    assert nameless(best[1]) == nameless(other_best[1])
     return equal_states(best[0], other_best[0])
 
 

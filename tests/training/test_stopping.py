@@ -108,8 +108,9 @@ from tests.tiny_training import tiny_env, tiny_population, variety
 from evogrpo import evolve
 
 def slow(completion, answer, question):
-    print("rewarding", flush=True)
-    time.sleep({seconds})
+    if "made-up" not in completion:  # the trial before anything is trained
+        print("rewarding", flush=True)
+        time.sleep({seconds})
     return variety(completion, answer, question)
 
 slow.__name__ = "variety"

@@ -38,6 +38,7 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
         "device": typed(str | None, values.get("device"), "device"),
         "seed": typed(int, values.get("seed", 0), "seed"),
         "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),
+        "run_id": typed(str | None, values.get("run_id"), "run_id"),
         "hyperparameters": _hyperparameters(values.get("hyperparameters"), space, {}),
         "evolve": space,
         "population": build(PopulationConfig, values.get("population"), "population"),

@@ -140,6 +140,7 @@ class Config(Generic[TaskT, AgentT]):
             "path.py:Class" or "module:Class"; and its settings.
         agent: What members share.
         logging: What is written.
+        run_id: Names the run that this configuration was written into the folder of; a new run gets a new one.
     """
 
     model: str | None = None
@@ -154,6 +155,7 @@ class Config(Generic[TaskT, AgentT]):
     strategy: Strategy = field(default_factory=Tournament)
     agent: AgentT
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    run_id: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MOST_SEED))

@@ -10,7 +10,7 @@ from evogrpo.objective import Objective
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need
-from evogrpo.training.rundir import Saved
+from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
 

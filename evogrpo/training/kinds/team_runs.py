@@ -30,7 +30,7 @@ from evogrpo.training.kinds.network_runs import (
 from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need
-from evogrpo.training.rundir import Saved
+from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
 

@@ -20,12 +20,23 @@ class Best:
         generation: When.
         fitness: What it earned.
         state: Its learner state.
+        digest: Of the folder it was saved in; None where nothing is recorded.
     """
 
     index: int
     generation: int
     fitness: Fitness
     state: Mapping[str, Tensor]
+    digest: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint knows of it, beside the folder of its own that it is stored in."""
+        return {
+            "index": self.index,
+            "generation": self.generation,
+            "fitness": self.fitness.mean,
+            "digest": self.digest,
+        }
 
 
 @dataclass(kw_only=True)

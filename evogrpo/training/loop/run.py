@@ -380,12 +380,14 @@ class Evolution:
         agent = self.population.agents[self.population.best_slot]
         best = self.progress.best
         if agent.fitness is not None and (best is None or agent.fitness.mean > best.fitness.mean):
-            state = self.population.members.banks.state(agent.slot)
+            generation = self.progress.generation
             self.progress.best = Best(
-                index=agent.index, generation=self.progress.generation, fitness=agent.fitness, state=state
+                index=agent.index,
+                generation=generation,
+                fitness=agent.fitness,
+                state=self.population.members.banks.state(agent.slot),
+                digest=None if self.run_dir is None else self.run_dir.save_best(agent, generation),
             )
-            if self.run_dir is not None:
-                self.run_dir.save_best(agent, self.progress.generation)
 
     def _test(self) -> TestReport:
         """Let the best member ever and the base answer the test split."""

@@ -1,0 +1,238 @@
+"""A run read back from its folder: its newest checkpoint and its best member, if they are its own and whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from evogrpo.agents.agent import Agent
+from evogrpo.agents.checkpoints.saving import learnt, restore_population
+from evogrpo.agents.classes import algorithm_class
+from evogrpo.agents.population import Population
+from evogrpo.envs.comparing import check_same_data
+from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.strategies import Strategy
+from evogrpo.persistence.checkpoint import read_checkpoint, read_record
+from evogrpo.persistence.claim import Claim
+from evogrpo.persistence.durable import sweep
+from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, latest_complete, prune
+from evogrpo.persistence.journal import read_journal
+from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.persistence.placement import stored_at, tidy
+from evogrpo.training.completions import COMPLETIONS
+from evogrpo.training.configuration.own_strategies import restored_strategy
+from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.loop.progress import Best, Progress
+from evogrpo.training.rundir import BEST, JOURNAL, RunDir, checkpoint_number, digest_of
+from evogrpo.training.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A run read back from its folder.
+
+    Attributes:
+        tensors: Of all members.
+        record: Everything else.
+        best: Tensors and record of the best member; None before the first evaluation.
+        folder: The checkpoint it was read from.
+        skipped: Why each newer checkpoint could not be used, newest first.
+        claim: The right to write into the run's folder, if it was opened to go on.
+    """
+
+    tensors: dict[str, Tensor]
+    record: dict[str, Any]
+    best: tuple[dict[str, Tensor], dict[str, Any]] | None
+    folder: Path
+    skipped: tuple[CheckpointError, ...] = ()
+    claim: Claim | None = None
+
+    @property
+    def base(self) -> Mapping[str, Any]:
+        """What is recorded about the base model: its source and fingerprint among others."""
+        shared: Mapping[str, Any] = self.record["population"]["shared"]
+        return shared
+
+    def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
+        """Refuse to go on in another environment than the run began in, or say how it differs; see `check_same_data`.
+
+        Before anything was measured, nothing could be compared with it.
+        """
+        if self.record["progress"]["baseline"] is None:
+            return ()
+        return check_same_data(self.record.get("data"), env, allowed=allowed)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule the run had."""
+        return Schedule(**self.record["schedule"])
+
+    def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
+        """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
+        return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
+
+    @property
+    def logging(self) -> LoggingConfig:
+        """What the run keeps."""
+        return LoggingConfig.from_json(self.record.get("records", {}))
+
+    def run_dir(self, path: str | Path) -> RunDir:
+        """Return the run's folder, which keeps what it kept from the beginning."""
+        return RunDir(path, self.logging, claim=self.claim, run_id=self.run_id)
+
+    @property
+    def run_id(self) -> str | None:
+        """Names the run; None for one that an earlier version began."""
+        found: str | None = self.record.get("run_id")
+        return found
+
+    def restore(
+        self,
+        model: nn.Module | None = None,
+        device: str | None = None,
+        algorithm: type[Agent] | None = None,
+    ) -> tuple[Population, Progress]:
+        """Build the population and the progress over the base model; small networks need none.
+
+        Raises:
+            CheckpointError: If it is another base model, or the record does not fit together.
+            ValueError: If the agents' class is the user's own and was not given, or another one was.
+        """
+        population = restore_population(
+            algorithm_class(self.base["kind"], self.record.get("algorithm"), algorithm),
+            self.tensors,
+            self.record["population"],
+            model,
+            self.folder,
+            device=device,
+        )
+        progress = Progress.from_json(self.record["progress"])
+        if self.best is not None:
+            tensors, record = self.best
+            member = record["member"]
+            progress.best = Best(
+                index=member["index"],
+                generation=record["note"]["generation"],
+                fitness=Fitness.from_scores(member["scores"]),
+                state=learnt(tensors),
+                digest=digest_of(self.folder.parents[1] / BEST),
+            )
+        return population, progress
+
+
+def open_run(path: str | Path, *, go_on: bool = False) -> Saved:
+    """Read the newest complete state of a run.
+
+    Args:
+        path: The run directory.
+        go_on: Claim the folder, and sweep up what a kill left in it.
+
+    Raises:
+        CheckpointError: If there is no run, or none of its checkpoints is complete and its own.
+        ValueError: If it is to go on, and another process has claimed it.
+    """
+    folder = Path(path)
+    claim = Claim(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
+    if claim is not None:
+        _sweep(folder)
+    expected = _journal_run_id(folder)
+
+    def check(checkpoint: Path, number: int) -> None:
+        _check_own(checkpoint, number, expected)
+
+    latest = latest_complete(folder, check)
+    if latest.folder is None or latest.generation is None:
+        reasons = "".join(f" {error}" for error in latest.skipped)
+        raise CheckpointError(f"{folder} holds no complete checkpoint to resume from: name a run directory.{reasons}")
+    tensors, record = read_checkpoint(latest.folder)
+    skipped = list(latest.skipped)
+    try:
+        best = _best_of(folder, record)
+    except CheckpointError as error:  # the members themselves are whole, so the run goes on without it
+        best = None
+        skipped.append(error)
+        if claim is not None:
+            _set_aside(folder)
+    saved = Saved(tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped), claim=claim)
+    if claim is not None:
+        prune(folder, latest.generation, keep=saved.logging.keep_checkpoints)
+    return saved
+
+
+def _journal_run_id(folder: Path) -> str | None:
+    """Return the identity of the run that the journal tells of; None if it tells of none."""
+    if not (folder / JOURNAL).is_file():
+        return None
+    runs = [event for event in read_journal(folder / JOURNAL) if event["event"] == "run"]
+    found = runs[0].get("run_id") if runs else None
+    return found if isinstance(found, str) else None
+
+
+def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
+    """Refuse a checkpoint of another run, or one that lies under another number than it was written for."""
+    record = read_record(checkpoint)
+    if expected is not None and record.get("run_id") != expected:
+        raise CheckpointError(
+            f"{checkpoint} belongs to another run than the journal beside it: move it back to its own"
+        )
+    try:
+        progress = record["progress"]
+        own = checkpoint_number(progress["generation"], progress["step_in_generation"])
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint} says nothing about where its run stood: it is no run's") from error
+    if own != number:
+        raise CheckpointError(f"{checkpoint} was written as generation {own}: give it its own name again")
+
+
+def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the tensors and the record of the run's best member, None if there is none yet.
+
+    Raises:
+        CheckpointError: If there is one that cannot be read, or it is not the one that the checkpoint knows.
+    """
+    known = record.get("best")
+    if not stored_at(folder / BEST).is_dir():
+        if known is None:
+            return None
+        raise CheckpointError(_lost(folder, known, "it is missing"))
+    try:
+        tensors, own = read_checkpoint(folder / BEST, kind="agent")
+        generation, run_id = own["note"]["generation"], own["note"].get("run_id")
+    except (CheckpointError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(_lost(folder, known, str(error))) from error
+    if run_id != record.get("run_id"):
+        raise CheckpointError(_lost(folder, known, "it belongs to another run"))
+    if generation > record["progress"]["generation"]:
+        return None  # a kill fell between it and the checkpoint: its generation is done again
+    if known is not None and digest_of(folder / BEST) != known["digest"]:
+        raise CheckpointError(_lost(folder, known, "it is another one than the checkpoint knows"))
+    return tensors, own
+
+
+def _lost(folder: Path, known: Mapping[str, Any] | None, reason: str) -> str:
+    whose = ""
+    if known is not None:
+        whose = f", #{known['index']} with {known['fitness']:.4g} after generation {known['generation']},"
+    return (
+        f"the best member in {folder / BEST}{whose} cannot be used: {reason}. The best from here on takes its place; "
+        "restore the folder first if you have a copy"
+    )
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep what lies in the place of the best member, whatever it is: the next best is written there."""
+    found = stored_at(folder / BEST)
+    if found.exists():
+        found.rename(next(place for place in (folder / f"{BEST}-unusable-{n}" for n in count(1)) if not place.exists()))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left half-written; put back what it had set aside."""
+    tidy(generation_folder(folder, 0))
+    tidy(folder / BEST)
+    for place in (folder, folder / COMPLETIONS):
+        sweep(place)
