@@ -35,6 +35,9 @@ FORMS = {
     "pandas read back": lambda rows: pa.Table.from_pylist(rows).to_pandas(),
     "polars": Frame,
     "pyarrow": pa.Table.from_pylist,
+    "datasets with tensors": lambda rows: datasets.Dataset.from_list(rows).with_format("torch"),
+    "datasets with frames": lambda rows: datasets.Dataset.from_list(rows).with_format("pandas"),
+    "datasets with a transform": lambda rows: datasets.Dataset.from_list(rows).with_transform(lambda batch: batch),
     "splits": lambda rows: {"train": rows},
     "DatasetDict": lambda rows: datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}),
 }

@@ -39,6 +39,10 @@ def _rows(table: Any) -> Any:
         return table.to_dicts()
     if hasattr(table, "to_pylist"):  # pyarrow
         return table.to_pylist()
+    form = getattr(table, "format", None)
+    if isinstance(form, Mapping) and form.get("type") not in (None, "custom"):
+        # A datasets.Dataset that hands out its rows as tensors, arrays or frames.
+        return table.with_format(None, columns=form["columns"])
     return table
 
 
