@@ -83,7 +83,7 @@ def single_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | N
     if not signature.takes(*SINGLE):
         raise ValueError(
             f"{asks}, but is called with three arguments, completion, answer and question: let it take these three, "
-            "by these names in any order, or by other names in this one"
+            "by these names in any order, or by other names in this one (further columns go to functions in TRL's form)"
         )
     for place, own in enumerate(signature.names[: len(SINGLE)]):
         if own in SINGLE and SINGLE[place] != own:
