@@ -1,6 +1,7 @@
 """The arguments of every command, and what becomes of errors: one clean line and an exit code."""
 
 import argparse
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.append(str(Path.cwd()))  # behind everything else: for environments in modules of the user's
     module, name = chosen.command.split(":")
     try:
+        if chosen.opens:
+            _check_folder(chosen.run_dir)
         with clean_warnings():
             return int(getattr(importlib.import_module(module), name)(chosen))
     except ValueError as error:
@@ -79,7 +82,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--fixed", action="store_true", help="the control: all members keep the poor start, nothing evolves, same cost"
     )
     _starting(demo)
-    demo.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=_OVERRIDES)
+    demo.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
 
     train = _command(
         commands,
@@ -90,8 +93,9 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "Reward functions and environments named in CONFIG are your code, and are run.",
     )
     train.usage = (
-        "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--allow-memory] [--traceback]\n"
-        "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
+        "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--allow-memory]\n"
+        "                     [--traceback] (CONFIG | --env ID | --parallel-env MODULE)\n"
+        "                     [KEY=VALUE ...]"
     )
     instead = train.add_mutually_exclusive_group()
     instead.add_argument(
@@ -103,7 +107,9 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="likewise for several agents: a module with parallel_env, e.g. mpe2.simple_spread_v3, or MODULE:FUNCTION",
     )
     _starting(train)
-    train.add_argument("overrides", nargs="*", metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}")
+    train.add_argument(
+        "overrides", nargs="*", default=[], metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}"
+    )
 
     resume = _command(
         commands,
@@ -113,7 +119,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "Goes on from the newest complete checkpoint, exactly as if it had never stopped. The reward functions and "
         "the strategy named in the run's config.yaml are run: resume only runs whose config.yaml you trust.",
     )
-    resume.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    _existing_run(resume)
     resume.add_argument("--generations", type=int, metavar="N", help="generations in all, those already done included")
     _allow_memory(resume)
     resume.add_argument(
@@ -124,6 +130,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     resume.add_argument(
         "overrides",
         nargs="*",
+        default=[],
         metavar="KEY=VALUE",
         help="generations, max_tokens, max_seconds, target_fitness, test_questions, model or device",
     )
@@ -136,6 +143,23 @@ def _starting(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained and at what cost")
     _allow_memory(parser)
+
+
+def _existing_run(parser: argparse.ArgumentParser, about: str = "the folder of a run") -> None:
+    """Declare the run that a command opens."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=about)
+    parser.set_defaults(opens=True)
+
+
+def _check_folder(folder: Path) -> None:
+    """Refuse a folder that is not there, with one that is meant perhaps."""
+    if folder.is_dir():
+        return
+    places = [place for place in (folder.parent, Path("runs")) if place.is_dir()]
+    known = {path.name: path for place in places for path in place.iterdir() if path.is_dir()}
+    near = difflib.get_close_matches(folder.name, known, n=1)
+    meant = f": did you mean {known[near[0]]}?" if near else ": name the folder of a run"
+    raise ValueError(f"{folder} is no folder{meant}")
 
 
 def _allow_memory(parser: argparse.ArgumentParser) -> None:
@@ -154,11 +178,11 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "For runs in a Gymnasium environment that can be drawn; needs the extra `video`; `evogrpo doctor` says how to "
         "install it. Code that the run's config.yaml names is run: only for runs whose config.yaml you trust.",
     )
-    video.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    _existing_run(video)
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="how many test starts to play (default 1)")
     video.add_argument("--folder", type=Path, help="where the files go (default: RUN_DIR/videos)")
     report = _command(commands, "report", "evogrpo.cli.inspect:report", "draw report.png and report.html of a run")
-    report.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run; it may still be running")
+    _existing_run(report, "the folder of a run; it may still be running")
     _command(commands, "tasks", "evogrpo.cli.inspect:tasks", "list the tasks that come with evogrpo and its extras")
     _command(commands, "doctor", "evogrpo.cli.doctor:doctor", "check this machine, with a remedy for each problem")
     export = _command(
@@ -167,7 +191,7 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "evogrpo.cli.inspect:export",
         "copy a run's best adapter to a folder that PEFT loads",
     )
-    export.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the folder of a run")
+    _existing_run(export)
     export.add_argument("folder", type=Path, metavar="FOLDER", help="a new or empty folder")
 
 
@@ -182,5 +206,5 @@ def _command(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(), epilog=_EXIT_CODES
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.set_defaults(command=command)
+    parser.set_defaults(command=command, opens=False)
     return parser

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,9 +45,9 @@ def test_a_malformed_command_line_is_a_usage_error(arguments, capsys):
         (["demo", "schedul.generations=3"], "did you mean 'schedule'?"),
         (["demo", "--seed", "1", "generations"], "an override reads key=value"),
         (["demo", "--dry-run", "hyperparameters.lr=-1"], "lr must be greater than 0"),
-        (["resume", "nothing"], "nothing holds no config.yaml"),
-        (["report", "nothing"], "cannot read the journal"),
-        (["export", "nothing", "folder"], "nothing has no best member yet"),
+        (["resume", "."], ". holds no config.yaml"),
+        (["report", "."], "cannot read the journal"),
+        (["export", ".", "folder"], ". has no best member yet"),
     ],
 )
 def test_a_refused_request_is_one_clean_line_and_exit_code_2(here, arguments, message, capsys):
@@ -68,3 +69,27 @@ def test_commands_to_copy_work_in_an_environment_that_is_not_activated(monkeypat
     assert command("resume", "a run") == "evogrpo resume 'a run'"
     monkeypatch.setenv("PATH", str(tmp_path))
     assert command("resume", "run") == f"{sys.executable} -m evogrpo.cli resume run"
+
+
+@pytest.mark.parametrize("name", ["resume", "report", "export", "video"])
+def test_a_run_that_is_not_there_is_said_to_be_missing(here, capsys, name):
+    (here / "runs" / "demo-2").mkdir(parents=True)
+    rest = ["out"] if name == "export" else []
+    for folder, words in (
+        ("runs/dem-2", f"runs/dem-2 is no folder: did you mean {Path('runs/demo-2')}?"),
+        ("nowhere", "nowhere is no folder: name the folder of a run"),
+        ("demo-2", f"did you mean {Path('runs/demo-2')}?"),
+    ):
+        assert main([name, folder, *rest]) == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([name])
+    assert "KEY=VALUE" not in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_no_usage_is_wider_than_a_small_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("demo", "train", "resume", "video", "report", "tasks", "doctor", "export"):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80, name

@@ -20,7 +20,7 @@ def make_console(stream: TextIO | None = None) -> Console:
     """Return a console on a stream, stdout by default; colours and control codes only on a real terminal."""
     stream = stream or sys.stdout
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
-    width = None if terminal or "COLUMNS" in os.environ else LOG_WIDTH
+    width = None if stream.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
     # Neither an environment variable nor a CI service makes a file a terminal.
     return Console(file=stream, force_terminal=terminal, width=width, highlight=False, legacy_windows=False)
 
