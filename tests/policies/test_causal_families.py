@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import warnings
 
 import pytest
@@ -283,6 +284,44 @@ T5 = T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size
 def test_other_models_are_refused_by_their_class(model, reason):
     with pytest.raises(ValueError, match=f"{type(model).__name__} is not a causal language model, it {reason}"):
         different_members(model, 1)
+
+
+def with_an_adapter():
+    model = tiny_model("llama")
+    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"]))
+    return model
+
+
+def damaged():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "rule"),
+    [
+        (with_an_adapter, "carries adapters of PEFT's already"),
+        (damaged, "computes logits that are not numbers"),
+        (lambda: tiny_model("llama").to("meta"), "is an outline without weights"),
+    ],
+)
+def test_what_is_no_plain_whole_base_is_refused(make, rule):
+    with pytest.raises(ValueError, match=f"LlamaForCausalLM {rule}"):
+        different_members(make(), 1)
+
+
+@pytest.mark.parametrize("part", [None, "lm_head"])
+def test_a_model_whose_logits_are_all_zero_is_taken(part):
+    model = family_model("llama")
+    with torch.no_grad():
+        for weights in model.parameters() if part is None else model.get_submodule(part).parameters():
+            weights.zero_()
+    batch = sampled_batch(different_members(model, 1), tokens=3)
+    torch.testing.assert_close(
+        batch.sampler_log_probs[batch.present], torch.full_like(batch.sampler_log_probs[batch.present], -math.log(64))
+    )
 
 
 def test_members_that_no_memory_could_hold_are_refused_at_once():

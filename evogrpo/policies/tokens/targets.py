@@ -42,18 +42,19 @@ class Trained:
         return f"{len(self.targets)} linear layers of {type(model).__name__} and leave out {_in_words(self.left_out)}"
 
 
-def trained_by(model: PreTrainedModel, config: LoraConfig) -> Trained:
+def trained_by(model: PreTrainedModel, config: LoraConfig, *, outline: bool = False) -> Trained:
     """Choose the modules that adapters change, such that an export means the same to PEFT.
 
     Args:
-        model: The base. It runs once on a few tokens, unless it is an outline without weights.
+        model: The base. It runs once on a few tokens.
         config: What to adapt.
+        outline: The model has no weights, so it does not run, and layers are taken to be what their class says.
 
     Raises:
         ValueError: If nothing can be adapted, or `config` names a module that cannot.
     """
     targets = find_targets(model, config)
-    odd = _not_linear(model, targets)
+    odd = _not_linear(model, targets, outline=outline)
     fitting, misread = as_peft_loads(model, [target for target in targets if target.name not in odd], config)
     unfit = dict.fromkeys(odd, NOT_LINEAR) | dict.fromkeys((target.name for target in misread), MISREAD)
     if not fitting or (unfit and not adapts_all(config)):
@@ -82,7 +83,7 @@ def _in_a_row(targets: Iterable[Target]) -> tuple[Target, ...]:
     return tuple(row)
 
 
-def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]:
+def _not_linear(model: PreTrainedModel, targets: Sequence[Target], *, outline: bool) -> list[str]:
     """Return the names of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`, though their class says so.
 
     A router that returns a tuple, a layer of several blocks, or an expert that sees some tokens of all rows. Layers
@@ -101,9 +102,9 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]:
 
         return watch
 
-    device = next(model.parameters()).device
-    if device.type == "meta":
+    if outline:
         return []
+    device = next(model.parameters()).device
     handles = [model.get_submodule(target.name).register_forward_hook(watching(target)) for target in targets]
     try:
         with frozen(model), torch.no_grad():

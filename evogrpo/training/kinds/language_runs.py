@@ -147,7 +147,7 @@ class LanguageKind:
         check_supported(lora)
         outline = load_outline(config.model)
         check_causal_class(outline.model)
-        trained = trained_by(outline.model, lora)
+        trained = trained_by(outline.model, lora, outline=True)
         if start is not None:
             start.flat(trained.targets)  # refuses an adapter of another base
         longest = config.task.max_prompt_length

@@ -33,7 +33,7 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
     entered: list[Tensor] = []
 
     def enlarge(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        sizes = module.forward(args[0]).float().abs().amax(-1, keepdim=True).clamp(min=1e-6)
+        sizes = module.forward(args[0]).float().abs().amax(-1, keepdim=True).clamp(min=1e-2)
         factors = torch.tensor(PROBED, device=sizes.device)[:, None] / sizes
         entered.extend((args[0], args[0] * factors.to(args[0].dtype)))
         return (entered[1],)
@@ -47,7 +47,7 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         hidden = decoder(input_ids=ids).last_hidden_state
         natural, enlarged = (x.float() for x in entered)
         # Some models scale hidden states, and not logits, which comes to the same.
-        ratio = (hidden.float() * natural).sum() / natural.square().sum()
+        ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)
         if close((ratio * natural).to(entered[0].dtype), hidden):
             probe = (ratio * enlarged).to(hidden.dtype)[0]
             for head in _heads(_in_own_precision(bare, hidden.dtype), model.config.get_text_config()):

@@ -4,15 +4,16 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
 def check_causal_class(model: PreTrainedModel) -> None:
-    """Refuse, by its class, a model that does not predict the next token: nothing runs.
+    """Refuse, by what it is made of, a model that does not predict the next token, or is no plain base: nothing runs.
 
     Raises:
-        ValueError: If it encodes what it reads before it writes, or has no vocabulary head.
+        ValueError: If it encodes what it reads before it writes, has no vocabulary head, or carries adapters already.
     """
     what = ""
     if getattr(model.config, "is_encoder_decoder", False):
@@ -23,6 +24,11 @@ def check_causal_class(model: PreTrainedModel) -> None:
         raise ValueError(
             f"{type(model).__name__} is not a causal language model, it {what}: load one with "
             "AutoModelForCausalLM.from_pretrained or evogrpo.policies.tokens.models.load_base"
+        )
+    if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} carries adapters of PEFT's already: give the plain base, and start from an "
+            "adapter with adapter='folder', or merge it first (merge_and_unload)"
         )
 
 
@@ -58,8 +64,10 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Return the model's own logits `[n, t, v]` of token ids `[n, t]`.
 
     Raises:
-        ValueError: If it cannot be run on token ids alone.
+        ValueError: If it cannot be run on token ids alone, or its logits are not numbers.
     """
+    if any(weights.is_meta for weights in model.parameters()):
+        raise ValueError(f"{type(model).__name__} is an outline without weights: load it whole, with from_pretrained")
     try:
         logits: Tensor = model(input_ids=ids).logits
     except Exception as error:
@@ -67,6 +75,8 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
             f"{type(model).__name__} cannot be run on token ids alone, as a causal language model is: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if bool(logits.isnan().any()):
+        raise ValueError(f"{type(model).__name__} computes logits that are not numbers: its weights are damaged")
     return logits
 
 
