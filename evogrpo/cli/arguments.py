@@ -32,12 +32,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if rest:
         chosen.overrides = [*chosen.overrides, *rest]
     # Only now: help needs none of it.
-    from evogrpo.training.display.console import clean_warnings, quieten_libraries, say_error, tolerate_old_encodings
+    from evogrpo.training.display.console import enduring_output, quieten_libraries, tolerate_old_encodings
 
     tolerate_old_encodings()
     quieten_libraries()
     sys.path.append(str(Path.cwd()))  # behind everything else: for environments in modules of the user's
     module, name = chosen.command.split(":")
+    with enduring_output():
+        return _carry_out(chosen, module, name)
+
+
+def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
+    from evogrpo.training.display.console import clean_warnings, say_error
+
     try:
         if chosen.opens:
             _check_folder(chosen.run_dir)

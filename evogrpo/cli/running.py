@@ -16,6 +16,7 @@ from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
 from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.persistence.generations import latest_complete
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
@@ -109,10 +110,14 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
         # A mended reward function is another one.
         mended = command("resume", run_dir, "--allow-changed-data") if isinstance(error, RewardError) else resume_line
-        show_command(console, "go on" if isinstance(error, AllFailedError) else "once mended", mended)
+        if not isinstance(error, AllFailedError):  # which would only fail again
+            show_command(console, "once mended", mended)
         return FAILED
     except Exception:
-        show_command(console, "go on", resume_line)
+        if latest_complete(run_dir).folder is None:
+            say_error(f"nothing of this run was saved yet: once that is mended, remove {run_dir} and start it again")
+        else:
+            show_command(console, "go on", resume_line)
         raise
     display.say_end()
     if not evolution.result.complete:

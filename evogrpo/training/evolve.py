@@ -33,6 +33,7 @@ def evolve(
     strategy: Strategy | None = None,
     run_dir: str | Path | None = None,
     keep_checkpoints: int = 2,
+    checkpoint_steps: int | None = None,
     completions: int = 16,
     completions_format: CompletionsFormat = "jsonl",
     progress: bool | None = None,
@@ -52,6 +53,7 @@ def evolve(
             be of a class that a module other than the program itself defines, so that the run can be resumed.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
+        checkpoint_steps: Likewise.
         completions: Likewise.
         completions_format: Likewise.
         progress: Whether the run is shown while it goes on, as on the command line; None = where somebody looks: if
@@ -70,7 +72,10 @@ def evolve(
     refuse_unknown("argument of evolve", schedule, Schedule.__dataclass_fields__)
     console = console_for(progress)
     logging = LoggingConfig(
-        keep_checkpoints=keep_checkpoints, completions=completions, completions_format=completions_format
+        keep_checkpoints=keep_checkpoints,
+        checkpoint_steps=checkpoint_steps,
+        completions=completions,
+        completions_format=completions_format,
     )
     planned = Schedule(**schedule)
     _check_memory(population, env, planned, allowed=allow_memory)

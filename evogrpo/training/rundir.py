@@ -2,6 +2,7 @@
 
 import hashlib
 import uuid
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -69,6 +70,7 @@ class RunDir:
         )
         self._journal: Journal | None = None
         self._writer: Any = None
+        self._unlogged = False
 
     def check_unused(self) -> None:
         """Refuse a folder that already holds a run, or that is no place for one, before anything expensive.
@@ -134,8 +136,19 @@ class RunDir:
             "config": self._config,
         }
         number = checkpoint_number(progress.generation, progress.step_in_generation)
-        write_checkpoint(generation_folder(self.path, number), tensors, record, replace=True)
+        folder = generation_folder(self.path, number)
+        try:
+            write_checkpoint(folder, tensors, record, replace=True)
+        except OSError as error:
+            raise OSError(error.errno, f"{error.strerror or error}; {self._left()}", str(folder)) from error
         prune(self.path, number, keep=self.logging.keep_checkpoints)
+
+    def _left(self) -> str:
+        """Say what can be gone on from although a checkpoint could not be written."""
+        left = latest_complete(self.path).generation
+        if left is None:
+            return "nothing of this run has been saved yet, so it is to be started again"
+        return f"the checkpoint of generation {left} is whole, so the run goes on from there once that is mended"
 
     def save_best(self, agent: Any, generation: int) -> str:
         """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one.
@@ -155,8 +168,15 @@ class RunDir:
 
     def log_scalars(self, step: int, values: Mapping[int, Mapping[str, float | str | None]]) -> None:
         """Log members' numbers for TensorBoard, by slot and name; what is no number is left out."""
-        if not self.logging.tensorboard:
+        if not self.logging.tensorboard or self._unlogged:
             return
+        try:
+            self._add_scalars(step, values)
+        except OSError as error:  # curves are not worth a run
+            self._unlogged = True
+            warnings.warn(f"nothing more is logged for TensorBoard: {error.strerror or error}", stacklevel=2)
+
+    def _add_scalars(self, step: int, values: Mapping[int, Mapping[str, float | str | None]]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

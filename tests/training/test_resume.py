@@ -15,6 +15,7 @@ from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.persistence.claim import LOCK
 from evogrpo.persistence.generations import generation_folder
 from evogrpo.persistence.journal import read_journal
+from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.saved import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
@@ -299,3 +300,20 @@ def test_a_run_that_was_opened_again_is_not_written_by_whoever_had_it_before(tmp
     with pytest.raises(ValueError, match="no longer writes into"):
         list(reports)
     assert story(tmp_path / "run") == told
+
+
+def test_a_run_with_checkpoints_amid_generations_loses_no_more_than_they_allow(whole, tmp_path):
+    def begun(every: int | None) -> int:
+        run = tiny_run(tmp_path / f"run-{every}")
+        run.run_dir.logging = LoggingConfig(tensorboard=False, checkpoint_steps=every)
+        reports = run.reports()
+        for _ in range(5):  # two steps and their generation, then two more steps
+            last = next(reports)
+        assert last.step == 3
+        next_ = open_run(run.run_dir.path).record["progress"]["step"]
+        reports.close()
+        return next_
+
+    assert [begun(None), begun(2), begun(1)] == [2, 2, 3]  # the last step's own is written when the run goes on
+    finish(resumed_run(tmp_path / "run-1"))
+    assert same_run(tmp_path / "run-1", whole)

@@ -70,6 +70,8 @@ class LoggingConfig:
     Attributes:
         tensorboard: Whether scalars are logged for TensorBoard.
         keep_checkpoints: How many of the newest generations stay on disk, at least 1.
+        checkpoint_steps: A checkpoint is also written after so many learning steps, where these take long; null = after
+            every generation only.
         completions: How many completions of each learning step are written, with their rewards and advantages; 0 =
             none.
         completions_format: As "jsonl" or "parquet" (which needs the extra `datasets`).
@@ -80,6 +82,7 @@ class LoggingConfig:
 
     tensorboard: bool = True
     keep_checkpoints: int = 2
+    checkpoint_steps: int | None = None
     completions: int = 16
     completions_format: CompletionsFormat = "jsonl"
 
@@ -87,6 +90,8 @@ class LoggingConfig:
         flag("tensorboard", self.tensorboard)
         # With none, nothing could be resumed.
         object.__setattr__(self, "keep_checkpoints", whole_between("keep_checkpoints", self.keep_checkpoints, 1))
+        if self.checkpoint_steps is not None:
+            object.__setattr__(self, "checkpoint_steps", whole_between("checkpoint_steps", self.checkpoint_steps, 1))
         object.__setattr__(self, "completions", check_completions(self.completions, self.completions_format))
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +99,7 @@ class LoggingConfig:
         return {
             "keep": self.keep_checkpoints,
             "tensorboard": self.tensorboard,
+            "checkpoint_steps": self.checkpoint_steps,
             "completions": self.completions,
             "completions_format": self.completions_format,
         }

@@ -5,7 +5,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -75,6 +75,49 @@ def tolerate_old_encodings() -> None:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="replace")
+
+
+class _Enduring:
+    """Passes on to a stream as long as that takes anything; afterwards nothing is shown, and the program goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.failure = stream, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        if not self.failure:
+            try:
+                return self._stream.write(text)
+            except (OSError, ValueError) as error:  # a pipe that nobody reads, a full disk; a stream that was closed
+                self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        if not self.failure:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError) as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self.failure = str(getattr(error, "strerror", None) or error)
+        with suppress(OSError, ValueError):  # else what it still holds would fail once more, at the program's end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+        if self._stream is sys.__stdout__ or getattr(sys.stdout, "failure", None):
+            say_warning(f"nothing more is shown, as the output cannot be written any more: {self.failure}")
+
+
+@contextmanager
+def enduring_output() -> Iterator[None]:
+    """Let nothing end because what it prints cannot be written: a closed pipe, a full disk."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream and _Enduring(stream) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = before
 
 
 def quieten_libraries() -> None:

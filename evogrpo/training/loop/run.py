@@ -128,6 +128,7 @@ class Evolution:
                 collected = self._collect()
                 learned = self._learn(collected, collecting=time.monotonic() - began)
                 yield self._close_step(collected, learned, began)
+                self._save_between()
                 self.stopping.check()
             yield self._close_generation()
         self.stopping.check()
@@ -415,6 +416,12 @@ class Evolution:
     def _record(self, event: str, **fields: Any) -> None:
         if self.run_dir is not None:
             self.run_dir.journal(event, **fields)
+
+    def _save_between(self) -> None:
+        """Write a checkpoint amid a generation, where the run is to have them."""
+        every = None if self.run_dir is None else self.run_dir.logging.checkpoint_steps
+        if every is not None and self.progress.step_in_generation % every == 0:
+            self._save()
 
     def _save(self, stopped: str | None = None) -> None:
         if self.run_dir is not None:
