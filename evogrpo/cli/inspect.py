@@ -1,7 +1,7 @@
 """The commands that look and copy: report, export, video and tasks."""
 
 import argparse
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
@@ -31,6 +31,7 @@ def tasks(chosen: argparse.Namespace) -> int:
     """List the tasks."""
     from evogrpo.envs.control.classic import native_ids
     from evogrpo.envs.prompts.builtin import TASKS
+    from evogrpo.envs.prompts.reasoning import is_installed
 
     console = make_console()
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
@@ -38,7 +39,7 @@ def tasks(chosen: argparse.Namespace) -> int:
         console.print(Text.assemble(("  " + name, "cyan"), f"  {task.description}"))
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
-    if importlib.util.find_spec("reasoning_gym") is None:
+    if not is_installed():
         line = f"  100+ more tasks are one extra away (it needs a C compiler): {extra_command('reasoning')}"
         console.print(Text(line), soft_wrap=True)
     else:

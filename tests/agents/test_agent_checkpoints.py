@@ -1,6 +1,7 @@
 """Checkpoints of agents that must not be loaded: a clear error, and nothing half-loaded."""
 
 import hashlib
+import io
 import json
 import shutil
 from pathlib import Path
@@ -135,7 +136,7 @@ def snapshot(agent):
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(copy, damage):
     damage(copy)
-    agent = tiny_agent(lr=0.5, hp_config=SPACE)
+    agent = tiny_agent(lr=2e-2, hp_config=SPACE)
     state, attributes = snapshot(agent)
     with pytest.raises(CheckpointError, match="agent"):
         agent.load_checkpoint(copy)
@@ -208,6 +209,46 @@ def test_a_saved_base_that_was_changed_is_refused(tmp_path):
         GRPO.load(tmp_path / "agent")
     reseal(tmp_path / "agent")  # forged: the fingerprint still tells
     with pytest.raises(CheckpointError, match="fingerprint"):
+        GRPO.load(tmp_path / "agent")
+
+
+@pytest.mark.parametrize("where", ["", "text_config"])
+def test_loading_a_saved_base_runs_no_code_that_its_config_names(tmp_path, monkeypatch, where):
+    """As a forged checkpoint would name it, wherever transformers looks, and with a yes to its question."""
+    agent = tiny_agent()
+    agent.save_checkpoint(tmp_path / "agent", include_base=True)
+    evil = tmp_path / "evil"
+    evil.mkdir()
+    (evil / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: ...\nclass Model: ...\n")
+    path = tmp_path / "agent" / "base_config.json"
+    values = json.loads(path.read_text())
+    named = {"AutoConfig": f"{evil}--code.Config", "AutoModelForCausalLM": f"{evil}--code.Model"}
+    forged = {"auto_map": named, "_name_or_path": str(evil), "_attn_implementation": "somebody/kernels"}
+    if where:
+        values[where] = forged
+    else:
+        values.update(forged)
+    path.write_text(json.dumps(values))
+    reseal(tmp_path / "agent")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\ny\n"))
+    monkeypatch.chdir(evil)
+    if where:  # this family has no such part
+        with pytest.raises(CheckpointError, match="describes no model of transformers"):
+            GRPO.load(tmp_path / "agent")
+    else:
+        assert equal_states(GRPO.load(tmp_path / "agent").state(), agent.state())
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"model_type": "no_such_model"}, {"hidden_size": "x"}, {"num_attention_heads": 0}, {"model_type": None}]
+)
+def test_a_saved_base_whose_config_describes_no_model_is_refused(tmp_path, change):
+    tiny_agent().save_checkpoint(tmp_path / "agent", include_base=True)
+    path = tmp_path / "agent" / "base_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    reseal(tmp_path / "agent")
+    with pytest.raises(CheckpointError, match=r"base_config\.json describes no model of transformers"):
         GRPO.load(tmp_path / "agent")
 
 

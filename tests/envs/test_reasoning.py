@@ -1,17 +1,25 @@
 """reasoning-gym tasks; those that generate questions need the extra `reasoning`."""
 
+import importlib.metadata
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from evogrpo.envs import HuggingFaceGym
+from evogrpo.envs.prompts.reasoning import is_installed
 from evogrpo.records.transcripts import in_one_turn
 
 SIZES = {"train": 40, "validation": 8, "test": 9}
 
 
 def test_a_missing_package_is_named_with_its_remedy(monkeypatch, tokenizer):
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
     with pytest.raises(ImportError, match=r"'chain_sum' needs reasoning-gym.*pip install .*\[reasoning\]"):
         HuggingFaceGym.from_reasoning_gym("chain_sum", tokenizer=tokenizer)
 
@@ -66,3 +74,15 @@ def test_tasks_with_other_metadata_score_too(make, encode):
 def test_what_the_library_does_not_know_is_refused(make, name, options, message):
     with pytest.raises(ValueError, match=message):
         make(name, **options)
+
+
+def test_a_folder_of_that_name_is_not_the_package(tmp_path):
+    """Whatever lies in the working directory is nobody's package: it is not imported."""
+    package = tmp_path / "reasoning_gym"
+    package.mkdir()
+    (package / "__init__.py").write_text("open('ran', 'w')")
+    code = "import sys; from evogrpo.cli import main; sys.exit(main(['tasks']))"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    if not is_installed():  # else the package itself is found first
+        assert not (tmp_path / "ran").exists()

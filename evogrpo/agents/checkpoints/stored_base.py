@@ -26,6 +26,10 @@ def base_files(model: PreTrainedModel) -> CheckpointFiles:
     }
 
 
+FOLLOWED = ("auto_map", "custom_pipelines", "_attn_implementation", "attn_implementation", "_experts_implementation")
+"""Fields of a model's configuration that name code to import; found in a checkpoint, nothing may follow them."""
+
+
 def check_base(record: Mapping[str, Any], actual: str, where: object) -> None:
     """Refuse a base model whose fingerprint is not the recorded one."""
     if record["fingerprint"] != actual:
@@ -60,18 +64,34 @@ def saved_base(folder: Path) -> PreTrainedModel | None:
     """Load the base model saved inside a checked checkpoint, or return None."""
     if not (folder / BASE_WEIGHTS).is_file():
         return None
-    values = json.loads((folder / BASE_CONFIG).read_text())
-    if is_path(str(values.get("_name_or_path"))):  # found in a checkpoint, so nothing may follow it
-        del values["_name_or_path"]
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    values = _harmless(json.loads((folder / BASE_CONFIG).read_text()))
     weights = load_file(folder / BASE_WEIGHTS)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=next(iter(weights.values())).dtype)
+    dtype = next(iter(weights.values())).dtype
+    try:
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder / BASE_CONFIG} describes no model of transformers ({reason:.300})") from error
     missing = set(dict(model.named_parameters())) ^ set(weights)
     if missing:
         raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {sorted(missing)[:3]} are unmatched")
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     return model
+
+
+def _harmless(values: Any) -> Any:
+    """Return a configuration without what transformers would follow: code, kernels, and paths, wherever they stand."""
+    if isinstance(values, list):
+        return [_harmless(value) for value in values]
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: _harmless(value)
+        for name, value in values.items()
+        if name not in FOLLOWED and not (name == "_name_or_path" and is_path(str(value)))
+    }
 
 
 def tensors_file(tensors: Mapping[str, Tensor]) -> bytes:

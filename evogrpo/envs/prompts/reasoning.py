@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,15 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardFunc
 from evogrpo.installing import extra_command
 
 DEFAULT_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 256}
+
+
+def is_installed() -> bool:
+    """Tell whether reasoning-gym is installed; a folder of that name in the working directory is not it."""
+    try:
+        importlib.metadata.distribution("reasoning-gym")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def reasoning_tables(
@@ -40,12 +50,11 @@ def reasoning_tables(
         ValueError: If a split or the task is unknown, or the task refuses its settings.
         ImportError: If reasoning-gym is not installed.
     """
-    try:
-        reasoning_gym: Any = importlib.import_module("reasoning_gym")
-    except ImportError as error:
+    if not is_installed():
         raise ImportError(
             f"the task {name!r} needs reasoning-gym, which is not installed: {extra_command('reasoning')}"
-        ) from error
+        )
+    reasoning_gym: Any = importlib.import_module("reasoning_gym")
     unknown = sorted(set(sizes or {}) - set(SPLITS))
     if unknown:
         raise ValueError(f"sizes may name the splits {list(SPLITS)}, got {unknown}")
