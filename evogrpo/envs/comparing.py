@@ -36,7 +36,7 @@ def check_same_data(stored: Mapping[str, str] | None, env: GroupEnvironment, *, 
             f"whether the run goes on with the questions and rewards (or the environment) that it began with is not "
             f"checked: {reason}",
             UserWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         return ()
     differences = tuple(

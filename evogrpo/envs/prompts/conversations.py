@@ -103,7 +103,8 @@ class OpenedConversations(OpenedPrompts):
         if not isinstance(said, str):
             raise ValueError(f"reply must return a text, or None to end the conversation, got {said!r:.200}")
         ended = transcript.said[-1][-1:] == (self.tokenizer.eos_token_id,)
-        tokens = self.markers.tokens(said, ended=ended, options=row.get(TEMPLATE_OPTIONS))
+        own = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
+        tokens = self.markers.tokens(said, ended=ended, options=own)
         self._replies[tokens] = said
         return tokens
 

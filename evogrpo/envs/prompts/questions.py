@@ -203,7 +203,9 @@ class QuestionGroups:
         own = row.get(TEMPLATE_OPTIONS)
         if own is None:
             return self._options
-        return {**self._options, **check_options(own, f"{TEMPLATE_OPTIONS} in row {number} of {where}")}
+        given = check_options(own, f"{TEMPLATE_OPTIONS} in row {number} of {where}")
+        # Tables give every row all the keys that one of them has, as None where it has none.
+        return {**self._options, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _missing(value: object) -> bool:

@@ -394,6 +394,7 @@ class Evolution:
         """Let the best member ever and the base answer the test split."""
         best = self.progress.best
         assert best is not None  # reports() asks for it
+        self._tell_pace()
         questions = self.schedule.test_questions
         with self.stopping.abandonable():
             before, after = self.population.compare(best.state, self.env, "test", questions=questions)

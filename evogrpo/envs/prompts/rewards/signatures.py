@@ -20,12 +20,14 @@ class Signature:
     Attributes:
         names: Those that can be given by name, in their order.
         required: Those of them that have to be.
+        places: Those that can be given by place, in their order.
         anything: Whether it takes arguments of any name.
         bind: Tells with a TypeError whether it takes the given arguments.
     """
 
     names: tuple[str, ...]
     required: tuple[str, ...]
+    places: tuple[str, ...]
     anything: bool
     bind: Callable[..., Any]
 
@@ -44,6 +46,11 @@ class Signature:
         return cls(
             names=tuple(each.name for each in named),
             required=tuple(each.name for each in named if each.default is each.empty),
+            places=tuple(
+                each.name
+                for each in signature.parameters.values()
+                if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+            ),
             anything=any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()),
             bind=signature.bind,
         )
@@ -79,13 +86,13 @@ def single_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | N
         chosen = SINGLE if signature.anything else known
         if signature.takes(**dict.fromkeys(chosen)):
             return chosen
-    asks = f"reward function {name!r} takes ({', '.join(signature.names)})"
+    asks = f"reward function {name!r} takes ({', '.join(dict.fromkeys((*signature.places, *signature.names)))})"
     if not signature.takes(*SINGLE):
         raise ValueError(
             f"{asks}, but is called with three arguments, completion, answer and question: let it take these three, "
             "by these names in any order, or by other names in this one (further columns go to functions in TRL's form)"
         )
-    for place, own in enumerate(signature.names[: len(SINGLE)]):
+    for place, own in enumerate(signature.places[: len(SINGLE)]):
         if own in SINGLE and SINGLE[place] != own:
             raise ValueError(
                 f"{asks}, but is given completion, answer and question in this order, as not all of its parameters are "
