@@ -145,6 +145,7 @@ def test_the_bar_moves_inside_every_part_of_a_run():
     heard = []
 
     def looking(completion, answer, question):
+        assert ("untrained base: fitness" in console.file.getvalue()) is (run.progress.baseline is not None)
         heard.append((display._phase().plain, display._pace.fraction(), drawn(display)))
         return float(len(set(completion)))
 

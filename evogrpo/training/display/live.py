@@ -65,6 +65,7 @@ class RunDisplay:
         self._shown.close()
 
     def _hear(self, work: Work) -> None:
+        self._show_baseline()  # no report tells of it
         self._pace.hear(work)
         if self._region is not None:
             self._region.refresh()
