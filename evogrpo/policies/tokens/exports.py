@@ -79,38 +79,48 @@ def _structure(model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 def _tried(outline: nn.Module, named: tuple[Target, ...], config: LoraConfig) -> Named:
-    if not misread(outline, named, config):
+    wrong, strays = _misread(outline, named, config)
+    if not wrong and not strays:
         return named, ()
+    by_weight = tuple(replace(target, by_weight=target.name in wrong) for target in named)
+    if len(wrong) < len(named) and _misread(outline, by_weight, config) == (frozenset(), False):
+        return by_weight, ()
     families: dict[str, list[Target]] = {}
     for target in named:  # what PEFT makes of a name depends on its last word
         families.setdefault(target.name.rpartition(".")[2], []).append(target)
     kept: dict[str, Target] = {}
     for family in families.values():
         for attempt in (family, [replace(target, by_weight=True) for target in family]):
-            wrong = misread(outline, attempt, config)
-            kept.update((target.name, target) for target in attempt if target.name not in wrong | kept.keys())
+            wrong, strays = _misread(outline, attempt, config)
+            if not strays:
+                kept.update((target.name, target) for target in attempt if target.name not in wrong | kept.keys())
     fitting = tuple(kept[target.name] for target in named if target.name in kept)
-    together = misread(outline, fitting, config) if fitting else frozenset()
-    return (
-        tuple(target for target in fitting if target.name not in together),
-        tuple(target for target in named if target.name not in kept or target.name in together),
-    )
+    while fitting:  # what is read well family by family may not be so together
+        wrong, strays = _misread(outline, fitting, config)
+        if not wrong and not strays:
+            break
+        fitting = tuple(target for target in fitting if not strays and target.name not in wrong)
+    return fitting, tuple(target for target in named if target.name not in {each.name for each in fitting})
 
 
-def misread(model: nn.Module, targets: Sequence[Target], config: LoraConfig) -> frozenset[str]:
+def _misread(model: nn.Module, targets: Sequence[Target], config: LoraConfig) -> tuple[frozenset[str], bool]:
     """Return the names of targets whose exported adapters PEFT does not load into their modules, unchanged.
 
     Args:
         model: The base, or its outline; PEFT is given a copy without weights.
         targets: The adapted modules.
         config: What they were made from.
+
+    Returns:
+        The names, and whether PEFT adapts something else.
     """
     names = {f"{STEM}{target.name}.lora_{part}.weight": target.name for target in targets for part in "AB"}
     shapes: dict[str, tuple[int, ...]] = {}
     for target in targets:
         shapes[f"{STEM}{target.name}.lora_A.weight"] = (target.rank, target.width_in)
         shapes[f"{STEM}{target.name}.lora_B.weight"] = (target.width_out, target.rank)
-    return frozenset(names[name] for name in lost(model, shapes, peft_record(targets, config)))
+    lost, strays = _lost(model, shapes, peft_record(targets, config))
+    return frozenset(names[name] for name in lost), strays
 
 
 def check_export(folder: Path, model: nn.Module) -> int:
@@ -129,22 +139,28 @@ def check_export(folder: Path, model: nn.Module) -> int:
     record = json.loads((folder / "adapter_config.json").read_text())
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
-    missing = sorted(lost(model, shapes, record))
-    if missing:
+    missing, strays = _lost(model, shapes, record)
+    if missing or strays:
         raise ValueError(
-            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {type(model).__name__}, "
-            f"{missing[0]} for one: the adapter belongs to another base model, or was written by another version"
+            f"PEFT does not load {len(missing)} of the {len(shapes)} tensors in {folder} onto {type(model).__name__}"
+            f"{f', {min(missing)} for one' if missing else ', and adapts what they do not cover'}: the adapter belongs "
+            "to another base model, or was written by another version"
         )
     return len(shapes)
 
 
-def lost(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], record: Mapping[str, Any]) -> frozenset[str]:
+def _lost(
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], record: Mapping[str, Any]
+) -> tuple[frozenset[str], bool]:
     """Return which tensors of an adapter PEFT does not put, unchanged, where their names say; all if it refuses.
 
     Args:
         model: The base, or its outline; PEFT is given a copy without weights.
         shapes: Of the tensors in adapter_model.safetensors.
         record: The values of adapter_config.json.
+
+    Returns:
+        The names, and whether PEFT adapts what the tensors do not cover.
     """
     # The values of a tensor say which one it is; expanded from one number, it takes no memory.
     marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
@@ -156,17 +172,16 @@ def lost(model: nn.Module, shapes: Mapping[str, tuple[int, ...]], record: Mappin
             loaded = PeftModelForCausalLM(_outline(model), copy.deepcopy(config), low_cpu_mem_usage=True)
             set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
     except Exception:  # noqa: BLE001  # whatever PEFT raises, it does not load the adapter
-        return frozenset(shapes)
+        return frozenset(shapes), False
     held = {
         f"{name}.lora_{part}.weight": (layer, getattr(layer, f"lora_{part}")["default"].weight)
         for name, layer in loaded.named_modules()
         if isinstance(layer, LoraLayer)
         for part in "AB"
     }
-    if held.keys() - shapes.keys():
-        return frozenset(shapes)
     factor = scaling(config)
-    return frozenset(name for name, mark in marks.items() if name not in held or not _holds(*held[name], mark, factor))
+    lost = frozenset(name for name in marks if name not in held or not _holds(*held[name], marks[name], factor))
+    return lost, bool(held.keys() - shapes.keys())
 
 
 def _holds(layer: LoraLayer, weight: Tensor, mark: Tensor, factor: float) -> bool:
