@@ -80,6 +80,8 @@ def go_on(chosen: argparse.Namespace) -> int:
         _check_memory(prepared, chosen)
         with working(console, "reading the members"):
             evolution = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
+        for change in evolution.changed_data:
+            say_warning(f"changed since the run began: {change}")
         with _fitting_threads(prepared):
             return _go(console, evolution, run_dir)
 

@@ -112,6 +112,7 @@ def test_a_reward_that_raises_stops_the_run_which_goes_on_once_mended(project, h
     assert main(["resume", "run"]) == 2
     assert "reward score: weight 1, code" in capsys.readouterr().err
     assert main(["resume", "run", "--allow-changed-data"]) == 0
+    assert "warning: changed since the run began: reward score: weight 1, code" in capsys.readouterr().err
     assert story(here / "run") == uninterrupted
 
 

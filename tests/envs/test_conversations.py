@@ -36,6 +36,23 @@ def gym(template=CLOSED, **options):
     return MultiTurnGym(ROWS, None, build(template), **(defaults | options))
 
 
+def test_arguments_of_the_template_hold_for_every_turn():
+    template = CLOSED.replace("<a>{% endif %}", "<a>{{ mood | default('') }}{% endif %}")
+    rows = [
+        {**row, "chat_template_kwargs": {"mood": "?", "other": None} if n % 2 else None} for n, row in enumerate(ROWS)
+    ]
+    env = MultiTurnGym(
+        rows, None, build(template), reply=hint, max_turns=2, reward_funcs=right, chat_template_kwargs={"mood": "!"}
+    )
+    opened = env.open("train", range(8))
+    for start, row in enumerate(opened.rows):
+        mood = "?" if row["chat_template_kwargs"] else "!"
+        assert env.tokenizer.decode(opened.prompts[start]).endswith(f"<a>{mood}")
+        said = Transcript(row=0, start=start, said=(encoded(env, "x"),), heard=())
+        (heard,) = opened.respond([said])
+        assert env.tokenizer.decode(heard).endswith(f"<a>{mood}")
+
+
 def encoded(env, text):
     return tuple(env.tokenizer(text, add_special_tokens=False)["input_ids"])
 

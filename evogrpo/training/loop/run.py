@@ -55,6 +55,7 @@ class Evolution:
         changed_data: How the environment differs from the one that the run began in, for the journal.
 
     Attributes:
+        changed_data: As given.
         stopping: Whether a stop has been asked for, and why.
     """
 
@@ -88,7 +89,7 @@ class Evolution:
         self._tested: TestReport | None = None
         generations = schedule.generations
         self._equal_rewards = EqualRewards(generations and generations * schedule.steps_per_generation)
-        self._data, self._changed_data = fingerprint_of(env), tuple(changed_data)
+        self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         check_strategy(strategy)
         if progress is None:
             schedule.warn_neutral(population)
@@ -173,7 +174,7 @@ class Evolution:
         """Record the start: the untrained base's fitness and a checkpoint of the founders, or that the run resumed."""
         progress = self.progress
         if progress.baseline is not None:
-            changed = {"changed_data": self._changed_data} if self._changed_data else {}
+            changed = {"changed_data": self.changed_data} if self.changed_data else {}
             self._record("resumed", generation=progress.generation, step=progress.step, **changed)
             return
         began = time.monotonic()
