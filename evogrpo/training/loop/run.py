@@ -198,6 +198,7 @@ class Evolution:
             ],
         )
         questions = self.schedule.validation_questions
+        self._tell_pace()
         with self.stopping.abandonable():
             progress.baseline = self.population.baseline(self.env, "validation", questions=questions)
         progress.seconds += time.monotonic() - began
