@@ -116,5 +116,5 @@ def test_spaces_survive_saving(tmp_path):
     space = HyperparameterConfig(
         lr=RLParameter(min=1e-5, max=1e-3, scale="log", factor=1.5), group_size=RLParameter(choices=[2, 6])
     )
-    tiny_agent(hp_config=space).save_checkpoint(tmp_path / "agent")
+    tiny_agent(hp_config=space, group_size=6).save_checkpoint(tmp_path / "agent")
     assert dict(GRPO.load(tmp_path / "agent", actor_network=shared_model()).hp_config) == dict(space)

@@ -153,10 +153,16 @@ class Overthrow(Stateless):
 
 def test_the_order_of_questions_outlives_the_members_that_decided_it(tmp_path):
     """A founder with groups smaller than any that evolve makes blocks long; so they stay when it is gone."""
-    options = {"hp_config": HyperparameterConfig(group_size=RLParameter(choices=[4, 8])), "group_size": 2}
-    finish(tiny_run(tmp_path / "whole", strategy=Overthrow(), options=options))
+
+    def founded(folder):
+        options = {"hp_config": HyperparameterConfig(group_size=RLParameter(choices=[4, 8]))}
+        run = tiny_run(folder, strategy=Overthrow(), options=options)
+        run.population[0].group_size = 2
+        return run
+
+    finish(founded(tmp_path / "whole"))
     assert all(member["hyperparameters"]["group_size"] > 2 for member in story(tmp_path / "whole")[-1]["members"])
-    stop_after(tiny_run(tmp_path / "run", strategy=Overthrow(), options=options), 4)
+    stop_after(founded(tmp_path / "run"), 4)
     finish(resumed_run(tmp_path / "run", strategy=Overthrow))
     assert same_run(tmp_path / "run", tmp_path / "whole")
 
