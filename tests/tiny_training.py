@@ -156,10 +156,16 @@ def tiny_run(
     env: HuggingFaceGym | None = None,
     strategy: Strategy | None = None,
     options: Mapping[str, Any] | None = None,
+    first_group: int | None = None,
     **schedule: Any,
 ) -> Evolution:
-    """Return a small run that has not begun: members that evolve, several optimizer steps, ragged group sizes."""
+    """Return a small run that has not begun: members that evolve, several optimizer steps, ragged group sizes.
+
+    `first_group` is set on the first member once it is there, wherever group sizes may evolve to.
+    """
     population = tiny_population(size, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
+    if first_group is not None:
+        population[0].group_size = first_group
     return Evolution(
         population,
         env or tiny_env(),

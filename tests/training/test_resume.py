@@ -156,9 +156,7 @@ def test_the_order_of_questions_outlives_the_members_that_decided_it(tmp_path):
 
     def founded(folder):
         options = {"hp_config": HyperparameterConfig(group_size=RLParameter(choices=[4, 8]))}
-        run = tiny_run(folder, strategy=Overthrow(), options=options)
-        run.population[0].group_size = 2
-        return run
+        return tiny_run(folder, strategy=Overthrow(), options=options, first_group=2)
 
     finish(founded(tmp_path / "whole"))
     assert all(member["hyperparameters"]["group_size"] > 2 for member in story(tmp_path / "whole")[-1]["members"])
