@@ -27,7 +27,14 @@ def short_hash(*parts: str | bytes) -> str:
 
 def canonical(value: Any) -> str:
     """Return a value of a dataset, or an argument, as a text that does not depend on where it was read from."""
-    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=_as_plain)
+    try:
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, default=_as_plain)
+    except TypeError:  # a mapping whose keys are no texts
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(sorted(f'{canonical(key)}: {canonical(item)}' for key, item in value.items()))}}}"
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(canonical, value))}]"
+        return canonical(_as_plain(value))
 
 
 def _as_plain(value: Any) -> Any:
@@ -35,6 +42,8 @@ def _as_plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, set | frozenset):
+        return sorted(map(canonical, value))
     if callable(value):
         return code_hash(value)
     text = str(value)

@@ -120,6 +120,10 @@ def test_a_module_of_the_users_own_counts_wherever_it_is_named(tmp_path):
 def test_values_are_the_same_text_wherever_they_were_read_from():
     assert canonical({"b": np.int64(1), "a": np.array([1.5])}) == canonical({"a": [1.5], "b": 1})
     assert canonical(object()) == canonical(object())
+    odd = {(1, 2): "a", 3: {"b", "c", "d"}, "k": [{None: 1, "x": 2}]}
+    assert canonical(odd) == canonical(dict(reversed(odd.items())))
+    assert canonical(odd) != canonical({**odd, 3: {"b", "c"}})
+    assert canonical({"s": {"b", "a"}}) == canonical({"s": {"a", "b"}})
 
 
 def one(completion, answer, question):
