@@ -38,6 +38,7 @@ def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
         for _ in evolve(
             population,
             env,
+            progress=False,
             strategy=NoEvolution(),
             generations=1,
             steps_per_generation=3,

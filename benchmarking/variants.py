@@ -65,6 +65,7 @@ def run(seed: int, steps: int) -> dict[str, list[float]]:
         for _ in evolve(
             population,
             env,
+            progress=False,
             strategy=NoEvolution(),
             generations=1,
             steps_per_generation=steps,

@@ -79,6 +79,7 @@ def train_population(env: CountedGroups, population: Population, recipe: Recipe,
     for _ in evolve(
         population,
         env,
+        progress=False,
         samples_per_step=recipe.samples_per_step,
         steps_per_generation=recipe.steps_per_generation,
         validation_questions=recipe.validation_starts,

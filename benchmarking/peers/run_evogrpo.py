@@ -81,6 +81,7 @@ def main() -> None:
         for _ in evolve(
             population,
             env,
+            progress=False,
             strategy=NoEvolution(),
             generations=1,
             steps_per_generation=arguments.steps + 1,
