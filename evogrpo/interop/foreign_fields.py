@@ -100,6 +100,14 @@ class Fields:
         value = self.get(name)
         return None if value is None else self._checked(name, value, whole_number)
 
+    def count(self, name: str) -> Any:
+        """Return a whole number of at least 1, or None where that is the default."""
+        number = self.whole(name)
+        if number is not None and number < 1:
+            self.refuse(f"{self.kind} {name} must be at least 1, got {number}")
+            return self.defaults[name]
+        return number
+
     def _checked(self, name: str, value: object, check: Callable[[str, object], T]) -> T | Any:
         try:
             return check(f"{self.kind} {name}", value)

@@ -177,9 +177,9 @@ def _importance(fields: Fields) -> dict[str, Any]:
 
 
 def _settings(fields: Fields) -> dict[str, Any]:
-    prompts, group = fields.whole("rollout_batch_size"), fields.whole("num_return_sequences_in_group")
-    prompt, response = fields.whole("prompt_length"), fields.whole("response_length")
-    whole = fields.whole("sequence_length")
+    prompts, group = fields.count("rollout_batch_size"), fields.whole("num_return_sequences_in_group")
+    prompt, response = fields.count("prompt_length"), fields.count("response_length")
+    whole = fields.count("sequence_length")
     if (prompts is None) != (group is None):
         fields.refuse(
             "ROLL keys rollout_batch_size and num_return_sequences_in_group belong together, their product being the "

@@ -75,8 +75,8 @@ def read_trl(source: object) -> Reading:
     weights = fields.numbers("reward_weights")
     settings = {
         "samples_per_step": samples,
-        "max_output_tokens": fields.whole("max_completion_length"),
-        "max_prompt_length": fields.whole("max_prompt_length"),
+        "max_output_tokens": fields.count("max_completion_length"),
+        "max_prompt_length": fields.count("max_prompt_length"),
         "reward_weights": weights,
         "seed": fields.whole("seed"),
         **sampling_settings(
@@ -133,21 +133,15 @@ def _refuse(fields: Fields) -> None:
 
 def _batch(fields: Fields) -> tuple[int, int]:
     """Return samples per learning step and per optimizer step."""
-    per_device = fields.whole("per_device_train_batch_size")
-    accumulation = fields.whole("gradient_accumulation_steps")
-    steps = fields.whole("steps_per_generation")
-    generation = fields.whole("generation_batch_size")
+    per_device = fields.count("per_device_train_batch_size")
+    accumulation = fields.count("gradient_accumulation_steps")
+    steps = fields.count("steps_per_generation")
+    generation = fields.count("generation_batch_size")
     if generation is None:
         steps = accumulation if steps is None else steps
         generation = per_device * steps
     elif steps is None:
-        steps = max(generation // max(per_device, 1), 1)
-    if per_device < 1 or steps < 1 or accumulation < 1:
-        fields.refuse(
-            "TRL fields per_device_train_batch_size, steps_per_generation and gradient_accumulation_steps must be at "
-            f"least 1, got {per_device}, {steps} and {accumulation}"
-        )
-        return generation, generation
+        steps = max(generation // per_device, 1)
     # Of all processes: a GRPOConfig has both, and each process's micro-batches together are one step of a generation.
     micro, rest = divmod(generation, steps)
     batch = micro * accumulation

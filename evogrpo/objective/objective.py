@@ -139,9 +139,13 @@ class Imported:
         Raises:
             ValueError: With everything that cannot be honoured or is out of range, one line each.
         """
+        from evogrpo.records import SamplingOptions  # needs torch, which settings do without
+
         refused = list(reading.refused)
         objective = _made(lambda: Objective(**reading.objective), refused)
         optimizer = _made(lambda: Optimizer(**reading.optimizer), refused)
+        drawn = [each.name for each in dataclasses.fields(SamplingOptions) if each.name in reading.settings]
+        _made(lambda: SamplingOptions(**{name: reading.settings[name] for name in drawn}), refused)
         for name, value in reading.hyperparameters.items():
             _made(partial(Hyperparameters.from_json, {name: value}), refused)
         if objective is None or optimizer is None or refused:

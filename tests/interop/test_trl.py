@@ -230,7 +230,10 @@ def test_a_ratio_of_warm_up_is_read_where_the_run_has_a_length_and_steps_do_not_
         ({"max_steps": 9, "lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs must be a mapping"),
         ({"max_steps": 9, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}}, "power has no"),
         ({"max_steps": 9, "lr_scheduler_type": "cosine_with_min_lr"}, "min_lr or min_lr_rate: give one"),
-        ({"per_device_train_batch_size": 0}, "must be at least 1, got 0"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, got 0"),
+        ({"max_completion_length": -5}, "max_completion_length must be at least 1, got -5"),
+        ({"top_p": 2.0}, r"top_p must lie in \(0, 1\], got 2.0"),
+        ({"top_k": -7}, "top_k must be at least 0, got -7"),
         ({"optim": "sgd"}, "optim .*got 'sgd': .*AdamW.*leave it out"),
         *(
             ({name: value}, f"TRL field {name} has no counterpart here")
