@@ -80,6 +80,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 2,
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
     },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1, "lm_head_multiplier": 2.0},
     "gemma3n_text": {
         "num_hidden_layers": 4, "num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 4, "laurel_rank": 4,
@@ -101,6 +102,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 2},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16]},
+    "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
 
@@ -126,7 +129,7 @@ def family_model(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     default = kind()
     values = _small(default)
     if inner := getattr(default, "text_config", None):
-        values["text_config"] = _small(inner) | {"model_type": inner.model_type}
+        values["text_config"] = _small(inner) | SPECIAL.get(inner.model_type, {}) | {"model_type": inner.model_type}
     config = kind(**values | SPECIAL.get(family, {}) | changes)
     with torch.device("meta"):
         outline = AutoModelForCausalLM.from_config(config)

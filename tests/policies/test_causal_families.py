@@ -32,6 +32,13 @@ from tests.tiny_models import tiny_model
 # experts' in a model without any, scaled hidden states, and an inner model under another name.
 DIFFERENT = ["deepseek_v3", "laguna", "falcon_mamba", "phimoe", "beam", "minicpm3", "llama4_text"]
 NOT_CAUSAL = ["bert-generation", "xlm", "cpmant"]
+# Encoders under a causal head, models that padding on the left confuses, heads of several layers, and two others.
+REFUSED = {
+    *NOT_CAUSAL, "bert", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp", "pegasus", "plbart",
+    "recurrent_gemma", "rwkv", "trocr", "modernbert-decoder", "prophetnet", "reformer", "xlnet",
+}  # fmt: skip
 slow = pytest.mark.slow
 
 
@@ -74,13 +81,12 @@ def test_what_is_trained_is_what_peft_computes_or_is_refused(family, tmp_path):
     model = built(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
-            bank = different_members(model, 2)
-            batch = sampled_batch(bank, tokens=4)
-        except ValueError:
-            if family in DIFFERENT:
-                raise
+        if family in REFUSED:
+            with pytest.raises(ValueError, match=type(model).__name__):
+                different_members(model, 2)
             return
+        bank = different_members(model, 2)
+        batch = sampled_batch(bank, tokens=4)
     rows = [int((batch.member_ids == slot).nonzero()[0, 0]) for slot in range(2)]
     base = bank.log_probs(batch, base=True)
     for row in rows:
