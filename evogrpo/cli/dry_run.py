@@ -45,7 +45,7 @@ def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool
     forecast = prepared.forecast()
     rows = dict(forecast.rows(prepared.config))
     if forecast.need is not None:
-        rows["memory here"] = check_memory(forecast.need, allowed=True)
+        rows["there is"] = check_memory(forecast.need, allowed=True)
     _show(console, rows)
     if forecast.need is not None:
         check_memory(forecast.need, allowed=allow_memory, remedy="--allow-memory")

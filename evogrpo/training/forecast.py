@@ -47,8 +47,9 @@ class Rounds:
         if self.learning_steps is None or self.evaluated is None:
             return "until tokens or seconds run out"
         schedule = config.schedule
+        generations = counted(schedule.generations or 0, "generation")
         return (
-            f"{self.learning_steps} = {schedule.generations} generations × {schedule.steps_per_generation}, and "
+            f"{self.learning_steps} = {generations} × {schedule.steps_per_generation}, and "
             f"{count_text(self.evaluated)} {held_out}"
         )
 

@@ -36,12 +36,12 @@ def check_memory(need: Need, *, allowed: bool = False, remedy: str = "allow_memo
     """
     there, what = memory_of(need.device)
     if there is None:
-        return f"how much {what} is there cannot be told"
-    found = f"{gigabytes(there)} of {what} are there"
+        return f"how much {what} there is cannot be told"
+    found = f"{gigabytes(there)} of {what}"
     if need.size > there and not allowed:
         raise ValueError(
-            f"the run needs about {gigabytes(need.size)}, but {found}: lower {need.savings}, or give {remedy} if the "
-            "estimate is too high"
+            f"the run needs about {gigabytes(need.size)}, but there are only {found}: lower {need.savings}, or give "
+            f"{remedy} if the estimate is too high"
         )
     return found
 
