@@ -184,6 +184,8 @@ LANGUAGE_ONLY = (
     "micro_batch_tokens",
     "source",
 )
+FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_token_id")
+"""The arguments that constructors name before the options."""
 NETWORKS_ONLY = ("network", "evolve_network", "normalise_observations")
 
 
@@ -205,7 +207,7 @@ def open_members(
     Raises:
         ValueError: If an argument is unknown, missing or out of range; nothing is built then.
     """
-    refuse_unknown("argument", options, Options.__annotations__)
+    refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
     given = observation_space, action_space
     if isinstance(actor_network, PreTrainedModel):
         return _open_language(size, given, actor_network, pad_token_id, options)
@@ -295,7 +297,7 @@ def open_team(
     Raises:
         ValueError: If an argument is unknown or out of range; nothing is made then.
     """
-    refuse_unknown("argument", options, TeamOptions.__annotations__)
+    refuse_unknown("argument", options, [*TeamOptions.__annotations__, "observation_spaces", "action_spaces"])
     for name, given in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
         if not isinstance(given, Mapping) or not given:
             raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {given!r:.80}")

@@ -129,6 +129,9 @@ def test_a_class_of_ones_own_has_attributes_of_its_own():
         (lambda: tiny_agent(max_completion_length=9), "it is called 'max_output_tokens' here"),
         (lambda: tiny_agent(per_device_train_batch_size=9), "it is called 'batch_size' here"),
         (lambda: GRPO.population(pop_size=9), "it is called 'size' here"),
+        (lambda: GRPO.population(num_agents=9), "it is called 'size' here"),
+        (lambda: tiny_agent(actor_netwrk=None), "did you mean 'actor_network'"),
+        (lambda: MultiAgentGRPO(observation_space={}), "it is called 'observation_spaces' here"),
     ],
 )
 def test_calls_in_the_manner_of_other_libraries_are_answered(call, answer):
