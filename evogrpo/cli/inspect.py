@@ -11,17 +11,18 @@ from rich.text import Text
 from evogrpo.cli.arguments import OK
 from evogrpo.history.text import number_text, printable
 from evogrpo.installing import extra_command
-from evogrpo.training.display.console import make_console
+from evogrpo.training.display.console import make_console, working
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def report(chosen: argparse.Namespace) -> int:
     """Draw the figure and the page of a run."""
-    from evogrpo.report.html import write_html
-
-    page = write_html(chosen.run_dir)
     console = make_console()
+    with working(console, "drawing"):
+        from evogrpo.report.html import write_html
+
+        page = write_html(chosen.run_dir)
     for path in (page.with_name("report.png"), page):
         console.print(str(path), soft_wrap=True, markup=False)
     return OK
@@ -62,7 +63,6 @@ def tasks(chosen: argparse.Namespace) -> int:
 def video(chosen: argparse.Namespace) -> int:
     """Record the run's best member from the first starts of the test split."""
     from evogrpo.training.configuration.reading import CONFIG_FILE, load_config
-    from evogrpo.training.kinds.registry import kind_of
 
     folder: Path = chosen.folder or chosen.run_dir / "videos"
     if chosen.episodes < 1:
@@ -72,14 +72,17 @@ def video(chosen: argparse.Namespace) -> int:
             f"{chosen.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train --env`; one started "
             "by evolve() in Python is recorded with evogrpo.record_video()"
         )
-    config = load_config(chosen.run_dir / CONFIG_FILE)
     if not (chosen.run_dir / "best").is_dir():
         raise ValueError(f"{chosen.run_dir} has no best member yet: it appears after a run's first generation")
-    try:
-        recorded = kind_of(config.task).film(config, chosen.run_dir / "best", folder, chosen.episodes)
-    except ImportError as error:
-        raise ValueError(str(error)) from error
     console = make_console()
+    with working(console, "recording"):
+        from evogrpo.training.kinds.registry import kind_of
+
+        config = load_config(chosen.run_dir / CONFIG_FILE)
+        try:
+            recorded = kind_of(config.task).film(config, chosen.run_dir / "best", folder, chosen.episodes)
+        except ImportError as error:
+            raise ValueError(str(error)) from error
     for each in recorded:
         facts = f"  return {number_text(each.episode_return)}, {each.length} steps"
         console.print(Text.assemble(printable(str(each.path)), (facts, "dim")), soft_wrap=True)
@@ -88,9 +91,6 @@ def video(chosen: argparse.Namespace) -> int:
 
 def export(chosen: argparse.Namespace) -> int:
     """Copy the two files that PEFT needs, after checking that they are whole."""
-    from evogrpo.agents.members.by_kind import MEMBERS
-    from evogrpo.persistence.checkpoint import read_checkpoint
-    from evogrpo.persistence.durable import make_folder, write_synced
     from evogrpo.persistence.placement import stored_at
 
     best = stored_at(chosen.run_dir / "best")
@@ -99,15 +99,20 @@ def export(chosen: argparse.Namespace) -> int:
         raise ValueError(f"{chosen.run_dir} has no best member yet: it appears after a run's first generation")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
-    _, record = read_checkpoint(chosen.run_dir / "best", kind="agent")
-    if not (best / PEFT_FILES[0]).is_file():
-        loading = f"{MEMBERS[record['shared']['kind']].agent_class}.load({str(best)!r})"
-        raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
-    checked = _checked(chosen.run_dir, best, str(record["shared"]["source"]))
+    console = make_console()
+    with working(console, "reading and checking the adapter"):
+        from evogrpo.agents.members.by_kind import MEMBERS
+        from evogrpo.persistence.checkpoint import read_checkpoint
+        from evogrpo.persistence.durable import make_folder, write_synced
+
+        _, record = read_checkpoint(chosen.run_dir / "best", kind="agent")
+        if not (best / PEFT_FILES[0]).is_file():
+            loading = f"{MEMBERS[record['shared']['kind']].agent_class}.load({str(best)!r})"
+            raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
+        checked = _checked(chosen.run_dir, best, str(record["shared"]["source"]))
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())
-    console = make_console()
     member, base = record["member"], record["shared"]["source"]
     console.print(Text(f"member #{member['index']} is in {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
     loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"

@@ -324,7 +324,8 @@ def test_the_best_member_is_filmed_and_no_film_is_overwritten(finished, capsys, 
 
 
 def test_what_cannot_be_filmed_is_refused(here, capsys):
-    assert main(["video", "nowhere"]) == 2
+    (here / "empty").mkdir()
+    assert main(["video", "empty"]) == 2
     assert "holds no config.yaml" in capsys.readouterr().err
-    assert main(["video", "nowhere", "--episodes", "0"]) == 2
+    assert main(["video", "empty", "--episodes", "0"]) == 2
     assert "--episodes must be at least 1" in capsys.readouterr().err
