@@ -11,7 +11,7 @@ import pytest
 
 from evogrpo.interruption import Interrupted, give_way, interruptible
 from evogrpo.persistence.journal import read_journal
-from evogrpo.training.loop import run as loop
+from evogrpo.training.loop import acting
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.stopping import Stopping
 from tests.cli.project import ROOT
@@ -47,19 +47,19 @@ def whole(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
     begin, resume = KINDS[request.param]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(loop, "PATIENCE_SECONDS", 0.0)
+        patched.setattr(acting, "PATIENCE_SECONDS", 0.0)
         run = begin(folder)
-        run.stopping = After(float("inf"))
+        run.acting.stopping = After(float("inf"))
         finish(run)
     return begin, resume, folder, run.stopping.looks
 
 
 @pytest.mark.parametrize("share", SHARES)
 def test_a_run_stopped_amid_anything_goes_on_as_if_it_had_not_been(whole, tmp_path, share, monkeypatch):
-    monkeypatch.setattr(loop, "PATIENCE_SECONDS", 0.0)  # so that learning is abandoned as well
+    monkeypatch.setattr(acting, "PATIENCE_SECONDS", 0.0)  # so that learning is abandoned as well
     begin, resume, folder, looks = whole
     run = begin(tmp_path / "run")
-    run.stopping = After(int(share * looks))
+    run.acting.stopping = After(int(share * looks))
     finish(run)
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by the test"
     assert not run.result.complete
@@ -77,7 +77,7 @@ def test_learning_that_is_short_is_not_abandoned(tmp_path):
             return super().abandonable()
 
     run = tiny_run(None)
-    run.stopping = DuringLearning()
+    run.acting.stopping = DuringLearning()
     finish(run)
     # The baseline, one collection in each of six steps, three validations and the test: never in learning.
     assert stopped == [0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 6]

@@ -1,13 +1,15 @@
 """From a population's state to plain numbers: member reports and metrics."""
 
 from pathlib import Path
+from typing import Any
 
 from evogrpo.agents.population import Population
-from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.evolution.history import Generation, Seat
 from evogrpo.history.records import Estimate, MemberReport, TestReport
 from evogrpo.history.results import BestMember, Result
 from evogrpo.training.loop.progress import Progress
+from evogrpo.training.schedule import Schedule
 
 
 def generation_of(population: Population, progress: Progress) -> Generation:
@@ -52,6 +54,36 @@ def member_reports(population: Population, progress: Progress) -> tuple[MemberRe
         )
         for agent in population.agents
         if not agent.retired
+    )
+
+
+def description_of(population: Population, schedule: Schedule) -> dict[str, Any]:
+    """Return what the journal's first event says of the members and the schedule."""
+    return {
+        "kind": population.members.kind,
+        "seed": population.members.settings.seed,
+        "population_size": len(population),
+        "samples_per_step": schedule.samples_per_step,
+        "steps_per_generation": schedule.steps_per_generation,
+        "schedule": schedule.to_json(),
+        "evolvable": population.space.to_json(),
+        "algorithm": population.algorithm.__qualname__,
+        "members": [
+            {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+            for a in population.agents
+        ],
+    }
+
+
+def test_report(index: int, before: Fitness, after: Fitness) -> TestReport:
+    """Compare what the untrained base and a member earned on the same questions."""
+    mean, standard_error = paired_difference(after, before)
+    return TestReport(
+        questions=len(after.scores),
+        index=index,
+        before=estimate(before),
+        after=estimate(after),
+        gain=Estimate(mean=mean, standard_error=standard_error),
     )
 
 

@@ -8,27 +8,27 @@ from typing import Any, TypeGuard
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.comparing import fingerprint_of
-from evogrpo.envs.groups import GroupEnvironment, Paced
-from evogrpo.evolution.fitness import paired_difference
+from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.history.records import (
-    BaselineReport,
-    Estimate,
-    GenerationReport,
-    Report,
-    StepReport,
-    TestReport,
-)
+from evogrpo.history.records import BaselineReport, GenerationReport, Report, StepReport, TestReport
 from evogrpo.history.results import Result
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
+from evogrpo.training.loop.acting import Acting
 from evogrpo.training.loop.equal_rewards import EqualRewards
-from evogrpo.training.loop.observing import estimate, generation_of, member_reports, result_of
+from evogrpo.training.loop.observing import (
+    description_of,
+    estimate,
+    generation_of,
+    member_reports,
+    result_of,
+    test_report,
+)
 from evogrpo.training.loop.progress import Best, Progress
 from evogrpo.training.loop.step_closing import close_step
-from evogrpo.training.loop.stopping import PATIENCE_SECONDS, STOPPED, Stopping
+from evogrpo.training.loop.stopping import STOPPED, Stopping
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.schedule import Schedule
 
@@ -55,8 +55,8 @@ class Evolution:
         changed_data: How the environment differs from the one that the run began in, for the journal.
 
     Attributes:
+        acting: What the members do.
         changed_data: As given.
-        stopping: Whether a stop has been asked for, and why.
     """
 
     def __init__(
@@ -83,8 +83,7 @@ class Evolution:
         self.progress = progress or Progress(members=len(population))
         self._set_budgets(None, None)
         self._description = description or {}
-        self.stopping = Stopping()
-        self._learning_seconds = 0.0
+        self.acting = Acting(population, env, schedule, self.progress)
         self._ended: str | None = None
         self._tested: TestReport | None = None
         generations = schedule.generations
@@ -96,6 +95,11 @@ class Evolution:
             if run_dir is not None:
                 check_resumable(strategy)
                 run_dir.create()
+
+    @property
+    def stopping(self) -> Stopping:
+        """Whether a stop has been asked for, and why."""
+        return self.acting.stopping
 
     def stop(self, reason: str = STOPPED) -> None:
         """Stop now: what is being done is abandoned, and the run is left as it was after its last learning step.
@@ -127,7 +131,7 @@ class Evolution:
                     break
                 began = time.monotonic()
                 collected = self._collect()
-                learned = self._learn(collected, collecting=time.monotonic() - began)
+                learned = self.acting.learn(collected, collecting=time.monotonic() - began)
                 yield self._close_step(collected, learned, began)
                 self._save_between()
                 self.stopping.check()
@@ -182,25 +186,11 @@ class Evolution:
         self._record(
             "run",
             **self._description,
-            kind=self.population.members.kind,
-            seed=self.population.members.settings.seed,
-            population_size=len(self.population),
-            samples_per_step=self.schedule.samples_per_step,
-            steps_per_generation=self.schedule.steps_per_generation,
-            schedule=self.schedule.to_json(),
-            evolvable=self.population.space.to_json(),
+            **description_of(self.population, self.schedule),
             strategy=strategy_record(self.strategy),
-            algorithm=self.population.algorithm.__qualname__,
             data=self._data,
-            members=[
-                {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
-                for a in self.population.agents
-            ],
         )
-        questions = self.schedule.validation_questions
-        self._tell_pace()
-        with self.stopping.abandonable():
-            progress.baseline = self.population.baseline(self.env, "validation", questions=questions)
+        progress.baseline = self.acting.baseline()
         progress.seconds += time.monotonic() - began
         self._write(BaselineReport(questions=len(progress.baseline.scores), fitness=estimate(progress.baseline)))
         self._save()
@@ -250,46 +240,14 @@ class Evolution:
 
     def _collect(self) -> Collected:
         """Let the members act; if that fails, what they have learnt so far is kept."""
-        progress = self.progress
         self._require_healthy()
-        self._tell_pace()
         try:
-            with self.stopping.abandonable():
-                return self.population.collect(
-                    self.env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
-                )
+            return self.acting.collect()
         except Exception as error:
             # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
             # reward function raised, and the run goes on once it is mended.
-            self._save(f"{type(error).__name__} while collecting step {progress.step}")
+            self._save(f"{type(error).__name__} while collecting step {self.progress.step}")
             raise
-
-    def _tell_pace(self) -> None:
-        """Let the environment know how far training has come."""
-        if isinstance(self.env, Paced):
-            generations = self.schedule.generations or 0
-            self.env.at_step(self.progress.step, generations * self.progress.steps_per_generation)
-
-    def _learn(self, collected: Collected, *, collecting: float) -> dict[int, LearnReport]:
-        """Let the members learn; if that takes long it can be abandoned, and nobody has learnt anything then."""
-        if max(self._learning_seconds, collecting) < PATIENCE_SECONDS:
-            # Not worth a copy of what everybody has learnt: it ends in time.
-            return self._timed_learning(collected)
-        banks = self.population.members.banks
-        before = {agent.slot: banks.state(agent.slot) for agent in self.population.healthy}
-        try:
-            with self.stopping.abandonable():
-                return self._timed_learning(collected)
-        except Interrupted:
-            for slot, state in before.items():
-                banks.load_state(slot, state)
-            raise
-
-    def _timed_learning(self, collected: Collected) -> dict[int, LearnReport]:
-        began = time.monotonic()
-        learned = self.population.learn(collected.experience, step=self.progress.step)
-        self._learning_seconds = time.monotonic() - began
-        return learned
 
     def _close_step(self, collected: Collected, learned: Mapping[int, LearnReport], began: float) -> StepReport:
         """Count a learning step and record it."""
@@ -308,10 +266,8 @@ class Evolution:
         """Evaluate, plan, record and checkpoint."""
         progress, population, began = self.progress, self.population, time.monotonic()
         self._require_healthy()
-        self._tell_pace()
         try:
-            with self.stopping.abandonable():
-                population.evaluate(self.env, "validation", questions=self.schedule.validation_questions)
+            self.acting.evaluate()
         except Exception as error:
             self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
             raise
@@ -396,18 +352,8 @@ class Evolution:
         """Let the best member ever and the base answer the test split."""
         best = self.progress.best
         assert best is not None  # reports() asks for it
-        self._tell_pace()
-        questions = self.schedule.test_questions
-        with self.stopping.abandonable():
-            before, after = self.population.compare(best.state, self.env, "test", questions=questions)
-        mean, standard_error = paired_difference(after, before)
-        report = TestReport(
-            questions=len(after.scores),
-            index=best.index,
-            before=estimate(before),
-            after=estimate(after),
-            gain=Estimate(mean=mean, standard_error=standard_error),
-        )
+        before, after = self.acting.compare(best.state)
+        report = test_report(best.index, before, after)
         self._write(report)
         return report
 
