@@ -173,3 +173,16 @@ def test_runs_refuse_what_they_cannot_do_before_they_begin():
     answered("strategy", lambda: evolve(population, env, **base, strategy=Tournament))
     with pytest.raises(ValueError, match="strateg"):
         evolve(population, env, **base, strategy=0)
+
+
+def test_networks_larger_than_memory_are_refused_before_they_are_made():
+    space = cart_pole()
+    spaces = {"observation_space": space.observation_space, "action_space": space.action_space}
+    for options in (
+        {"network": NetworkConfig(hidden=(65_536,) * 64)},
+        {"network": NetworkConfig(hidden=(50_000,) * 40)},
+    ):
+        with pytest.raises(ValueError, match=r"GB would be needed.*the networks of 1 members with [\d,]+ weights each"):
+            GRPO(**spaces, **options)
+    with pytest.raises(ValueError, match="the networks of 100000 members"):
+        GRPO.population(100_000, **spaces, network=NetworkConfig(hidden=(4096, 4096)))

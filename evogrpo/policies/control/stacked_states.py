@@ -1,5 +1,6 @@
 """What the members of a stacked bank have learnt: one stack per architecture, step counts, running statistics."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from evogrpo.policies.control.architecture import NetworkConfig, bytes_tensor, m
 from evogrpo.policies.control.distributions import Distribution
 from evogrpo.policies.control.networks import ModuleNetwork, Network, join, split
 from evogrpo.policies.control.stacks import IntArray, Stack
+from evogrpo.policies.devices import check_room
 from evogrpo.records import UpdateReport
 
 
@@ -67,6 +69,10 @@ class StackedStates:
         self._network_for, self._distribution, self._optimizer = network_for, distribution, optimizer
         self.own_reference, self._device, self.changes = own_reference, device, 0
         network = network_for(config)
+        numbers = sum(math.prod(shape) for shape in (network.shapes | dict(distribution.free)).values())
+        copies = size * (5 if own_reference else 4) + 2  # weights, moments, gradient; the base and the first founder
+        members = f"the networks of {size} members with {numbers:,} weights each: use fewer, or smaller layers"
+        check_room(4 * numbers * copies, torch.device(device), members)
         first = network.initial(seed)
         for name, shape in distribution.free.items():
             first[name] = torch.full(shape, 0.0 if config is None else config.log_std)
