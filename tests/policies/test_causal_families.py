@@ -241,10 +241,12 @@ def test_an_export_that_peft_would_load_elsewhere_is_refused(tmp_path):
         check_export(tmp_path, model)
 
 
-@pytest.mark.parametrize("change", ["other widths", "fewer layers", "another scale"])
+@pytest.mark.parametrize("change", ["other widths", "fewer layers", "another scale", "from the future"])
 def test_an_export_of_another_base_is_refused(change, tmp_path):
     _, record = written(different_members(family_model("llama"), 1), tmp_path)
     changes = {"other widths": {"intermediate_size": 40}, "fewer layers": {"num_hidden_layers": 1}}.get(change, {})
+    if change == "from the future":
+        (tmp_path / "adapter_config.json").write_text(json.dumps(record | {"unheard_of": 1}))
     if change == "another scale":
         (tmp_path / "adapter_config.json").write_text(json.dumps(record | {"alpha_pattern": {"q_proj": 99}}))
     with pytest.raises(ValueError, match="PEFT does not load"):

@@ -165,11 +165,11 @@ def _lost(
     # The values of a tensor say which one it is; expanded from one number, it takes no memory.
     marks = {name: torch.tensor(float(number)).expand(shape) for number, (name, shape) in enumerate(shapes.items())}
     values = {key: value for key, value in record.items() if key not in ("peft_type", "auto_mapping")}
-    config = LoraConfig(**values)
     try:
+        config = LoraConfig(**values)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded = PeftModelForCausalLM(_outline(model), copy.deepcopy(config), low_cpu_mem_usage=True)
+            loaded = PeftModelForCausalLM(_outline(model), config, low_cpu_mem_usage=True)
             set_peft_model_state_dict(loaded, dict(marks), low_cpu_mem_usage=True)
     except Exception:  # noqa: BLE001  # whatever PEFT raises, it does not load the adapter
         return frozenset(shapes), False
@@ -179,7 +179,7 @@ def _lost(
         if isinstance(layer, LoraLayer)
         for part in "AB"
     }
-    factor = scaling(config)
+    factor = scaling(LoraConfig(**values))  # PEFT rewrites the config that it is given
     lost = frozenset(name for name in marks if name not in held or not _holds(*held[name], marks[name], factor))
     return lost, bool(held.keys() - shapes.keys())
 
