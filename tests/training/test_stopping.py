@@ -103,7 +103,8 @@ def test_work_is_only_interrupted_where_somebody_lets_it_be():
 
 
 SCRIPT = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
 from tests.tiny_training import tiny_env, tiny_population, variety
 from evogrpo import evolve
 
