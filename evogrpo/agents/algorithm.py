@@ -16,7 +16,7 @@ from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
 from evogrpo.agents.options import Options, checked_size, founders_samples, open_members
 from evogrpo.agents.population import Population
-from evogrpo.agents.rollout.collecting import check_groups, evaluate
+from evogrpo.agents.rollout.collecting import check_groups, commonly_scored, evaluate
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.hyperparameters import HyperparameterConfig, flag
 from evogrpo.records import LearnReport
@@ -253,7 +253,8 @@ class EvolvableAlgorithm(AgileRLAgent):
         check_groups(env)
         self.members.check(env)
         base = self._evaluated == "base"
-        return float(np.mean([evaluate(self.members, [self.slot], env, split, base=base) for _ in range(loop)]))
+        rounds = [evaluate(self.members, [self.slot], env, split, base=base) for _ in range(loop)]
+        return float(np.mean([commonly_scored(rewards, split).mean() for rewards in rounds]))
 
     # ---- the network
 

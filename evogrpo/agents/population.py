@@ -4,10 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
 from torch import Tensor
 
 from evogrpo.agents.members.members import Members
-from evogrpo.agents.rollout.collecting import check_groups, collect, evaluate
+from evogrpo.agents.rollout.collecting import check_groups, collect, commonly_scored, evaluate
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
@@ -155,14 +156,14 @@ class Population(Sequence[Any]):
         """
         earned: dict[int, Fitness] = {}
         if healthy := [agent.slot for agent in self.healthy]:
-            scores = evaluate(self.members, healthy, env, split, questions=questions)
+            scores = commonly_scored(evaluate(self.members, healthy, env, split, questions=questions), split)
             earned = {slot: Fitness.from_scores(row.tolist()) for slot, row in zip(healthy, scores, strict=True)}
         for agent in self.agents:  # only now: an evaluation that is abandoned has changed nothing
             agent.fitness = earned.get(agent.slot)
 
     def baseline(self, env: GroupEnvironment, split: Split, *, questions: int | None = None) -> Fitness:
         """Return the fitness of the untrained base."""
-        scores = evaluate(self.members, [0], env, split, questions=questions, base=True)
+        scores = commonly_scored(evaluate(self.members, [0], env, split, questions=questions, base=True), split)
         return Fitness.from_scores(scores[0].tolist())
 
     def compare(
@@ -171,9 +172,8 @@ class Population(Sequence[Any]):
         """Return the fitness of the untrained base, and of a learner state."""
         alone = self.members.alone()
         alone.banks.load_state(0, state)
-        before, after = (
-            evaluate(alone, [0], env, split, questions=questions, base=base)[0].tolist() for base in (True, False)
-        )
+        both = [evaluate(alone, [0], env, split, questions=questions, base=base) for base in (True, False)]
+        before, after = commonly_scored(np.concatenate(both), split).tolist()
         return Fitness.from_scores(before), Fitness.from_scores(after)
 
     def sample_with(self, sampler: Sampler) -> None:

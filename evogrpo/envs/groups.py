@@ -136,6 +136,15 @@ class Fingerprinted(Protocol):
 
 
 @runtime_checkable
+class Excluding(Protocol):
+    """A group environment that may leave out what it cannot score, with a reward of NaN."""
+
+    @property
+    def excludes_failures(self) -> bool:
+        """Whether it does, rather than raise."""
+
+
+@runtime_checkable
 class Paced(Protocol):
     """A group environment whose rewards may depend on how far training has come."""
 

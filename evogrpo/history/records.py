@@ -254,6 +254,8 @@ class GenerationReport:
         seconds: Wall-clock time of the run so far, resumed parts included.
         tokens: Tokens processed by all members so far, evaluations left out.
         examples: One completion of each member, from the last learning step.
+        questions: Validation questions (or starts) that members were compared by; None in the journal of an earlier
+            version.
     """
 
     event: ClassVar[str] = "generation"
@@ -266,6 +268,7 @@ class GenerationReport:
     seconds: float
     tokens: int
     examples: tuple[Example, ...] = ()
+    questions: int | None = None
 
     def __repr__(self) -> str:
         scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
@@ -282,6 +285,7 @@ class GenerationReport:
             "best": self.best.index,
             "plan": None if self.plan is None else self.plan.to_json(),
             "examples": [example.to_json() for example in self.examples],
+            "questions": self.questions,
         }
 
     @classmethod
@@ -306,6 +310,7 @@ class GenerationReport:
             seconds=fields.number("seconds"),
             tokens=fields.whole("tokens"),
             examples=tuple(Example.from_json(each) for each in fields.each("examples", f"an example of {where}")),
+            questions=fields.whole_or_none("questions"),
         )
 
 

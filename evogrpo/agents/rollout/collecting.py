@@ -1,5 +1,6 @@
 """Acting in an environment: collecting a learning step's experience, and evaluating on held-out starts."""
 
+import warnings
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.refilling import refill
 from evogrpo.agents.rollout.rounds import Groups, sample_groups
 from evogrpo.agents.rollout.wanted import Collected
-from evogrpo.envs.groups import GroupEnvironment, Split
+from evogrpo.envs.groups import Excluding, GroupEnvironment, Split
 from evogrpo.hyperparameters import check_group_size
 
 
@@ -76,21 +77,43 @@ def evaluate(
         base: Evaluate the untrained base rather than members.
 
     Returns:
-        `[members, questions]` raw task rewards, float64.
+        `[members, questions]` raw task rewards, float64; NaN where the environment leaves a completion out.
 
     Raises:
-        ValueError: If the split is empty, or the environment says that no reward applies to a completion.
+        ValueError: If the split is empty, or no reward applies to a completion and the environment is not to leave such
+            ones out.
     """
     available = env.size(split)
     count = available if questions is None else min(questions, available)
     if count < 1:
         raise ValueError(f"the {split} split holds no questions, so nothing can be evaluated on it")
     rewards = members.evaluate(env, split, count, slots, base=base).reshape(len(slots), count)
-    if not np.isfinite(rewards).all():
-        missing = int((~np.isfinite(rewards)).sum())
+    missing = int((~np.isfinite(rewards)).sum())
+    if missing and not (isinstance(env, Excluding) and env.excludes_failures):
         raise ValueError(
             f"fitness needs a reward for every {split} completion, but none applied to {missing} of {rewards.size}: "
-            "let at least one reward function return a number for every question of the held-out splits "
-            "(on_reward_error='exclude' leaves completions out of training only)"
+            "let at least one reward function return a number for every question of the held-out splits, or leave out "
+            "those that have none (on_reward_error='exclude')"
         )
     return rewards
+
+
+def commonly_scored(rewards: np.ndarray, split: Split) -> np.ndarray:
+    """Return `[members, k]` the rewards for the questions that have one for everybody, so that all are compared alike.
+
+    Raises:
+        ValueError: If these are less than half of the questions.
+    """
+    kept = np.isfinite(rewards).all(0)
+    asked, left = len(kept), int(kept.sum())
+    if left < asked:
+        if 2 * left < asked:
+            raise ValueError(
+                f"members are compared by the {split} questions that all of them have a reward for, but these are only "
+                f"{left} of {asked}: mend the reward function, or let it return a number where it fails"
+            )
+        warnings.warn(
+            f"{asked - left} of {asked} {split} questions are left out: not everybody's completion could be rewarded",
+            stacklevel=3,
+        )
+    return rewards[:, kept]

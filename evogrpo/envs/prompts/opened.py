@@ -30,6 +30,7 @@ class OpenedPrompts:
         on_reward_error: What happens where a reward function fails.
         pace: How far training has come.
         max_turns: Most completions in one conversation.
+        held_out: Whether members are compared by the rewards: what fails is then tried once more before it is left out.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -40,6 +41,7 @@ class OpenedPrompts:
     on_reward_error: OnRewardError
     pace: Advance = field(default_factory=Advance)
     max_turns: int = 1
+    held_out: bool = False
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -72,7 +74,7 @@ class OpenedPrompts:
             turns=spoken,
             training=logged.offered(self.pace, here=self.runner.here) if self.rewards[0].batched else {},
         )
-        evaluated = evaluate(self.rewards, answers, self.on_reward_error, self.runner)
+        evaluated = evaluate(self.rewards, answers, self.on_reward_error, self.runner, again=self.held_out)
         return Scores(
             rewards=evaluated.rewards,
             components=evaluated.components,

@@ -122,6 +122,11 @@ class QuestionGroups:
         }
 
     @property
+    def excludes_failures(self) -> bool:
+        """Whether completions whose reward fails are left out, rather than stop the run."""
+        return self._on_reward_error == "exclude"
+
+    @property
     def largest_token(self) -> int:
         """The largest token id of all prompts."""
         return max(max(ids) for questions in self._splits.values() for ids in questions.prompts)
@@ -168,6 +173,7 @@ class QuestionGroups:
             "runner": self._runner,
             "tokenizer": self.tokenizer,
             "on_reward_error": self._on_reward_error,
+            "held_out": split != "train",
             "pace": self._pace,
         }
 

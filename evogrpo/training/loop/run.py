@@ -287,6 +287,7 @@ class Evolution:
             seconds=progress.seconds,
             tokens=progress.tokens,
             examples=progress.examples,
+            questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
         )
         try:
             plan = self._planned()

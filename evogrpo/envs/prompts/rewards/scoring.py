@@ -31,7 +31,12 @@ class Evaluated:
 
 
 def evaluate(
-    rewards: Sequence[Reward], answers: Answers, on_error: OnRewardError, runner: Runner | None = None
+    rewards: Sequence[Reward],
+    answers: Answers,
+    on_error: OnRewardError,
+    runner: Runner | None = None,
+    *,
+    again: bool = False,
 ) -> Evaluated:
     """Reward completions.
 
@@ -40,6 +45,7 @@ def evaluate(
         answers: The n completions and what they answer.
         on_error: "raise", or "exclude": a completion whose reward fails gets NaN, with one warning per call.
         runner: Calls the functions; by default in this process.
+        again: Where on_error is "exclude", make calls that failed once more: the cause may have passed.
 
     Raises:
         RewardError: If a function returns the wrong number of values; and, where on_error is "raise", if it raises,
@@ -48,6 +54,8 @@ def evaluate(
     """
     runner = runner or InProcess({reward.name: reward.function for reward in rewards})
     outcomes = _outcomes(rewards, answers, runner, stop_at_first=on_error == "raise")
+    if again and on_error == "exclude":
+        _retry(rewards, answers, runner, outcomes)
     components: dict[str, NDArray[np.float64]] = {}
     steps: dict[str, list[StepRewards | None]] = {}
     failures: dict[int, RewardError] = {}
@@ -105,6 +113,22 @@ def _outcomes(
             note = f" (with {len(job.rows)} completions at once; alone, none fails)"
             raise _failed(job.name, error, answers.texts[job.rows[0]], note=note)
     return values
+
+
+def _retry(rewards: Sequence[Reward], answers: Answers, runner: Runner, outcomes: dict[str, dict[int, Any]]) -> None:
+    """Make the calls that failed once more, one by one, and note what comes out of them."""
+    by_name = {reward.name: reward for reward in rewards}
+    failed = [
+        job
+        for name, values in outcomes.items()
+        for row, value in values.items()
+        if isinstance(value, BaseException)
+        for job in by_name[name].jobs(answers, [row], 1)
+    ]
+    for job, outcome in zip(failed, runner.run(failed, stop_at_first=False), strict=True):
+        error = _spread(job, outcome, outcomes[job.name], batched=by_name[job.name].batched)
+        if error is not None:
+            outcomes[job.name][job.rows[0]] = error
 
 
 def _spread(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool) -> Exception | None:
