@@ -14,6 +14,7 @@ from torch import nn
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
+from evogrpo.agents.members.members import TextRequest
 from evogrpo.agents.options import Options, checked_size, founders_samples, open_members
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import check_groups, commonly_scored, evaluate
@@ -201,16 +202,16 @@ class EvolvableAlgorithm(AgileRLAgent):
         Raises:
             ValueError: If the agent is a small network, a prompt is none or too long, or the tokenizer is not known.
         """
-        texts = self.members.generate(
-            self.learner(),
-            prompts,
-            tokenizer,
+        asked = TextRequest(
+            prompts=prompts,
+            tokenizer=tokenizer,
             n=n,
             temperature=temperature,
             max_output_tokens=max_output_tokens,
             calls=self._predictions,
             base=self._evaluated == "base",
         )
+        texts = self.members.generate(self.learner(), asked)
         self._predictions += 1
         return texts
 

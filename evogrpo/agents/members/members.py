@@ -1,6 +1,7 @@
 """Members: what the agents of one population are made of and how they act, whatever kind they are."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
@@ -29,6 +30,29 @@ class Settings(LearningSettings, Protocol):
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRequest:
+    """Texts that a member is to answer; see `GRPO.generate`.
+
+    Attributes:
+        prompts: Texts, or conversations as lists of messages.
+        tokenizer: Writes and reads tokens; None = the base model's own.
+        n: Answers to each prompt.
+        temperature: Of the draws; 0 takes what is most likely.
+        max_output_tokens: Most tokens of an answer; None = as in training.
+        calls: How many such requests the agent has answered: names the random stream.
+        base: Let the untrained base answer.
+    """
+
+    prompts: Sequence[Any]
+    tokenizer: Any
+    n: int
+    temperature: float
+    max_output_tokens: int | None
+    calls: int
+    base: bool
 
 
 class Members(Protocol):
@@ -114,18 +138,7 @@ class Members(Protocol):
         """Choose actions as the environment takes them; see `GRPO.predict`."""
         ...
 
-    def generate(
-        self,
-        learner: Learner,
-        prompts: Sequence[Any],
-        tokenizer: Any,
-        *,
-        n: int,
-        temperature: float,
-        max_output_tokens: int | None,
-        calls: int,
-        base: bool,
-    ) -> list[str]:
+    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
         """Answer texts with texts; see `GRPO.generate`."""
         ...
 

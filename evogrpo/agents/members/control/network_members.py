@@ -17,7 +17,7 @@ from evogrpo.agents.members.control.network_settings import NetworkSettings
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.step_experiences import StepExperiences, as_arrays, as_step_batch, tensors_of
 from evogrpo.agents.members.devices import device_of
-from evogrpo.agents.members.members import CheckpointFiles
+from evogrpo.agents.members.members import CheckpointFiles, TextRequest
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import StepDraws
@@ -201,18 +201,7 @@ class NetworkMembers:
         )
         return acted, count is None
 
-    def generate(
-        self,
-        learner: Learner,
-        prompts: Sequence[Any],
-        tokenizer: Any,
-        *,
-        n: int,
-        temperature: float,
-        max_output_tokens: int | None,
-        calls: int,
-        base: bool,
-    ) -> list[str]:
+    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
         """Refuse: small networks see observations."""
         raise ValueError("generate is for language models; small networks act with predict")
 

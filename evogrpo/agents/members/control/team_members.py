@@ -18,7 +18,7 @@ from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.team_batches import team_batch
 from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.devices import device_of
-from evogrpo.agents.members.members import CheckpointFiles
+from evogrpo.agents.members.members import CheckpointFiles, TextRequest
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import AgentDraws
@@ -225,18 +225,7 @@ class TeamMembers:
             chosen |= dict(zip(agents, to_environment(role.action_space, acted.actions), strict=True))
         return chosen
 
-    def generate(
-        self,
-        learner: Learner,
-        prompts: Sequence[Any],
-        tokenizer: Any,
-        *,
-        n: int,
-        temperature: float,
-        max_output_tokens: int | None,
-        calls: int,
-        base: bool,
-    ) -> list[str]:
+    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
         """Refuse: small networks see observations."""
         raise ValueError("generate is for language models; small networks act with predict")
 

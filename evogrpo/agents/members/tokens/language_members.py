@@ -20,7 +20,7 @@ from evogrpo.agents.checkpoints.stored_base import base_files, check_base, named
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.banks import DEFAULT, Banks
 from evogrpo.agents.members.devices import device_of
-from evogrpo.agents.members.members import CheckpointFiles
+from evogrpo.agents.members.members import CheckpointFiles, TextRequest
 from evogrpo.agents.members.tokens.experiences import Experiences, as_batch, as_completions, asked_rows, prompt_tokens
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.members.tokens.texts import text_rows, texts_of
@@ -273,33 +273,13 @@ class LanguageMembers:
         """Refuse: language models answer prompts."""
         raise ValueError("predict is for small networks; a language model answers with generate, or get_action")
 
-    def generate(
-        self,
-        learner: Learner,
-        prompts: Sequence[Any],
-        tokenizer: Any,
-        *,
-        n: int,
-        temperature: float,
-        max_output_tokens: int | None,
-        calls: int,
-        base: bool,
-    ) -> list[str]:
+    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
         """Answer texts with texts; see `GRPO.generate`."""
-        if not len(prompts):
+        if not len(asked.prompts):
             return []
-        tokenizer = tokenizer or self._tokenizer
-        rows = text_rows(
-            prompts,
-            tokenizer,
-            learner,
-            self.settings,
-            n=n,
-            temperature=temperature,
-            max_output_tokens=max_output_tokens,
-            calls=calls,
-        )
-        return texts_of(self._engine().sample(rows, base=base), tokenizer)
+        tokenizer = asked.tokenizer or self._tokenizer
+        rows = text_rows(asked, tokenizer, learner, self.settings)
+        return texts_of(self._engine().sample(rows, base=asked.base), tokenizer)
 
     @cached_property
     def _tokenizer(self) -> Any:

@@ -1,36 +1,26 @@
 """Texts in, texts out: prompts a caller writes, and what a member answers them with."""
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 
 from evogrpo.agents.learning.learner import Learner
+from evogrpo.agents.members.members import TextRequest
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
-from evogrpo.envs.prompts.templates import Prompt, Tokenizer, check_messages, tokenize
+from evogrpo.envs.prompts.templates import Tokenizer, check_messages, tokenize
 from evogrpo.randomness import generator
 from evogrpo.records import Rollout, Rows
 
 
-def text_rows(
-    prompts: Sequence[Prompt],
-    tokenizer: Tokenizer,
-    learner: Learner,
-    settings: LanguageSettings,
-    *,
-    n: int,
-    temperature: float,
-    max_output_tokens: int | None,
-    calls: int,
-) -> Rows:
+def text_rows(asked: TextRequest, tokenizer: Tokenizer, learner: Learner, settings: LanguageSettings) -> Rows:
     """Return rows in which a member answers texts or conversations, `n` times each, prompt by prompt.
 
     Raises:
         ValueError: If the prompts are no list of texts or of conversations, or a number is out of range.
     """
+    prompts, n, temperature = asked.prompts, asked.n, asked.temperature
     if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
         raise ValueError("prompts must be a list of texts or of conversations: put a single one into a list")
-    most = settings.max_output_tokens if max_output_tokens is None else max_output_tokens
+    most = settings.max_output_tokens if asked.max_output_tokens is None else asked.max_output_tokens
     for name, number in (("n", n), ("max_output_tokens", most)):
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
@@ -39,7 +29,7 @@ def text_rows(
     plain = [prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt") for prompt in prompts]
     ids = tokenize(iter([(prompt, {}) for prompt in plain]), tokenizer, "generate")
     count = len(ids) * n
-    rng = generator(settings.seed, "generate", learner.index, calls)
+    rng = generator(settings.seed, "generate", learner.index, asked.calls)
     return Rows(
         prompts=tuple(tuple(prompt) for prompt in ids),
         prompt_ids=torch.arange(len(ids)).repeat_interleave(n),
