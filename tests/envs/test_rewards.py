@@ -1,8 +1,11 @@
 """How reward functions are called, checked and combined."""
 
 import functools
+import json
 import math
+import re
 import warnings
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ import torch
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards
 from evogrpo.envs.prompts.rewards.scoring import evaluate
 from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
+from evogrpo.envs.prompts.rewards.verifiers.worker import plain
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 
@@ -225,3 +229,54 @@ def test_names_stay_apart():
 def test_what_cannot_be_called_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         make_rewards(*arguments)
+
+
+class Mute:
+    def __repr__(self):
+        raise RuntimeError("no words")
+
+
+class SilentError(Exception):
+    def __str__(self):
+        raise RuntimeError("no words")
+
+
+ODD = {
+    "a whole number that no float holds": (lambda: 10**400, "must return finite numbers, got 1000"),
+    "one too long to be written": (lambda: 10**5000, "must return finite numbers, got <int, which cannot be shown>"),
+    "a fraction that no float holds": (lambda: Fraction(10**400, 3), "must return finite numbers"),
+    "beyond single precision": (lambda: -1e308, "must return finite numbers, got -1e+308"),
+    "a value without words": (Mute, "must return numbers or None, got <Mute, which cannot be shown>"),
+    "an error without words": (SilentError, "raised SilentError: 'a message that cannot be shown'"),
+    "the end of a generator": (GeneratorExit, "raised GeneratorExit"),
+    "an exception of its own kind": (BaseException, "raised BaseException"),
+    "the end of an iterator": (StopIteration, "raised StopIteration"),
+    "memory": (MemoryError, "raised MemoryError"),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize("plain_function", [True, False])
+def test_whatever_comes_out_of_a_function_is_a_reward_error(case, plain_function):
+    make, message = ODD[case]
+
+    def odd(completion, answer, question):
+        value = make()
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    async def waiting(completion, answer, question):
+        return odd(completion, answer, question)
+
+    if case in ("the end of an iterator", "the end of a generator") and not plain_function:
+        message = "raised"  # Python itself makes another error of it
+    function = odd if plain_function else waiting
+    rewards, given = make_rewards(function, None, None), answers(("x",), [{"question": "q", "answer": "a"}])
+    with pytest.raises(RewardError, match=re.escape(message)):
+        evaluate(rewards, given, "raise")
+    with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
+        earned = evaluate(rewards, given, "exclude")
+    assert np.isnan(earned.rewards).all()
+    plain(make())  # what a worker process would send back is JSON
+    json.dumps(plain(make()))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward, RewardError
 from evogrpo.envs.prompts.rewards.step_rewards import LARGEST, StepRewards, learnable
-from evogrpo.envs.prompts.rewards.verifiers.calling import CallFailedError, InProcess, Job, Outcome, Runner
+from evogrpo.envs.prompts.rewards.verifiers.calling import CallFailedError, InProcess, Job, Outcome, Runner, said, shown
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -197,7 +197,7 @@ def _listed(name: str, values: Any, count: int) -> list[Any]:
 
 
 def _failed(name: str, error: BaseException, text: str, note: str = "") -> RewardError:
-    how = str(error) if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {_shown(str(error))}"
+    how = str(error) if isinstance(error, CallFailedError) else f"raised {type(error).__name__}: {_shown(said(error))}"
     raised = RewardError(f"reward function {name!r} {how}{note} for the completion {_shown(text)}")
     raised.__cause__ = error
     return raised
@@ -207,4 +207,4 @@ def _shown(value: object) -> str:
     """Return a short repr in which control codes are escaped: completions are untrusted text."""
     if isinstance(value, str) and len(value) > 240:
         return f"{value[:160]!r} ... {value[-60:]!r}"
-    return f"{value!r:.240}"
+    return shown(value)

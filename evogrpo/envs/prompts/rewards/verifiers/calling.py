@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from evogrpo.envs.prompts.rewards.verifiers.printing import visible_prints
-from evogrpo.interruption import give_way
+from evogrpo.interruption import Interrupted, give_way
 
 Function = Callable[..., Any]
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -90,7 +90,9 @@ def call_plain(function: Function, calls: Sequence[Call], *, stop_at_first: bool
         give_way()
         try:
             values.append(function(*args, **keywords))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's code: anything may come out of it)
+        except (KeyboardInterrupt, Interrupted):
+            raise
+        except BaseException as error:  # noqa: BLE001 (the user's code: anything may come out of it)
             values.append(error)
             if stop_at_first:
                 break
@@ -118,8 +120,24 @@ async def call_async(function: Function, calls: Sequence[Call], timeout: float |
         elif task.cancelled():
             values.append(CallFailedError("was cancelled"))
         else:
-            values.append(task.result())
+            values.append(task.exception() or task.result())
     return values
+
+
+def shown(value: object) -> str:
+    """Return a value's repr, whatever its class does when it is asked for one, in at most 240 characters."""
+    try:
+        return f"{value!r:.240}"
+    except Exception:  # noqa: BLE001 (a user's class: anything may come out of it)
+        return f"<{type(value).__name__}, which cannot be shown>"
+
+
+def said(error: BaseException) -> str:
+    """Return an exception's message, whatever its class does when it is asked for it."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 (likewise)
+        return "a message that cannot be shown"
 
 
 class EventLoop:

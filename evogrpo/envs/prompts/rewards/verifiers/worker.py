@@ -21,6 +21,7 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 MAIN = "__main__"
+LARGE = 10**300  # a whole number beyond it is no reward, and JSON may not take it
 
 
 def main() -> None:
@@ -88,12 +89,25 @@ def _load(setup: dict[str, Any]) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """Return a reward function's result as JSON can say it; what is no reward is described."""
-    if value is None or isinstance(value, bool | int | float):
+    from evogrpo.envs.prompts.rewards.verifiers.calling import shown
+
+    try:
+        return _plain(value)
+    except Exception:  # noqa: BLE001 (a user's class: anything may come out of it)
+        return {"other": shown(value)}
+
+
+def _plain(value: Any) -> Any:
+    from evogrpo.envs.prompts.rewards.verifiers.calling import said, shown
+
+    if value is None or isinstance(value, bool | float):
         return value
+    if isinstance(value, int):
+        return value if abs(value) < LARGE else float(value)
     if type(value).__name__ in ("CallFailedError", "CallTimeoutError"):
         return {"failed": str(value)}
     if isinstance(value, BaseException):
-        return {"raised": [type(value).__name__, str(value)[:10_000], _line(value)]}
+        return {"raised": [type(value).__name__, said(value)[:10_000], _line(value)]}
     if hasattr(value, "tolist"):  # arrays and tensors
         return plain(value.tolist())
     if isinstance(value, Real):
@@ -102,7 +116,7 @@ def plain(value: Any) -> Any:
         return {"steps": [list(value.values), list(value.positions), value.unit]}
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [plain(item) for item in value]
-    return {"other": f"{value!r:.240}"}
+    return {"other": shown(value)}
 
 
 def _line(error: BaseException) -> str:
