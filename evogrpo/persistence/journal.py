@@ -1,6 +1,7 @@
 """The journal of a run: an append-only JSONL file, one event a line, that survives a kill at any byte."""
 
 import os
+import stat
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -34,7 +35,9 @@ class Journal:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         make_folder(self.path.parent)
-        created = not self.path.exists()
+        created = not os.path.lexists(self.path)
+        if not created:
+            _refuse_other_than_file(self.path)
         self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
         try:
             _repair_tail(self._file, self.path)
@@ -108,6 +111,8 @@ def read_journal(path: Path | str) -> list[dict[str, Any]]:
         JournalError: If the file is missing, or any other line is not an event.
     """
     path = Path(path)
+    if os.path.lexists(path):
+        _refuse_other_than_file(path)
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -126,6 +131,12 @@ def read_journal(path: Path | str) -> list[dict[str, Any]]:
         return [*events, _event(tail)]
     except ValueError:
         return events
+
+
+def _refuse_other_than_file(path: Path) -> None:
+    """Raise JournalError for what would lead elsewhere, or never end: links, pipes, devices, folders."""
+    if not stat.S_ISREG(path.lstat().st_mode):
+        raise JournalError(f"{path} is no plain file, and is not followed elsewhere: put the journal itself there")
 
 
 def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -198,3 +198,21 @@ def test_reading_a_journal_does_not_load_torch(path):
     )
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(root)})
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])
+def test_what_leads_elsewhere_is_no_journal(tmp_path, kind):
+    path, elsewhere = tmp_path / "journal.jsonl", tmp_path / "elsewhere"
+    if kind == "link":
+        elsewhere.write_text('{"event": "run"}\n')
+    if kind in ("link", "dangling"):
+        path.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    before = elsewhere.read_text() if elsewhere.exists() else None
+    for act in (Journal, read_journal):
+        with pytest.raises(JournalError, match="is no plain file"):
+            act(path)
+    assert (elsewhere.read_text() if elsewhere.exists() else None) == before
