@@ -139,7 +139,7 @@ def test_agents_refuse_what_they_cannot_be_made_of(make):
 
 def test_teams_refuse_what_they_cannot_be_made_of():
     from evogrpo import MultiAgentGRPO
-    from evogrpo.agents.options import LANGUAGE_ONLY
+    from evogrpo.agents.opening import LANGUAGE_ONLY
 
     space = cart_pole()
     spaces = {"observation_spaces": {"a": space.observation_space}, "action_spaces": {"a": space.action_space}}

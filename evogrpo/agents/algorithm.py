@@ -15,7 +15,8 @@ from evogrpo.agents.agent import Agent
 from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
 from evogrpo.agents.members.members import TextRequest
-from evogrpo.agents.options import Options, checked_size, founders_samples, open_members
+from evogrpo.agents.opening import checked_size, founders_samples, open_members
+from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import check_groups, commonly_scored, evaluate
 from evogrpo.envs.groups import GroupEnvironment, Split

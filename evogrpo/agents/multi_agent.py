@@ -6,7 +6,8 @@ from typing import Any, Unpack
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.members.control.team_members import AgentSpaces
-from evogrpo.agents.options import TeamOptions, checked_size, founders_samples, open_team
+from evogrpo.agents.opening import checked_size, founders_samples, open_team
+from evogrpo.agents.options import TeamOptions
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.wanted import Collected

@@ -1,44 +1,21 @@
-"""The constructor arguments of agents, declared once for single agents and populations, and what they build."""
+"""The constructor arguments of agents, declared once for single agents and populations."""
 
-from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import torch
 from accelerate import Accelerator
-from gymnasium import spaces
 from peft import LoraConfig
-from torch import nn
-from transformers import PreTrainedModel
 
-from evogrpo.agents.learning.shaping import check_usable
-from evogrpo.agents.members.control.network_members import NetworkMembers
-from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, NetworkSettings
-from evogrpo.agents.members.control.stacked_policy import StackedPolicy
-from evogrpo.agents.members.control.team_members import AgentSpaces, TeamMembers
-from evogrpo.agents.members.control.team_settings import Credit, TeamSettings
-from evogrpo.agents.members.devices import device_of
-from evogrpo.agents.members.members import Members, Settings
-from evogrpo.agents.members.tokens.language_members import LanguageMembers
-from evogrpo.agents.members.tokens.language_settings import LanguageSettings
+from evogrpo.agents.members.control.team_settings import Credit
 from evogrpo.envs.control.joint.assignment import Policies
 from evogrpo.hyperparameters import (
-    HYPERPARAMETER_NAMES,
-    MOST_MEMBERS,
-    MOST_SAMPLES,
     AdvantageType,
     HyperparameterConfig,
-    Hyperparameters,
     LossType,
-    common_samples,
-    instance,
-    refuse_unknown,
-    whole_between,
 )
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.policies.tokens.stored_adapters import read_adapter
 
 
 class CommonOptions(TypedDict, total=False):
@@ -166,201 +143,3 @@ class TeamOptions(CommonOptions, total=False):
     policies: Policies
     credit: Credit
     agent_ids: bool
-
-
-LANGUAGE_ONLY = (
-    "calc_position_embeddings",
-    "reduce_memory_peak",
-    "min_output_tokens",
-    "max_output_tokens",
-    "max_episode_tokens",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "eos_token_ids",
-    "lora_config",
-    "adapter",
-    "micro_batch_tokens",
-    "source",
-)
-FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_token_id")
-"""The arguments that constructors name before the options."""
-NETWORKS_ONLY = ("network", "evolve_network", "normalise_observations")
-
-
-def open_members(
-    size: int,
-    observation_space: spaces.Space[Any] | None,
-    action_space: spaces.Space[Any] | None,
-    actor_network: nn.Module | None,
-    pad_token_id: int | None,
-    options: Options,
-) -> tuple[Members, Hyperparameters]:
-    """Check the constructor arguments, then build what they describe: the one place where kinds of members differ.
-
-    A transformers model makes language models. Without one, spaces that are not of tokens make small networks.
-
-    Returns:
-        The members, and the first one's hyperparameters.
-
-    Raises:
-        ValueError: If an argument is unknown, missing or out of range; nothing is built then.
-    """
-    refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
-    given = observation_space, action_space
-    if isinstance(actor_network, PreTrainedModel):
-        return _open_language(size, given, actor_network, pad_token_id, options)
-    wordless = not any(space is None or isinstance(space, spaces.Sequence) for space in given)
-    if wordless and (actor_network is None or isinstance(actor_network, nn.Module)):
-        return _open_networks(size, given, actor_network, pad_token_id, options)
-    raise ValueError(
-        f"actor_network must be a transformers model, got {type(actor_network).__name__} beside the spaces {given}: "
-        "load one with evogrpo.policies.tokens.models.load_base or AutoModelForCausalLM.from_pretrained; or, for small "
-        "networks, give both observation_space and action_space, and no actor_network or a torch module"
-    )
-
-
-def _open_language(
-    size: int,
-    given: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
-    model: PreTrainedModel,
-    pad_token_id: int | None,
-    options: Options,
-) -> tuple[Members, Hyperparameters]:
-    values: Mapping[str, Any] = options
-    _refuse_other_kind(NETWORKS_ONLY, values, "small networks")
-    if pad_token_id is None:
-        raise ValueError("pad_token_id must be given, for instance tokenizer.pad_token_id")
-    names = LanguageSettings.__dataclass_fields__
-    settings = LanguageSettings(
-        pad_token_id=pad_token_id,
-        eos_token_ids=_eos_of(model) if values.get("eos_token_ids") is None else values["eos_token_ids"],
-        **{name: values[name] for name in names if name in values and name != "eos_token_ids"},
-    )
-    hyperparameters = _first_member(values, settings, {})
-    accelerator = values.get("accelerator")
-    kinds: tuple[tuple[str, Any, str], ...] = (
-        ("lora_config", LoraConfig, "LoraConfig(r=8)"),
-        ("adapter", str | Path, "'runs/demo/best'"),
-        ("source", str, "'smollm2-135m'"),
-    )
-    for name, kind, example in kinds:
-        if values.get(name) is not None:
-            instance(name, values[name], kind, example)
-    members = LanguageMembers(
-        model,
-        size,
-        settings,
-        values.get("hp_config"),
-        lora_config=values.get("lora_config"),
-        start=None if values.get("adapter") is None else read_adapter(values["adapter"]),
-        source=values.get("source"),
-        device=device_of(accelerator, values.get("device")),
-        autocast=nullcontext if accelerator is None else accelerator.autocast,
-        observation_space=given[0],
-        action_space=given[1],
-    )
-    return members, hyperparameters
-
-
-def _open_networks(
-    size: int,
-    given: tuple[Any, Any],
-    module: nn.Module | None,
-    pad_token_id: int | None,
-    options: Options,
-) -> tuple[Members, Hyperparameters]:
-    chosen: Mapping[str, Any] = options
-    values = {name: value for name, value in chosen.items() if value is not None}
-    _refuse_other_kind(LANGUAGE_ONLY, values, "language models")
-    if pad_token_id is not None:
-        raise ValueError("pad_token_id is for language models: leave it out, or give a transformers model")
-    if module is not None and "network" in values:
-        raise ValueError("network describes evogrpo's own networks: leave it out beside an actor_network")
-    settings = NetworkSettings(
-        **{name: values[name] for name in NetworkSettings.__dataclass_fields__ if name in values}
-    )
-    hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
-    space = values.get("hp_config") or HyperparameterConfig()
-    check_usable(settings.objective, hyperparameters, space, of_transitions=True)
-    device = device_of(values.get("accelerator"), values.get("device")) or "cpu"
-    networks = StackedPolicy(*given, size, settings, module=module, device=device)
-    return NetworkMembers(networks, values.get("hp_config")), hyperparameters
-
-
-def open_team(
-    size: int, observation_spaces: AgentSpaces | None, action_spaces: AgentSpaces | None, options: TeamOptions
-) -> tuple[Members, Hyperparameters]:
-    """Check the constructor arguments of members that act for several agents, then make the banks they describe.
-
-    Raises:
-        ValueError: If an argument is unknown or out of range; nothing is made then.
-    """
-    refuse_unknown("argument", options, [*TeamOptions.__annotations__, "observation_spaces", "action_spaces"])
-    for name, given in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
-        if not isinstance(given, Mapping) or not given:
-            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {given!r:.80}")
-    assert observation_spaces is not None and action_spaces is not None
-    values: Mapping[str, Any] = options
-    settings = TeamSettings(**{name: values[name] for name in TeamSettings.__dataclass_fields__ if name in values})
-    hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
-    space = values.get("hp_config") or HyperparameterConfig()
-    check_usable(settings.objective, hyperparameters, space, of_transitions=True)
-    device = device_of(None, values.get("device")) or "cpu"
-    members = TeamMembers(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
-    return members, hyperparameters
-
-
-def checked_size(size: int | None, options: Mapping[str, Any]) -> int:
-    """Return the number of members, or raise ValueError if it is missing or out of range."""
-    if size is None:
-        refuse_unknown("argument", options, ["size", *Options.__annotations__, *TeamOptions.__annotations__])
-        raise ValueError("size must be given: how many members the population has")
-    return whole_between("size", size, 1, MOST_MEMBERS)
-
-
-def founders_samples(options: CommonOptions, samples_per_step: int | None) -> int:
-    """Return the samples per learning step that founders' group sizes are to divide.
-
-    Raises:
-        ValueError: If none are given and there is no common number, or they are out of range.
-    """
-    if samples_per_step is not None:
-        return whole_between("samples_per_step", samples_per_step, 2, MOST_SAMPLES)
-    config = options.get("hp_config")
-    if not isinstance(config, HyperparameterConfig):  # none, or one that is refused where the first member is made
-        config = HyperparameterConfig()
-    return common_samples(options.get("group_size", Hyperparameters().group_size), config)
-
-
-def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: str) -> None:
-    for name in names:
-        if name in values:
-            raise ValueError(f"{name} is for {kind}: leave it out")
-
-
-def _first_member(values: Mapping[str, Any], settings: Settings, defaults: Mapping[str, Any]) -> Hyperparameters:
-    """Return the hyperparameters of the first member, checked with the objective and with what evolves."""
-    given = values.get("hp_config")
-    if given is not None:
-        instance("hp_config", given, HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))")
-    whole_between("index", values.get("index", 0), 0)
-    space = given or HyperparameterConfig()
-    hyperparameters = space.first(
-        {name: value for name, value in defaults.items() if name in HYPERPARAMETER_NAMES},
-        {name: values[name] for name in HYPERPARAMETER_NAMES if name in values},
-    )
-    hyperparameters = settings.objective.resolved(hyperparameters, space)
-    settings.objective.check(hyperparameters, space)
-    return hyperparameters
-
-
-def _eos_of(model: PreTrainedModel) -> Any:
-    """Return the end-of-sequence token, or tokens, that the model itself declares."""
-    declared = getattr(model.generation_config, "eos_token_id", None)
-    if declared is None:
-        declared = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if declared is None:
-        raise ValueError("eos_token_ids must be given: the model's configs name no end-of-sequence token")
-    return declared

@@ -49,21 +49,10 @@ def read_trl(source: object) -> Reading:
         switches["sapo_tau_negative"] = fields.number("sapo_temperature_neg")
     else:
         fields.ignore("only loss_type 'sapo' reads it", "sapo_temperature_pos", "sapo_temperature_neg")
-    high = fields.number("epsilon_high")
-    if loss_type == "cispo":
-        # TRL caps the ratio at epsilon_high, by default epsilon; here the cap is 1 + clip_high.
-        cap = fields.number("epsilon") if high is None else high
-        if cap <= 1:
-            fields.refuse(
-                f"TRL's cispo caps the ratio itself at epsilon_high, got {cap}: a cap of at most 1 has no counterpart "
-                "here, where it is 1 + clip_high; the ScaleRL paper recommends 5.0"
-            )
-        else:
-            high = cap - 1
     given = {
         "lr": fields.number("learning_rate"),
         "clip_coef": fields.number("epsilon"),
-        "clip_high": high,
+        "clip_high": _clip_high(fields, loss_type),
         "group_size": fields.whole("num_generations"),
         "beta": fields.number("beta"),
         "temperature": fields.number("temperature"),
@@ -181,6 +170,21 @@ def _loss(fields: Fields) -> tuple[str, str | None]:
         )
         return str(loss), None
     return sequence[loss]
+
+
+def _clip_high(fields: Fields, loss_type: str) -> float | None:
+    high: float | None = fields.number("epsilon_high")
+    if loss_type != "cispo":
+        return high
+    # TRL caps the ratio at epsilon_high, by default epsilon; here the cap is 1 + clip_high.
+    cap = fields.number("epsilon") if high is None else high
+    if cap <= 1:
+        fields.refuse(
+            f"TRL's cispo caps the ratio itself at epsilon_high, got {cap}: a cap of at most 1 has no counterpart "
+            "here, where it is 1 + clip_high; the ScaleRL paper recommends 5.0"
+        )
+        return high
+    return float(cap - 1)
 
 
 def _advantage(fields: Fields) -> str:
