@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
-from evogrpo import GRPO, GymnasiumGroups, evolve
-from tests.tiny_training import tiny_env, tiny_population
+from evogrpo import GRPO, GymnasiumGroups, evolve, resume
+from tests.tiny_training import shared_model, tiny_env, tiny_population
 
 BRIEF = {"generations": 2, "steps_per_generation": 2, "samples_per_step": 8, "validation_questions": 2}
 BRIEF |= {"test_questions": 0}
@@ -63,3 +63,15 @@ def test_small_networks_that_always_earn_the_same_are_told_of():
     population = GRPO.population(2, observation_space=env.observation_space, action_space=env.action_space)
     with pytest.warns(UserWarning, match="every sample earned -5"):
         list(evolve(population, env, **(BRIEF | {"generations": 1, "steps_per_generation": 3})))
+
+
+def test_a_run_that_goes_on_is_past_its_first_steps(tmp_path):
+    def solved(completion, answer, question):
+        return 1.0
+
+    with pytest.warns(UserWarning, match="nothing could be learnt from the first 3"):
+        list(evolve(tiny_population(2), tiny_env(reward_fn=solved), run_dir=tmp_path / "run", **BRIEF))
+    again = resume(tmp_path / "run", tiny_env(reward_fn=solved), actor_network=shared_model(), generations=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(again)) == 2

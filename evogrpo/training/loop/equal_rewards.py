@@ -16,10 +16,12 @@ class EqualRewards:
 
     Args:
         steps: Learning steps of the whole run, where that is known: a shorter run is looked at as a whole.
+        taken: Learning steps taken already: a run that goes on is past its first ones, and is not looked at.
     """
 
-    def __init__(self, steps: int | None) -> None:
-        self._left = self._all = min(STEPS, steps or STEPS)
+    def __init__(self, steps: int | None, *, taken: int = 0) -> None:
+        self._all = min(STEPS, steps or STEPS)
+        self._left = 0 if taken else self._all
         self._rewards: set[float] = set()
 
     def look_at(self, learned: Mapping[int, LearnReport]) -> None:

@@ -87,7 +87,8 @@ class Evolution:
         self._ended: str | None = None
         self._tested: TestReport | None = None
         generations = schedule.generations
-        self._equal_rewards = EqualRewards(generations and generations * schedule.steps_per_generation)
+        every = generations and generations * schedule.steps_per_generation
+        self._equal_rewards = EqualRewards(every, taken=self.progress.step)
         self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         check_strategy(strategy)
         if progress is None:
