@@ -47,15 +47,15 @@ def claimed(name: str, wanted: Path | None = None) -> Iterator[Claim]:
     """
     candidates = free_run_dirs(name) if wanted is None else [wanted]
     for folder in candidates:
-        RunDir(folder).check_unused()
         missing = [place for place in (folder, *folder.parents) if not place.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
         try:
+            RunDir(folder).check_unused()
+            folder.mkdir(parents=True, exist_ok=True)
             claim = Claim(folder)
-        except ValueError:  # another process was faster
-            if wanted is not None:
-                raise
-            continue
+        except ValueError:
+            if wanted is None and folder.is_dir():  # another process was faster
+                continue
+            raise
         if wanted is not None or holds_nothing(folder):
             break
         claim.release()
