@@ -4,6 +4,8 @@ All are Gymnasium environments (checked by `gymnasium.utils.env_checker`), so th
 `best` is the mean return of the best policy, its `chance` that of acting uniformly at random.
 """
 
+import time
+
 import gymnasium
 import numpy as np
 from gymnasium import spaces
@@ -270,6 +272,33 @@ class NoisyWalk(gymnasium.Env):
     def step(self, action):
         self.place += 2.0 * int(action) - 1.0 + 0.1 * self.np_random.normal()
         return self.show(), self.place, bool(self.np_random.random() < 0.1), False, {}
+
+
+class Slow(DelayedCredit):
+    """`DelayedCredit` whose steps take a millisecond or more each; `seconds` says how long."""
+
+    def __init__(self, seconds=0.001):
+        super().__init__()
+        self.seconds = seconds
+
+    def step(self, action):
+        time.sleep(self.seconds)
+        return super().step(action)
+
+
+class Endless(gymnasium.Env):
+    """Never ends and has no limit of its own; every step earns what its action says."""
+
+    def __init__(self):
+        self.observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self.np_random.uniform(-1, 1, 2).astype(np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), float(action), False, False, {}
 
 
 PROBES = [

@@ -39,7 +39,9 @@ def mean_return(env, choose, episodes):
 
 
 @pytest.mark.parametrize("wrap", [lambda env: env, lambda env: ReseededNoise(env, 3), lambda env: Parked(lambda: env)])
-@pytest.mark.parametrize("probe", [probe for probe in probes.PROBES if probe is not probes.Masked])
+@pytest.mark.parametrize(
+    "probe", [*(probe for probe in probes.PROBES if probe is not probes.Masked), probes.Slow, probes.Endless]
+)
 def test_gymnasiums_own_checker_accepts(probe, wrap):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice on unbounded or unsymmetrical boxes
