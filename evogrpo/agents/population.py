@@ -78,6 +78,11 @@ class Population(Sequence[Any]):
         return self.members.hp_config or HyperparameterConfig()
 
     @property
+    def plays(self) -> bool:
+        """Whether its members take steps in an environment, rather than write."""
+        return any(bank.rows_are_transitions for bank in self.members.banks.values())
+
+    @property
     def algorithm(self) -> "type[Agent]":
         """The class of its agents, which says how they learn."""
         return type(self.agents[0])

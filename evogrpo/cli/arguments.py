@@ -139,7 +139,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         nargs="*",
         default=[],
         metavar="KEY=VALUE",
-        help="generations, max_tokens, max_seconds, target_fitness, test_questions, model or device",
+        help="generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions, model or device",
     )
 
 

@@ -115,6 +115,8 @@ def _schedule(config: AnyConfig) -> str:
     schedule, ends = config.schedule, []
     if schedule.generations is not None:
         ends.append(counted(schedule.generations, "generation"))
+    if schedule.max_timesteps is not None:
+        ends.append(f"{count_text(schedule.max_timesteps)} steps in the environment")
     if schedule.max_tokens is not None:
         ends.append(f"{count_text(schedule.max_tokens)} {words_of(kind_of(config.task).word).tokens}")
     if schedule.max_seconds is not None:

@@ -18,7 +18,7 @@ from evogrpo.report.summary import RunSummary, summarise
 from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.schedule import Schedule
 
-_OTHER_LIMITS = ("max_tokens", "max_seconds", "target_fitness")
+_OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 
 
 def command(*words: str | Path) -> str:

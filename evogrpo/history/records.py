@@ -253,6 +253,8 @@ class GenerationReport:
             generation's members show it.
         seconds: Wall-clock time of the run so far, resumed parts included.
         tokens: Tokens processed by all members so far, evaluations left out.
+        timesteps: Steps in the environment that all members have learnt from so far, likewise; None where they take
+            none, and in the journal of an earlier version.
         examples: One completion of each member, from the last learning step.
         questions: Validation questions (or starts) that members were compared by; None in the journal of an earlier
             version.
@@ -267,6 +269,7 @@ class GenerationReport:
     plan: Plan | None
     seconds: float
     tokens: int
+    timesteps: int | None = None
     examples: tuple[Example, ...] = ()
     questions: int | None = None
 
@@ -281,6 +284,7 @@ class GenerationReport:
             "step": self.step,
             "seconds": self.seconds,
             "tokens": self.tokens,
+            "timesteps": self.timesteps,
             "members": [member.to_json() for member in self.members],
             "best": self.best.index,
             "plan": None if self.plan is None else self.plan.to_json(),
@@ -309,6 +313,7 @@ class GenerationReport:
             plan=None,
             seconds=fields.number("seconds"),
             tokens=fields.whole("tokens"),
+            timesteps=fields.whole_or_none("timesteps"),
             examples=tuple(Example.from_json(each) for each in fields.each("examples", f"an example of {where}")),
             questions=fields.whole_or_none("questions"),
         )

@@ -34,7 +34,9 @@ class Result:
         complete: Whether its schedule was carried out to the end; otherwise it can be gone on with.
         generations: Generations evaluated.
         steps: Learning steps taken.
-        tokens: Tokens (or environment steps) processed by all members, evaluations left out.
+        timesteps: Steps in the environment that all members learnt from, evaluations left out; None for language
+            models, and in a run that began without counting them.
+        tokens: Tokens (or transitions) processed by all members, evaluations left out.
         seconds: Wall-clock time, resumed parts included.
         baseline: What the untrained base earned on the validation split; None if the run stopped before that.
         best: The best member ever; None before the first evaluation.
@@ -46,6 +48,7 @@ class Result:
     complete: bool
     generations: int
     steps: int
+    timesteps: int | None
     tokens: int
     seconds: float
     baseline: Estimate | None

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from evogrpo.history.records import TestReport
+from evogrpo.history.records import GenerationReport, TestReport
+from evogrpo.history.text import count_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,12 @@ WORDS: Mapping[str, Words] = {"language": LANGUAGE, "networks": NETWORKS, "joint
 def words_of(kind: object) -> Words:
     """Return the words for a kind of members, as the run event of a journal names it; language models by default."""
     return WORDS.get(kind, LANGUAGE) if isinstance(kind, str) else LANGUAGE
+
+
+def processed(report: GenerationReport, words: Words) -> str:
+    """Say what a run has spent so far: the steps in the environment, where there are any, and all work."""
+    played = "" if report.timesteps is None else f"{count_text(report.timesteps)} steps played, "
+    return f"{played}{count_text(report.tokens)} {words.tokens} processed"
 
 
 def verdict(test: TestReport, words: Words) -> str | None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.history.text import count_text, duration_text, printable, shorten
+from evogrpo.history.text import duration_text, printable, shorten
+from evogrpo.history.words import processed
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.curves import draw_measure
@@ -112,7 +113,7 @@ def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
     parts.append(f"{_fact(facts, 'samples_per_step')} samples per member and step")
     if summary.generations:
         last = summary.generations[-1]
-        parts += [f"{count_text(last.tokens)} {summary.words.tokens} processed", duration_text(last.seconds)]
+        parts += [processed(last, summary.words), duration_text(last.seconds)]
     look: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # a dollar sign is a dollar sign
     figure.text(0.012, 1 - 0.10 / height, title, size=13.5, weight="bold", **look)
     figure.text(0.012, 1 - 0.37 / height, " · ".join(parts), size=9.5, **look)

@@ -10,7 +10,7 @@ from typing import Any
 
 from evogrpo.history.records import Estimate, Example, GenerationReport
 from evogrpo.history.text import changes_text, count_text, duration_text, number_text, printable, score_text, shorten
-from evogrpo.history.words import verdict
+from evogrpo.history.words import processed, verdict
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import ancestors, winner
@@ -124,8 +124,7 @@ def _outcome(summary: RunSummary) -> str:
     if summary.generations:
         last = summary.generations[-1]
         lead = (
-            f"{len(summary.generations)} generations, {count_text(last.tokens)} {summary.words.tokens} processed, "
-            f"{duration_text(last.seconds)}."
+            f"{len(summary.generations)} generations, {processed(last, summary.words)}, {duration_text(last.seconds)}."
         )
     if summary.resumes:
         lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."

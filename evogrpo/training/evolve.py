@@ -120,7 +120,8 @@ def resume(
             and after cannot be compared then.
         progress: Whether the run is shown while it goes on; see `evolve`.
         allow_memory: Likewise.
-        limits: Fields of `Schedule` to change: generations, max_tokens, max_seconds, target_fitness, test_questions.
+        limits: Fields of `Schedule` to change: generations, max_timesteps, max_tokens, max_seconds,
+            target_fitness, test_questions.
 
     Raises:
         CheckpointError: If the folder holds no complete checkpoint, or the base model is another one.

@@ -13,7 +13,7 @@ class Rounds:
 
     Attributes:
         groups: Starts per learning step and member, by each group size that a member can come to have.
-        learning_steps: In all; None when tokens or seconds end the run.
+        learning_steps: In all; None when something else than a number of generations ends it.
         evaluated: Completions, or episodes, from held-out starts in the run; None likewise.
         validation: Held-out starts of one evaluation of a member.
     """
@@ -45,7 +45,7 @@ class Rounds:
     def steps_row(self, config: AnyConfig, held_out: str) -> str:
         """Say how many learning steps there are, and how much is evaluated, of what."""
         if self.learning_steps is None or self.evaluated is None:
-            return "until tokens or seconds run out"
+            return "until what the schedule allows is spent"
         schedule = config.schedule
         generations = counted(schedule.generations or 0, "generation")
         return (

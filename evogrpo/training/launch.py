@@ -135,6 +135,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     scores = None if saved.best is None else saved.best[1]["member"]["scores"]
     ended = schedule.ended_by(
         **{name: progress[name] for name in ("generation", "tokens", "seconds")},
+        timesteps=sum(progress.get("slot_timesteps", ())),
         fitness=None if scores is None else sum(scores) / len(scores),
     )
     tested = schedule.test_questions == 0 or _tested(run_dir)

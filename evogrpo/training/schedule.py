@@ -17,7 +17,7 @@ from evogrpo.objective.neutral import neutral
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.agents.population import Population
 
-LIMITS = ("generations", "max_tokens", "max_seconds", "target_fitness", "test_questions")
+LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
 
 MOST_STEPS = 1_000_000
@@ -38,6 +38,8 @@ class Schedule:
         samples_per_step: Completions of every member per learning step, likewise.
         validation_questions: Questions of the validation split used for fitness; None = all.
         test_questions: Questions of the test split used at the end; None = all; 0 = no test.
+        max_timesteps: Most steps in the environment, all members' together; those of evaluations are not counted. A
+            learning step is played to its end, so a run takes up to one more than that. Not for language models.
         max_tokens: Most tokens, all members and updates together; evaluations are not counted.
         max_seconds: Most wall-clock time.
         target_fitness: Stop once a member reaches it.
@@ -48,15 +50,17 @@ class Schedule:
     samples_per_step: int = 64
     validation_questions: int | None = None
     test_questions: int | None = None
+    max_timesteps: int | None = None
     max_tokens: int | None = None
     max_seconds: float | None = None
     target_fitness: float | None = None
 
     def __post_init__(self) -> None:
-        if self.generations is None and self.max_tokens is None and self.max_seconds is None:
-            raise ValueError("a run needs an end: give generations, max_tokens or max_seconds")
+        if all(limit is None for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)):
+            raise ValueError("a run needs an end: give generations, max_timesteps, max_tokens or max_seconds")
         self._whole("generations", 1, MOST_STEPS, optional=True)
         self._whole("steps_per_generation", 1, MOST_STEPS)
+        self._whole("max_timesteps", 1, optional=True)
         self._whole("max_tokens", 1, optional=True)
         for name in ("max_seconds", "target_fitness"):
             if getattr(self, name) is not None:
@@ -79,11 +83,14 @@ class Schedule:
         """Return plain JSON values."""
         return asdict(self)
 
-    def ended_by(self, *, generation: int, tokens: int, seconds: float, fitness: float | None) -> str | None:
+    def ended_by(
+        self, *, generation: int, timesteps: int, tokens: int, seconds: float, fitness: float | None
+    ) -> str | None:
         """Return in words which limit a run has reached, None if none.
 
         Args:
             generation: Generations evaluated.
+            timesteps: Played so far.
             tokens: Spent so far.
             seconds: Likewise.
             fitness: The best so far; None before the first evaluation.
@@ -93,15 +100,31 @@ class Schedule:
         if self.generations is not None and generation >= self.generations:
             more = generation > self.generations
             return f"generations {self.generations} are {'more than ' if more else ''}done"
-        return self.spent(tokens=tokens, seconds=seconds)
+        return self.spent(timesteps=timesteps, tokens=tokens, seconds=seconds)
 
-    def spent(self, *, tokens: int, seconds: float) -> str | None:
+    def spent(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:
         """Return in words which limit on cost is spent, None if none: one that ends a generation early."""
+        if self.max_timesteps is not None and timesteps >= self.max_timesteps:
+            return f"max_timesteps {self.max_timesteps:,} are taken"
         if self.max_tokens is not None and tokens >= self.max_tokens:
             return f"max_tokens {self.max_tokens:,} are spent"
         if self.max_seconds is not None and seconds >= self.max_seconds:
             return f"max_seconds {self.max_seconds:g} are spent"
         return None
+
+    def check_counted(self, *, plays: bool, counted: bool = True) -> None:
+        """Refuse a limit that would never be reached, because nobody counts what it bounds.
+
+        Args:
+            plays: Whether members take steps in an environment, rather than write.
+            counted: Whether these have been counted since the run began.
+        """
+        if self.max_timesteps is None or (plays and counted):
+            return
+        why = "a run that an earlier version began has not counted them" if plays else "language models take none"
+        raise ValueError(
+            f"max_timesteps bounds steps in an environment, got {self.max_timesteps}, but {why}: give max_tokens"
+        )
 
     def block(self, population: "Population") -> int:
         """Return the most prompts that any member can use in a step, whatever evolution does.
@@ -128,6 +151,6 @@ class Schedule:
             [agent.hyperparameters for agent in population.agents],
             population.space,
             samples_per_step=self.samples_per_step,
-            rows_are_samples=not any(bank.rows_are_transitions for bank in population.members.banks.values()),
+            rows_are_samples=not population.plays,
         ).values():
             warnings.warn(reason, stacklevel=3)

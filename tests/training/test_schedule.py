@@ -16,6 +16,7 @@ from tests.tiny_training import tiny_env, tiny_population
         ({"target_fitness": 0.5}, "a run needs an end"),
         ({"generations": 0}, "generations must be at least 1, got 0"),
         ({"generations": 1, "steps_per_generation": 0}, "steps_per_generation must be at least 1"),
+        ({"max_timesteps": 0}, "max_timesteps must be at least 1"),
         ({"max_tokens": -1}, "max_tokens must be at least 1"),
         ({"max_seconds": 0.0}, "max_seconds must be above 0"),
         ({"max_seconds": float("nan")}, "max_seconds must be finite"),
@@ -30,7 +31,10 @@ def test_a_schedule_that_cannot_be_kept_is_refused(fields, rule):
         Schedule(**fields)
 
 
-@pytest.mark.parametrize("fields", [{"generations": 3}, {"max_tokens": 10}, {"max_seconds": 0.5, "test_questions": 0}])
+@pytest.mark.parametrize(
+    "fields",
+    [{"generations": 3}, {"max_timesteps": 5}, {"max_tokens": 10}, {"max_seconds": 0.5, "test_questions": 0}],
+)
 def test_one_limit_is_enough_and_json_brings_it_back(fields):
     schedule = Schedule(**fields)
     assert Schedule(**schedule.to_json()) == schedule

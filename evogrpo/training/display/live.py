@@ -14,7 +14,7 @@ from rich.text import Text
 from evogrpo.history.records import GenerationReport, Report, StepReport
 from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.history.text import count_text, duration_text, score_text
-from evogrpo.history.words import Words, verdict, words_of
+from evogrpo.history.words import Words, processed, verdict, words_of
 from evogrpo.tally import Work, heard_by
 from evogrpo.training.display.completions_table import completions_table
 from evogrpo.training.display.pace import Pace
@@ -116,7 +116,7 @@ class RunDisplay:
         width = self._console.width
         total = self._evolution.schedule.generations
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
-        spent = f"{duration_text(report.seconds)} · {count_text(report.tokens)} {self.words.tokens} processed"
+        spent = f"{duration_text(report.seconds)} · {processed(report, self.words)}"
         facts = f" · step {report.step} · {spent}"
         shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
         evolving = list(self._evolution.population.space) or SHOWN_IF_NOTHING_EVOLVES

@@ -64,6 +64,8 @@ class Pace:
             within = self._within if self._unit == self._present() else 0.0
             unit = baseline if progress.baseline is None else test if self._evolution.finished() else 1.0
             parts.append(((0.0 if progress.baseline is None else baseline) + done + within * unit) / whole)
+        if schedule.max_timesteps is not None:
+            parts.append((progress.timesteps or 0) / schedule.max_timesteps)
         if schedule.max_tokens is not None:
             parts.append(progress.tokens / schedule.max_tokens)
         if schedule.max_seconds is not None:
@@ -89,6 +91,8 @@ class Pace:
             bounds.append(self.steps_left() * per_step + generations * evaluation)
         if schedule.max_seconds is not None:
             bounds.append(max(schedule.max_seconds - progress.seconds, 0.0))
+        if schedule.max_timesteps is not None and progress.timesteps:
+            bounds.append(max(schedule.max_timesteps / progress.timesteps - 1.0, 0.0) * progress.seconds)
         if schedule.max_tokens is not None and progress.tokens:
             bounds.append(max(schedule.max_tokens / progress.tokens - 1.0, 0.0) * progress.seconds)
         waited = min(time.monotonic() - self._last, per_step)

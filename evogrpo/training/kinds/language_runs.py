@@ -137,6 +137,7 @@ class LanguageKind:
         """Ask for a model."""
         if config.model is None:
             raise ValueError("model must be given")
+        config.schedule.check_counted(plays=False)
 
     def prepare(self, config: LanguageConfig) -> PreparedLanguage:
         """Check a configuration against the device, the model's architecture and tokenizer, and the task."""

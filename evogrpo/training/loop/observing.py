@@ -93,7 +93,13 @@ def estimate(fitness: Fitness) -> Estimate:
 
 
 def result_of(
-    progress: Progress, *, reason: str, complete: bool, test: TestReport | None, run_dir: Path | None
+    progress: Progress,
+    *,
+    reason: str,
+    complete: bool,
+    timesteps: int | None,
+    test: TestReport | None,
+    run_dir: Path | None,
 ) -> Result:
     """Return what a run came to; see `evogrpo.history.results.Result`."""
     best = progress.best
@@ -104,6 +110,7 @@ def result_of(
         complete=complete,
         generations=progress.generation,
         steps=progress.step,
+        timesteps=timesteps,
         tokens=progress.tokens,
         seconds=progress.seconds,
         baseline=None if progress.baseline is None else estimate(progress.baseline),

@@ -94,6 +94,11 @@ class Progress:
             self.slot_tokens, self.slot_timesteps, self.slot_epochs = ([0] * self.members for _ in range(3))
             self.start_generation()
 
+    @property
+    def timesteps(self) -> int | None:
+        """Steps in the environment to learn from, all members'; None in a run that began without counting them."""
+        return sum(self.slot_timesteps) if self.slot_timesteps else None
+
     def start_generation(self) -> None:
         """Forget the sums of the generation that has ended."""
         self.step_in_generation = 0

@@ -81,6 +81,7 @@ class Evolution:
         self.schedule, self.strategy = schedule, strategy
         self.run_dir = run_dir
         self.progress = progress or Progress(members=len(population))
+        schedule.check_counted(plays=population.plays, counted=self.progress.timesteps is not None)
         self._set_budgets(None, None)
         self._description = description or {}
         self.acting = Acting(population, env, schedule, self.progress)
@@ -127,7 +128,9 @@ class Evolution:
             self.stopping.check()
             self._next_generation()
             while progress.step_in_generation < progress.steps_per_generation:
-                spent = self.schedule.spent(tokens=progress.tokens, seconds=progress.seconds)
+                spent = self.schedule.spent(
+                    timesteps=progress.timesteps or 0, tokens=progress.tokens, seconds=progress.seconds
+                )
                 if progress.step_in_generation and spent is not None:
                     break
                 began = time.monotonic()
@@ -169,9 +172,14 @@ class Evolution:
             self.progress,
             reason=self._ended,
             complete=self.stopping.reason is None,
+            timesteps=self._timesteps,
             test=self._tested,
             run_dir=None if self.run_dir is None else self.run_dir.path,
         )
+
+    @property
+    def _timesteps(self) -> int | None:
+        return self.progress.timesteps if self.population.plays else None
 
     # ---- the parts of a run
 
@@ -208,6 +216,7 @@ class Evolution:
         progress = self.progress
         return self.schedule.ended_by(
             generation=progress.generation,
+            timesteps=progress.timesteps or 0,
             tokens=progress.tokens,
             seconds=progress.seconds,
             fitness=None if progress.best is None else progress.best.fitness.mean,
@@ -288,6 +297,7 @@ class Evolution:
             seconds=progress.seconds,
             tokens=progress.tokens,
             examples=progress.examples,
+            timesteps=self._timesteps,
             questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
         )
         try:

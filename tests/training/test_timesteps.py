@@ -1,0 +1,100 @@
+"""A limit on steps in the environment: all members' together, evaluations left out."""
+
+import pytest
+
+from evogrpo import evolve
+from evogrpo.cli.arguments import main
+from evogrpo.history.records import GenerationReport, StepReport, TestReport
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.display.pace import Pace
+from tests.envs import joint_probes
+from tests.tiny_steps import QUICK, cart_pole, step_population, step_run
+from tests.tiny_training import finish, tiny_run
+
+# From the tests of several agents' runs.
+from tests.training.test_multi_agent_runs import environment, members
+
+
+def played(run):
+    """Return the steps that a run has taken after each learning step, by the lengths of episodes alone."""
+    total, counted = 0.0, []
+    for report in run.reports():
+        if isinstance(report, StepReport):
+            lengths = [member.metrics["completions/mean_length"] for member in report.learned.values()]
+            total += QUICK["samples_per_step"] * sum(lengths)
+            counted.append(round(total))
+    return counted
+
+
+def test_a_run_ends_with_the_step_that_takes_the_last_of_them():
+    whole = played(step_run(None))
+    for budget, steps in ((whole[2], 3), (whole[2] + 1, 4), (1, 1)):
+        run = step_run(None, generations=None, max_timesteps=budget)
+        reports = finish(run)
+        assert sum(isinstance(report, StepReport) for report in reports) == steps
+        assert isinstance(reports[-2], GenerationReport)  # whatever was learnt is evaluated
+        assert isinstance(reports[-1], TestReport)
+        assert run.result.timesteps == reports[-2].timesteps == whole[steps - 1] < run.result.tokens
+        assert run.result.complete
+        assert run.result.reason == f"max_timesteps {budget:,} are taken"
+        assert Pace(run).fraction() == 1.0
+
+
+def test_every_agent_of_a_team_takes_steps_of_its_own():
+    """As a vector environment made of agents counts them."""
+    env = environment(joint_probes.Favours)
+    run = evolve(members(env), env, **QUICK | {"generations": None, "max_timesteps": 1})
+    report = next(run)
+    lengths = [member.metrics["completions/mean_length"] for member in report.members]
+    assert report.timesteps >= QUICK["samples_per_step"] * sum(lengths) > 0
+    assert list(run) == []
+
+
+def test_a_run_goes_on_up_to_more_of_them(tmp_path, monkeypatch, capsys):
+    """The limit is kept in the folder, may be raised, and counts what was played before."""
+    monkeypatch.chdir(tmp_path)
+    words = "schedule.samples_per_step=8 schedule.steps_per_generation=1 population.size=2 task.validation_size=2"
+    words += (
+        " hyperparameters.group_size=4 schedule.test_questions=0 task.max_episode_steps=20 schedule.generations=null"
+    )
+    words += " schedule.max_timesteps=20"
+    assert main(["train", "--env", "CartPole-v1", "--run-dir", "run", *words.split()]) == 0
+    assert "max_timesteps=null" in capsys.readouterr().out  # or the run would end again at once
+    assert main(["resume", "run"]) == 0
+    assert "max_timesteps 20 are taken" in capsys.readouterr().out
+    assert main(["resume", "run", "max_timesteps=400"]) == 0
+    shown = capsys.readouterr().out
+    generations = [
+        event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "generation"
+    ]
+    counts = [event["timesteps"] for event in generations]
+    assert counts[-2] < 400 <= counts[-1]
+    assert f"{counts[-1]} steps played" in shown
+
+
+def test_a_dry_run_names_the_limit(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    limits = ["schedule.generations=null", "schedule.max_timesteps=250000"]
+    assert main(["train", "--env", "CartPole-v1", "--dry-run", *limits]) == 0
+    assert "250,000 steps in the environment" in " ".join(capsys.readouterr().out.split())
+
+
+def test_language_models_take_no_steps():
+    with pytest.raises(ValueError, match=r"language models take none: give max_tokens"):
+        tiny_run(None, generations=None, max_timesteps=100)
+    values = {"model": "somewhere", "task": {"name": "two_digit_sums"}, "schedule": {"max_timesteps": 100}}
+    with pytest.raises(ValueError, match=r"language models take none: give max_tokens"):
+        parse_config(values)
+    assert finish(tiny_run(None, generations=1))[-2].timesteps is None
+
+
+def test_a_run_that_did_not_count_them_is_not_bounded_by_them():
+    """It would never end."""
+    run = step_run(None)
+    run.progress.slot_timesteps = []
+    with pytest.raises(ValueError, match="has not counted them: give max_tokens"):
+        type(run)(
+            step_population(3), cart_pole(), schedule=type(run.schedule)(max_timesteps=9), strategy=run.strategy,
+            progress=run.progress,
+        )  # fmt: skip
