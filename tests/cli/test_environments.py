@@ -235,14 +235,16 @@ def test_the_estimate_is_an_upper_bound_of_what_is_spent():
             assert 0 < learned.metrics["optimizer_steps"] <= bound.optimizer_steps == 15  # 3 epochs × ceil(80 / 16)
 
 
-def test_an_environment_without_a_limit_is_forecast_without_numbers(here, capsys):
+def test_an_environment_without_a_limit_is_forecast_with_the_one_it_gets(here, capsys):
     import gymnasium
     from gymnasium.envs.classic_control.cartpole import CartPoleEnv
 
     gymnasium.register("Endless-v0", entry_point=CartPoleEnv)
     try:
         assert main(["train", "--env", "Endless-v0", "--dry-run"]) == 0
-        assert "set task.max_episode_steps" in " ".join(capsys.readouterr().out.split())
+        said = " ".join(capsys.readouterr().out.split())
+        assert "episodes have no limit and are cut off after 1,000 steps (task.max_episode_steps)" in said
+        assert "for episodes of 1000" in said
     finally:
         del gymnasium.registry["Endless-v0"]
 

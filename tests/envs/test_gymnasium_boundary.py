@@ -1,5 +1,7 @@
 """What crosses the boundary between policies and environments: actions, masks, composite observations, refusals."""
 
+import warnings
+
 import gymnasium
 import numpy as np
 import pytest
@@ -197,9 +199,38 @@ class Endless(Odd):
         return np.zeros(2, np.float32), 0.0, False, False, {}
 
 
-def test_an_episode_without_end_is_stopped_with_advice():
-    with pytest.raises(ValueError, match="set max_episode_steps"):
-        GymnasiumGroups(Endless).play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+@pytest.mark.parametrize("vectorization", ["serial", "processes"])
+def test_an_episode_without_end_is_cut_off_and_said_once(vectorization):
+    env = GymnasiumGroups(Endless, vectorization=vectorization, lanes=2)
+    assert (env.max_episode_steps, env.cut_off) == (1000, True)
+    with env:
+        with pytest.warns(UserWarning, match="cut off after 1,000 steps.*set max_episode_steps"):
+            played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0, 0], [0, 0])
+        assert played.lengths.tolist() == [1000] * 2
+        assert played.truncated.all()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+
+
+def test_an_environment_without_a_limit_that_nobody_reaches_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        played = GymnasiumGroups(Odd).play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+    assert not played.truncated.any()
+
+
+@pytest.mark.parametrize(("name", "declared"), [("max_steps", 7), ("max_cycles", np.int64(7)), ("max_steps", 5000)])
+def test_a_limit_that_the_environment_declares_is_known_and_not_cut_below(name, declared):
+    class Declares(Endless):
+        def __init__(self):
+            super().__init__()
+            setattr(self, name, declared)
+
+    env = GymnasiumGroups(Declares)
+    assert (env.max_episode_steps, env.cut_off) == (declared, False)
+    played = env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+    assert played.lengths.tolist() == [max(1000, declared)]  # it does not do as it says
 
 
 @pytest.mark.parametrize(

@@ -147,8 +147,6 @@ def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
     monkeypatch.setattr("evogrpo.envs.control.playing.MOST_STEPS", 30)
     endless = GymnasiumGroups(lambda: Odd(ends=lambda over: False), max_episode_steps=steps)
     assert play(endless, rows=1).lengths.tolist() == [steps]
-    with pytest.raises(ValueError, match="has not ended after 30 steps: set max_episode_steps"):
-        play(GymnasiumGroups(lambda: Odd(ends=lambda over: False)), rows=1)
 
 
 # ---- what a step brings

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import gymnasium
@@ -14,7 +14,7 @@ from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import ClassicControl, native_class
 from evogrpo.envs.control.draws import StepUniforms
 from evogrpo.envs.control.episodes import EpisodeRecord, Played
-from evogrpo.envs.control.making import Distinct, EnvMaker, carries_over, registered, time_limit
+from evogrpo.envs.control.making import Distinct, EnvMaker, carries_over, declared_limit, registered, time_limit
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.solo_lanes import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
@@ -25,6 +25,10 @@ from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.records import Actor
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
+
+CUT_OFF = 1000
+"""Steps after which an episode of an environment without a limit is cut off, unless the environment or the caller says
+otherwise."""
 
 _NATIVE_LANES = 4096
 _SERIAL_LANES = 64
@@ -108,7 +112,8 @@ class GymnasiumGroups(SeededGroups):
     Args:
         env: The id of a registered environment, or a callable that makes one.
         env_kwargs: Keyword arguments of the environment or the callable.
-        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
+        max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit, or 1,000 where
+            it has none; the first episode that is cut off by this is warned of.
         vectorization: "native" (numpy), "serial" (one environment after the other in this process), "processes" (one
             process per lane), or "auto": native where there is one, serial otherwise.
         lanes: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
@@ -125,7 +130,8 @@ class GymnasiumGroups(SeededGroups):
         name: The id, or the name of the callable.
         native: Whether a native environment runs.
         remake: Whether every episode gets an environment made anew.
-        max_episode_steps: Steps after which an episode is truncated; None if nothing says so.
+        max_episode_steps: Steps after which an episode is truncated.
+        cut_off: Whether that is this class's own limit, as nothing else says when an episode is to end.
         observation_space: Of one environment.
         action_space: Of one environment.
 
@@ -162,10 +168,9 @@ class GymnasiumGroups(SeededGroups):
         example = self._made()
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
-        limits = (time_limit(example), None if example.spec is None else example.spec.max_episode_steps)
-        self.max_episode_steps = max_episode_steps or next((limit for limit in limits if limit is not None), None)
+        self.max_episode_steps, self.cut_off = self._limit(example, max_episode_steps)
         self.remake = carries_over(example) if remake is None else remake
-        native = _native(env, kwargs, max_episode_steps) if vectorization in ("auto", "native") else None
+        native = _native(env, kwargs, self.max_episode_steps) if vectorization in ("auto", "native") else None
         self._code = code_hash(type(example.unwrapped))
         leaf_spaces(self.observation_space)
         check_action_space(self.action_space)
@@ -183,6 +188,17 @@ class GymnasiumGroups(SeededGroups):
         default = _NATIVE_LANES if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_LANES
         self._count = default if lanes is None else lanes
         self._lanes: SoloLanes | None = None
+        self._said_cut_off = False
+
+    def _limit(self, example: "gymnasium.Env[Any, Any]", wanted: int | None) -> tuple[int, bool]:
+        """Return after how many steps episodes end, having seen to it that they do; and whether nobody else does."""
+        limits = (wanted, time_limit(example), None if example.spec is None else example.spec.max_episode_steps)
+        known = next((limit for limit in limits if limit is not None), None)
+        if known is not None:
+            return known, False
+        declared = declared_limit(example)  # believed, and made sure of only beyond what is usual
+        self._make = replace(self._make, max_episode_steps=max(CUT_OFF, declared or 0))
+        return declared or CUT_OFF, declared is None
 
     def close(self) -> None:
         """Close environments and processes; the next `play` makes new ones."""
@@ -240,7 +256,18 @@ class GymnasiumGroups(SeededGroups):
         space, action_space = self.observation_space, self.action_space
         record = EpisodeRecord(space, wanted.member_ids, wanted.statistics)
         with self._closed_if_broken():
-            return play_episodes(self._lanes, self._count, {ONLY: (space, action_space)}, {ONLY: actor}, record, wanted)
+            played = play_episodes(
+                self._lanes, self._count, {ONLY: (space, action_space)}, {ONLY: actor}, record, wanted
+            )
+        cut = played.truncated & (played.lengths == self.max_episode_steps)
+        if self.cut_off and cut.any() and not self._said_cut_off:
+            self._said_cut_off = True
+            warnings.warn(
+                f"an episode of {self.name} was cut off after {self.max_episode_steps:,} steps, as neither the "
+                "environment nor anybody else sets a limit: set max_episode_steps to what suits it",
+                stacklevel=2,
+            )
+        return played
 
     def _open_lanes(self) -> SoloLanes:
         if self._native is not None:
@@ -261,17 +288,15 @@ class GymnasiumGroups(SeededGroups):
         return made
 
 
-def _native(
-    env: object, kwargs: Mapping[str, Any], max_episode_steps: int | None
-) -> Callable[[], ClassicControl] | None:
+def _native(env: object, kwargs: Mapping[str, Any], max_episode_steps: int) -> Callable[[], ClassicControl] | None:
     """Return what makes the native environment that equals the one named, or None."""
     if not isinstance(env, str):
         return None
     spec = registered(env)
-    native, limit = native_class(spec, kwargs), max_episode_steps or spec.max_episode_steps
-    if native is None or limit is None:
+    native = native_class(spec, kwargs)
+    if native is None:
         return None
-    return lambda: native(max_episode_steps=limit, **{**spec.kwargs, **kwargs})
+    return lambda: native(max_episode_steps=max_episode_steps, **{**spec.kwargs, **kwargs})
 
 
 def _warn_of_deaf_seeds(example: "gymnasium.Env[Any, Any]", name: str) -> None:

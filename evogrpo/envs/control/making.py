@@ -47,6 +47,15 @@ def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
     return min(limits, default=None)
 
 
+def declared_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
+    """Return the steps after which an environment says that it truncates by itself, as MiniGrid's do; None if not."""
+    for name in ("max_episode_steps", "_max_episode_steps", "max_steps", "max_cycles"):
+        limit = getattr(env.unwrapped, name, None)
+        if isinstance(limit, int | np.integer) and not isinstance(limit, bool) and limit > 0:
+            return int(limit)
+    return None
+
+
 def carries_over(env: "gymnasium.Env[Any, Any]") -> bool:
     """Tell whether an environment is known to go on differently after a reset than when it is made anew."""
     return type(env.unwrapped).__module__ in _NOT_RESET

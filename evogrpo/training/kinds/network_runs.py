@@ -32,7 +32,6 @@ from evogrpo.training.video import Recorded, record_video
 ONE_THREAD = 1 << 15
 """Parameters of a member up to which a second thread gains little: measured for 8 members, 9 % at 4,500 and 5 % at
 17,000 (two layers of 64 and 128), but 25 % at 67,000."""
-UNLIMITED = "unknown, as episodes of this environment have no limit: set task.max_episode_steps to give them one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +40,19 @@ class NetworkForecast:
 
     Attributes:
         rounds: How often what happens.
-        episode_steps: Most steps of an episode; None if the environment has no limit, and what follows is not known.
+        episode_steps: Most steps of an episode.
         environment_steps: Most of one learning step, all members.
         optimizer_steps: Most per learning step and member.
         parameters: Of one member's network as it starts.
-        need: The memory that the run takes at most; None likewise.
+        need: The memory that the run takes at most.
     """
 
     rounds: Rounds
-    episode_steps: int | None
-    environment_steps: int | None
-    optimizer_steps: int | None
+    episode_steps: int
+    environment_steps: int
+    optimizer_steps: int
     parameters: int
-    need: Need | None
+    need: Need
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -61,13 +60,11 @@ class NetworkForecast:
         return {
             "samples": samples_row(config, "episodes"),
             "groups": self.rounds.groups_row(),
-            "environment": f"at most {count_text(steps)} steps a learning step, all members, for episodes of {longest}"
-            if steps is not None
-            else UNLIMITED,
-            "optimizer": f"at most {most} steps per member and learning step" if most is not None else UNLIMITED,
+            "environment": f"at most {count_text(steps)} steps a learning step, all members, for episodes of {longest}",
+            "optimizer": f"at most {most} steps per member and learning step",
             "steps": self.rounds.steps_row(config, "episodes from held-out starts"),
             "parameters": f"{count_text(self.parameters)} in each member's network as it starts",
-            "memory": memory_row(self.need) or UNLIMITED,
+            "memory": memory_row(self.need),
         }
 
 
@@ -99,10 +96,11 @@ class PreparedNetworks:
 
     def facts(self) -> dict[str, str]:
         """Name the environment and the members."""
-        config = self.config
-        native = "vectorised natively" if self.env.native else "one environment per lane"
+        config, env = self.config, self.env
+        native = "vectorised natively" if env.native else "one environment per lane"
+        cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps (task.max_episode_steps)"
         return {
-            "environment": f"{config.task.label}, {native}: {sizes_text(self.env)} starts",
+            "environment": f"{config.task.label}, {native}: {sizes_text(env)} starts{cut if env.cut_off else ''}",
             "population": f"{counted(config.population.size, 'member')}, each a network "
             f"({layers_text(config.agent.network)}, {count_text(self.parameters)} parameters) on {self.device}"
             f"{normalised_text(config.agent)}",
@@ -111,14 +109,14 @@ class PreparedNetworks:
     def forecast(self) -> NetworkForecast:
         """Do the arithmetic of the run."""
         config, longest = self.config, self.env.max_episode_steps
-        steps = None if longest is None else longest * config.schedule.samples_per_step
+        steps = longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
         rounds = Rounds.of(config, self.env)
         return NetworkForecast(
             rounds=rounds,
             episode_steps=longest,
-            environment_steps=None if steps is None else steps * config.population.size,
-            optimizer_steps=None if steps is None else epochs * math.ceil(steps / smallest),
+            environment_steps=steps * config.population.size,
+            optimizer_steps=epochs * math.ceil(steps / smallest),
             parameters=self.parameters,
             need=playing_need(
                 [self.env.observation_space],
@@ -160,7 +158,7 @@ class NetworkKind:
         example = _members(config, env, 1, "cpu")[0].state()
         return PreparedNetworks(config=config, env=env, device=device_of(config), parameters=parameters_of(example))
 
-    def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
+    def need(self, population: Population, env: Any, schedule: Schedule) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
         return playing_need(
             [env.observation_space],

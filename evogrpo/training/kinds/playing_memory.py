@@ -19,13 +19,13 @@ SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_quest
 def playing_need(
     observations: Iterable[spaces.Space[Any]],
     *,
-    longest: int | None,
+    longest: int,
     members: int,
     samples: int,
     validation: int,
     parameters: int,
-) -> Need | None:
-    """Estimate the most memory that a run of small networks takes; None where the length of episodes is unknown.
+) -> Need:
+    """Estimate the most memory that a run of small networks takes.
 
     Args:
         observations: What each acting agent sees in a step.
@@ -35,8 +35,6 @@ def playing_need(
         validation: Episodes of each in an evaluation.
         parameters: Of one of them.
     """
-    if longest is None:
-        return None
     seen = sum(_bytes(leaf) for space in observations for leaf in leaf_spaces(space))
     episodes = members * max(HELD * samples, (HELD - 1) * validation)
     # Weights, a gradient, two moments, and the copy of the best.
@@ -45,10 +43,8 @@ def playing_need(
     )
 
 
-def memory_row(need: Need | None) -> str | None:
+def memory_row(need: Need) -> str:
     """Write the estimate."""
-    if need is None:
-        return None
     return (
         f"at most {gigabytes(need.size)} (an estimate, where all episodes are as long as can be): what is seen in a "
         "learning step or an evaluation, a few times over; Python and its libraries come on top"

@@ -73,7 +73,7 @@ class TeamForecast:
             "optimizer": f"{optimizer} per member and learning step" if optimizer else UNKNOWN_LENGTH,
             "steps": self.rounds.steps_row(config, "joint episodes from held-out starts"),
             "parameters": f"{count_text(self.parameters)} in each member's networks as they start",
-            "memory": memory_row(self.need) or UNKNOWN_LENGTH,
+            "memory": UNKNOWN_LENGTH if self.need is None else memory_row(self.need),
         }
 
 
@@ -140,7 +140,9 @@ class PreparedTeam:
             if steps is None
             else {policy: epochs * math.ceil(steps * len(role.agents) / smallest) for policy, role in roles.items()},
             parameters=self.parameters,
-            need=playing_need(
+            need=None
+            if longest is None
+            else playing_need(
                 self.env.observation_spaces.values(),
                 longest=longest,
                 members=config.population.size,
@@ -188,6 +190,8 @@ class TeamKind:
 
     def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
         """Estimate from the environment's spaces and its longest episode."""
+        if env.max_episode_steps is None:
+            return None
         return playing_need(
             env.observation_spaces.values(),
             longest=env.max_episode_steps,

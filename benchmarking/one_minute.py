@@ -1,0 +1,222 @@
+"""One minute of one core: `evogrpo train --env ID` against Stable-Baselines3's PPO, both with their defaults.
+
+    pip install stable-baselines3 "gymnasium[box2d,mujoco,toy-text]" minigrid
+    python benchmarking/one_minute.py run      # what is missing; goes on where it stopped
+    python benchmarking/one_minute.py table    # of what there is
+
+evogrpo's arm is the command that a user types, with `schedule.max_seconds=60`: measuring, validation and its closing
+test are all in the minute, and the wall clock of the whole process is recorded. PPO's arm learns until 60 seconds of
+processor time are spent, evaluates nothing, and has the policy class that the observations ask for. Both have one
+thread and the same environment: one without a limit of its own is cut off after 1,000 steps for either. What was
+learnt is then played greedily in the same 100 fresh episodes, off the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "classic"))
+from intervals import stratified_bootstrap
+
+SECONDS = 60
+EPISODES = 100
+FIRST_SEED = 2**30  # beyond every training seed of either arm
+CUT_OFF = 1000  # steps, where the environment has no limit of its own
+ARMS = ("evogrpo", "sb3-ppo", "random")
+IMAGES = ("minigrid.wrappers:ImgObsWrapper", "gymnasium.wrappers:FlattenObservation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """An environment.
+
+    Attributes:
+        id: As registered.
+        overrides: `KEY=VALUE` of evogrpo's arm that say which environment it is.
+        kwargs: The same for gymnasium.
+        wrappers: Applied in this order.
+        policy: PPO's.
+    """
+
+    id: str
+    overrides: Sequence[str] = ()
+    kwargs: dict[str, Any] | None = None
+    wrappers: Sequence[str] = ()
+    policy: str = "MlpPolicy"
+
+    def make(self) -> gymnasium.Env[Any, Any]:
+        """Make one environment."""
+        if self.id.startswith("MiniGrid"):
+            __import__("minigrid")
+        env: gymnasium.Env[Any, Any] = gymnasium.make(self.id, **self.kwargs or {})
+        for name in self.wrappers:
+            module, _, cls = name.partition(":")
+            env = getattr(__import__(module, fromlist=[cls]), cls)(env)
+        limited = env.spec is not None and env.spec.max_episode_steps is not None
+        if limited or getattr(env.unwrapped, "max_steps", None) is not None:
+            return env
+        return gymnasium.wrappers.TimeLimit(env, CUT_OFF)
+
+
+TASKS = {
+    "FrozenLake, slippery": Task(id="FrozenLake-v1"),
+    "FrozenLake, not slippery": Task(
+        id="FrozenLake-v1", overrides=("task.env_kwargs={is_slippery: false}",), kwargs={"is_slippery": False}
+    ),
+    "CliffWalking": Task(id="CliffWalking-v1"),
+    "Taxi": Task(id="Taxi-v4"),
+    "Blackjack": Task(id="Blackjack-v1"),
+    "MountainCarContinuous": Task(id="MountainCarContinuous-v0"),
+    "LunarLander": Task(id="LunarLander-v3"),
+    "InvertedPendulum": Task(id="InvertedPendulum-v5"),
+    "MiniGrid-Empty-5x5": Task(id="MiniGrid-Empty-5x5-v0", wrappers=IMAGES),
+    "CarRacing": Task(id="CarRacing-v3", policy="CnnPolicy"),
+}
+
+
+def returns_of(task: Task, act: Callable[[Any], Any]) -> list[float]:
+    """Play the fresh episodes."""
+    env, returns = task.make(), []
+    for number in range(EPISODES if task.policy == "MlpPolicy" else EPISODES // 5):
+        seen, over, total = env.reset(seed=FIRST_SEED + number)[0], False, 0.0
+        while not over:
+            seen, reward, terminated, truncated, _ = env.step(act(seen))
+            total, over = total + float(reward), terminated or truncated
+        returns.append(total)
+    env.close()
+    return returns
+
+
+def run_evogrpo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
+    """Train as on the command line, and play what is best."""
+    words = [f"{'minigrid:' if task.id.startswith('MiniGrid') else ''}{task.id}", *task.overrides, f"seed={seed}"]
+    options = [text for wrapper in task.wrappers for text in ("--wrapper", wrapper)]
+    run_dir = folder / "runs" / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
+    command = [sys.executable, "-m", "evogrpo.cli", "train", "--env", *words, *options]
+    began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([*command, f"schedule.max_seconds={SECONDS}", "--run-dir", str(run_dir)], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.monotonic() - began
+    import evogrpo
+
+    agent = evogrpo.GRPO.load(run_dir / "best")
+    events = [json.loads(line) for line in (run_dir / "journal.jsonl").read_text().splitlines()]
+    return {
+        "wall": wall,
+        "processor": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "learning_steps": sum(event["event"] == "step" for event in events),
+        "generations": sum(event["event"] == "generation" for event in events),
+        "returns": returns_of(task, lambda seen: agent.predict(seen, deterministic=True)[0]),
+    }
+
+
+def run_ppo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
+    """Let PPO learn until its processor time is spent, and play what it has become."""
+    import torch
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import BaseCallback
+
+    torch.set_num_threads(1)
+    began, wall = time.process_time(), time.monotonic()
+
+    class Spent(BaseCallback):
+        def _on_step(self) -> bool:
+            return time.process_time() - began < SECONDS
+
+    model = PPO(task.policy, task.make(), seed=seed, device="cpu").learn(10**9, callback=Spent())
+    spent = {"wall": time.monotonic() - wall, "processor": time.process_time() - began}
+    returns = returns_of(task, lambda seen: model.predict(seen, deterministic=True)[0])
+    return {**spent, "steps": model.num_timesteps, "returns": returns}
+
+
+def run_random(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
+    """Play without learning anything."""
+    space = task.make().action_space
+    space.seed(seed)
+    return {"wall": 0.0, "processor": 0.0, "returns": returns_of(task, lambda _: space.sample())}
+
+
+RUNNERS = {"evogrpo": run_evogrpo, "sb3-ppo": run_ppo, "random": run_random}
+
+
+def run_all(given: argparse.Namespace) -> None:
+    """Make the runs that are missing, each in a process of its own, seed by seed."""
+    jobs = [(name, arm, seed) for seed in given.seeds for name in given.tasks for arm in given.arms]
+
+    def run(job: tuple[str, str, int]) -> None:
+        name, arm, seed = job
+        out = given.folder / arm / f"{name}-{seed}.json"
+        if out.exists():
+            return
+        out.parent.mkdir(parents=True, exist_ok=True)
+        one = [sys.executable, __file__, "one", name, arm, str(seed), "--folder", str(given.folder)]
+        with out.with_suffix(".log").open("w", encoding="utf-8") as log:
+            variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+            done = subprocess.run(one, env=variables, stdout=log, stderr=subprocess.STDOUT, check=False)
+        print(f"{name} {arm} seed {seed}: {'done' if not done.returncode else f'FAILED, see {log.name}'}", flush=True)
+
+    with ThreadPoolExecutor(given.parallel) as pool:
+        list(pool.map(run, jobs))
+    print(table(given))
+
+
+def run_one(given: argparse.Namespace) -> None:
+    """Make one run and write it down."""
+    result = RUNNERS[given.arm](given.task, TASKS[given.task], given.seed, given.folder)
+    out = given.folder / given.arm / f"{given.task}-{given.seed}.json"
+    out.with_suffix(".tmp").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    out.with_suffix(".tmp").replace(out)
+
+
+def table(given: argparse.Namespace) -> str:
+    """Return the interquartile mean over seeds of every arm, with its interval, and the longest wall clock."""
+    lines = ["| environment | " + " | ".join(given.arms) + " | evogrpo's longest wall clock |", "|---" * 5 + "|"]
+    for name in given.tasks:
+        cells, longest = [], "–"
+        for arm in given.arms:
+            runs = [json.loads(path.read_text()) for path in sorted((given.folder / arm).glob(f"{name}-*.json"))]
+            means = [float(np.mean(run["returns"])) for run in runs]
+            cells.append(f"{stratified_bootstrap({name: means})}, n = {len(means)}" if means else "–")
+            if arm == "evogrpo" and runs:
+                longest = f"{max(run['wall'] for run in runs):.0f} s"
+        lines.append(f"| {name} | {' | '.join(cells)} | {longest} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("run", "table", "one"))
+    parser.add_argument("only", nargs="*", help=argparse.SUPPRESS)  # of `one`: task, arm and seed
+    parser.add_argument("--folder", type=Path, default=Path("runs/one_minute"))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, one core each")
+    given = parser.parse_args()
+    given.folder = given.folder.absolute()
+    if given.command == "one":
+        given.task, given.arm, given.seed = given.only[0], given.only[1], int(given.only[2])
+        run_one(given)
+    elif given.command == "run":
+        run_all(given)
+    else:
+        print(table(given))
+
+
+if __name__ == "__main__":
+    main()
