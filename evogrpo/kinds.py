@@ -17,12 +17,17 @@ AdvantageType = Literal[
     "reinforce",
 ]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-KlEstimator = Literal["k1", "k2", "k3", "abs"]
+ActionKl = Literal["k1", "k2", "k3", "abs"]
+FullKl = Literal["full", "full_reversed"]
+KlEstimator = Literal[ActionKl, FullKl]
 ImportanceCorrection = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 RewardNorm = Literal["group", "batch", "running"]
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-KL_ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
+ACTION_KLS: tuple[ActionKl, ...] = get_args(ActionKl)
+"""Estimates of a divergence from the probabilities of the actions that were taken."""
+FULL_KLS: tuple[FullKl, ...] = get_args(FullKl)
+"""Divergences between whole distributions over actions."""
 IMPORTANCE_CORRECTIONS: tuple[ImportanceCorrection, ...] = get_args(ImportanceCorrection)
 REWARD_NORMS: tuple[RewardNorm, ...] = get_args(RewardNorm)
 

@@ -1,9 +1,10 @@
-"""Estimates of the divergence from the reference policy, taken from the actions alone; and their coefficient."""
+"""The divergence from the reference policy: estimates from the actions alone, closed forms; and their coefficient."""
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-from evogrpo.kinds import KL_ESTIMATORS
+from evogrpo.kinds import ACTION_KLS
 
 
 def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
@@ -18,7 +19,7 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Unbiased means: on average over actions drawn from the policy. d is clamped to +-20 before the exponential.
 
     Args:
-        kind: One of `KlEstimator`.
+        kind: One of `ActionKl`.
         log_probs: `[n, t]` of the current policy, in nats.
         ref_log_probs: `[n, t]` of the reference policy, in nats.
 
@@ -40,7 +41,45 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         return torch.exp(-difference) + difference - 1.0
     if kind == "abs":
         return difference.abs()
-    raise ValueError(f"kl_estimator must be one of {', '.join(KL_ESTIMATORS)}, got {kind!r}")
+    raise ValueError(f"kl_estimator must be one of {', '.join(ACTION_KLS)}, got {kind!r}")
+
+
+def categorical_kl(first: Tensor, second: Tensor) -> Tensor:
+    r"""Return KL(first || second) = sum_a p(a) (log p(a) - log q(a)) of categorical distributions.
+
+    Args:
+        first: Logits of p, `[..., v]`; those of values that are ruled out are large negative numbers in both.
+        second: Logits of q, `[..., v]`.
+
+    Returns:
+        `[...]` in nats.
+    """
+    one, other = first.log_softmax(-1), second.log_softmax(-1)
+    return (one.exp() * (one - other)).sum(-1)
+
+
+def bernoulli_kl(first: Tensor, second: Tensor) -> Tensor:
+    """Return KL(first || second) of independent bits with logits `[..., b]`, summed over them, `[...]` in nats."""
+    high = torch.sigmoid(first) * (logsigmoid(first) - logsigmoid(second))
+    low = torch.sigmoid(-first) * (logsigmoid(-first) - logsigmoid(-second))
+    return (high + low).sum(-1)
+
+
+def gaussian_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std: Tensor) -> Tensor:
+    r"""Return KL(N(m, s) || N(m', s')) = log(s' / s) + (s^2 + (m - m')^2) / (2 s'^2) - 1/2, summed over dimensions.
+
+    Args:
+        mean: `[..., k]`; the dimensions are independent.
+        log_std: `[..., k]` logarithms of the standard deviations.
+        other_mean: `[..., k]` of the second distribution, in the same units.
+        other_log_std: `[..., k]`.
+
+    Returns:
+        `[...]` in nats.
+    """
+    narrower = log_std - other_log_std
+    distance = (mean - other_mean) * torch.exp(-other_log_std)
+    return ((torch.expm1(2 * narrower) + distance.square()) / 2 - narrower).sum(-1)
 
 
 def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) -> Tensor:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
-from evogrpo.kinds import ADVANTAGES, LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.kinds import ADVANTAGES, FULL_KLS, LOSS_TYPES, STEP_ADVANTAGES
 from evogrpo.objective.switches import Switches
 
 
@@ -31,6 +31,17 @@ def _problems(objective: Switches) -> Iterator[str]:
             "kl_bias_correction multiplies the KL in the loss, which is not there with kl_placement 'reward': "
             "leave one of the two out"
         )
+    if objective.kl_estimator in FULL_KLS:
+        full = f"kl_estimator {objective.kl_estimator!r}"
+        if objective.kl_placement == "reward":
+            yield f"{full} is a term of the loss, got kl_placement 'reward': choose k1, k2, k3 or abs there"
+        if objective.kl_bias_correction:
+            yield f"{full} is exact, so there is no bias to correct: leave kl_bias_correction out"
+    if objective.reference == "old" and objective.kl_placement == "reward":
+        yield (
+            "the policy that acts does not differ from itself while it earns rewards, got reference 'old' with "
+            "kl_placement 'reward': choose kl_placement 'loss', or reference 'base' or 'snapshot'"
+        )
     for name, needed in {
         "kl_horizon": "kl_target",
         "importance_cap": "importance_correction",
@@ -38,10 +49,11 @@ def _problems(objective: Switches) -> Iterator[str]:
     }.items():
         if objective.is_set(name) and getattr(objective, needed) is None:
             yield f"{name} has no effect without {needed}, got {getattr(objective, name)}: give {needed} as well"
-    if objective.reference_sync_steps is not None and objective.reference == "base":
+    if objective.reference_sync_steps is not None and objective.reference != "snapshot":
+        moves = "never changes" if objective.reference == "base" else "is taken anew in every learning step"
         yield (
-            f'reference "base" never changes, got reference_sync_steps {objective.reference_sync_steps}: choose '
-            'reference "snapshot"'
+            f'reference "{objective.reference}" {moves}, got reference_sync_steps {objective.reference_sync_steps}: '
+            'choose reference "snapshot"'
         )
 
 

@@ -48,6 +48,12 @@ def neutral(
                     "exactly 1 and nothing is ever clipped: raise update_epochs or lower batch_size below "
                     f"samples_per_step ({samples_per_step}), or leave {name} out"
                 )
+        if "beta" in space and objective.reference == "old":
+            found["beta"] = (
+                "beta evolves, but every member takes one optimizer step per rollout, where it still is the policy "
+                "that acted, which reference 'old' holds it to: raise update_epochs or lower batch_size below "
+                f"samples_per_step ({samples_per_step}), choose another reference, or leave beta out"
+            )
     return {name: found[name] for name in space if name in found}
 
 

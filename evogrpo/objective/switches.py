@@ -19,7 +19,7 @@ from evogrpo.kinds import (
 )
 
 KlPlacement = Literal["loss", "reward"]
-Reference = Literal["base", "snapshot"]
+Reference = Literal["base", "snapshot", "old"]
 EntropyReduction = Literal["loss", "mean"]
 
 
@@ -49,7 +49,9 @@ class Switches:
         aggregation: The reduction; None = the loss type's own. "seq-mean-token-sum-norm" divides by the longest
             possible completion.
         kl_estimator: With d = log-probability minus the reference's: "k1" is d (in rewards only: as a loss its
-            expected gradient is 0), "k2" d²/2, "k3" exp(−d) + d − 1, "abs" |d|.
+            expected gradient is 0), "k2" d²/2, "k3" exp(−d) + d − 1, "abs" |d|. Small networks also compare whole
+            distributions: "full" is KL(policy || reference), which k1 and k3 estimate, "full_reversed" is
+            KL(reference || policy); both exact, and in the loss only.
         kl_placement: "loss" adds beta x KL to the loss, "reward" takes it from each action's reward.
         kl_bias_correction: Multiply the KL in the loss by the ratio, that of the completion for "gspo" and "luspo": the
             gradient of k3 is then that of KL(policy || reference) on average, off-policy too (DeepSeek-V3.2).
@@ -76,7 +78,9 @@ class Switches:
         overlong_buffer: Tokens before the longest possible completion over which a penalty grows from 0 to 1 (DAPO);
             None = no penalty.
         dynamic_sampling: How often, at most, groups whose rewards are all equal are sampled anew (DAPO).
-        reference: "base" is the model without adapters; "snapshot" each member's own policy as it once was.
+        reference: "base" is the model without adapters, or the network as it began; "snapshot" each member's own
+            policy as it once was; "old" the policy that acted, so the member as it was before the learning step:
+            beta then holds back the later of several optimizer steps, and does nothing in the first.
         reference_sync_steps: Optimizer steps of the member between updates of its snapshot; None = it stays.
         reference_mixing: An update makes the snapshot this part policy and the rest what it was; in (0, 1].
 

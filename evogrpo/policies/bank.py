@@ -1,7 +1,8 @@
 """The one seam between policies and everything above them: the PolicyBank protocol."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -10,7 +11,8 @@ from evogrpo.records import Batch, UpdateReport
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->
-`[k]` weighted losses, to be summed. Entropies carry a gradient only in `update(..., entropy_gradient=True)`."""
+`[k]` weighted losses, to be summed. Entropies carry a gradient only in `update(..., entropy_gradient=True)`. In
+`update(..., held_to=...)` the divergences `[k, t]` follow, with a gradient, in nats and 0 where masked."""
 
 PolicyVersion = Literal["weights", "reference", "base"]
 """What members are, what beta holds them to, or the untrained policy that all share."""
@@ -18,6 +20,24 @@ PolicyVersion = Literal["weights", "reference", "base"]
 State = dict[str, Tensor]
 """Everything a member has learnt: weights, optimiser moments, step count, running statistics, and its own reference
 where it has one. Plain tensors, each a copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldTo:
+    """What the policies of a batch's rows are held to, as whole distributions.
+
+    Attributes:
+        outputs: `[n, t, o]` as `WholeDistributions.distributions` returns them.
+        reversed: Whether the divergence is KL(these || policy) instead of KL(policy || these).
+    """
+
+    outputs: Tensor
+    reversed: bool
+
+    def select(self, rows: Tensor) -> "HeldTo":
+        """Return what the given rows are held to, in that order."""
+        return HeldTo(outputs=self.outputs[rows], reversed=self.reversed)
+
 
 CARRIED = ("kl_factor", "reward_count", "reward_mean", "reward_m2")
 """Columns of `PolicyBank.carried`: the factor on beta under an adaptive KL; count, mean and sum of squared deviations
@@ -124,4 +144,30 @@ class PolicyBank(Protocol):
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Put a learner state into `slot`; refuse one of other names, shapes or types before changing anything."""
+        ...
+
+
+@runtime_checkable
+class WholeDistributions(Protocol):
+    """What a bank can do beside `PolicyBank` where the distributions over actions are small enough to be kept."""
+
+    def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
+        """Return `[n, t, o]` numbers that make each action's distribution, without gradient; 0 where masked.
+
+        Args:
+            batch: Rows of any members, in any order.
+            reference: Under the policy that beta holds to rather than under the members' own.
+        """
+        ...
+
+    def update(
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        hyperparameters: Mapping[int, Hyperparameters],
+        *,
+        entropy_gradient: bool = False,
+        held_to: HeldTo | None = None,
+    ) -> dict[int, UpdateReport]:
+        """Take one optimizer step as `PolicyBank.update`; given `held_to`, the loss sees divergences from it too."""
         ...

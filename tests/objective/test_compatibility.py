@@ -17,6 +17,11 @@ LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
         ({"importance_cap": 3.0}, "importance_cap has no effect without importance_correction"),
         ({"reference_mixing": 0.5}, "reference_mixing has no effect without reference_sync_steps"),
         ({"reference_sync_steps": 4}, 'reference "base" never changes'),
+        ({"reference": "old", "reference_sync_steps": 4}, 'reference "old" is taken anew in every learning step'),
+        ({"reference": "old", "kl_placement": "reward"}, "does not differ from itself while it earns rewards"),
+        ({"kl_estimator": "full", "kl_placement": "reward"}, "'full' is a term of the loss, got kl_placement 'reward'"),
+        ({"kl_estimator": "full_reversed", "kl_placement": "reward"}, "'full_reversed' is a term of the loss"),
+        ({"kl_estimator": "full", "kl_bias_correction": True}, "'full' is exact, so there is no bias"),
         ({"dual_clip": 3.0, "delta": 2.0}, "dual_clip and delta bound the same thing"),
         ({"cispo_clip_low": True}, "read by loss_type 'cispo' alone"),
         ({"sapo_tau_positive": 2.0}, "read by loss_type 'sapo' alone"),
@@ -105,6 +110,7 @@ def space(**choices):
     [
         ({"kl_target": 0.1}, {}, {}, "kl_target has no effect while beta is 0"),
         ({"reference": "snapshot"}, {}, {}, "reference has no effect while beta is 0"),
+        ({"reference": "old"}, {}, {}, "reference has no effect while beta is 0"),
         (
             {"dual_clip": 3.0},
             {},

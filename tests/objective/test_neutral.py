@@ -11,6 +11,7 @@ from evogrpo.objective.neutral import neutral
 
 RANGES = {
     "lr": RLParameter(min=1e-5, max=1e-3, scale="log"),
+    "beta": RLParameter(min=0.1, max=1),
     "clip_coef": RLParameter(min=0.1, max=0.3),
     "clip_low": RLParameter(min=0.1, max=0.3),
     "clip_high": RLParameter(min=0.1, max=0.3),
@@ -63,6 +64,14 @@ def test_one_optimizer_step_per_rollout_never_clips():
     assert named((), [*one, {"update_epochs": 1, "batch_size": 32}], CLIPS) == []
     # Small networks count transitions: how many there are is not known.
     assert named((), one, CLIPS, rows_are_samples=False) == []
+
+
+def test_one_optimizer_step_per_rollout_never_leaves_the_policy_that_acted():
+    one = [{"update_epochs": 1, "batch_size": 64}]
+    assert named({"reference": "old"}, one, ["beta"]) == ["beta"]
+    assert named({"reference": "old"}, [{"update_epochs": 1, "batch_size": 32}], ["beta"]) == []
+    assert named({"reference": "old"}, one, ["beta"], rows_are_samples=False) == []
+    assert named((), one, ["beta"]) == []
 
 
 def test_batches_that_always_take_everything_are_named():

@@ -44,7 +44,9 @@ class ActionLosses:
             always = always | (self.coefficients.beta > 0)
         return (((self.advantages != 0) | always) & self.known.lessons.outcomes.action_mask).any(1)
 
-    def __call__(self, rows: Tensor, log_probs: Tensor, entropies: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, rows: Tensor, log_probs: Tensor, entropies: Tensor, kept: Tensor, divergences: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return the losses `[k, t]` without the entropy bonus, and sums over each row's actions `[k, 7]` float64.
 
         The sums are of `MEASURES`.
@@ -54,6 +56,7 @@ class ActionLosses:
             log_probs: `[k, t]` of the current policy.
             entropies: `[k, t]`, to be measured.
             kept: `[k, t]` which actions the policy loss is taken of.
+            divergences: `[k, t]` from what the policies are held to as whole distributions, if they are.
         """
         batch, objective = self.known.lessons.outcomes, next(iter(self.objectives.values()))
         mask = batch.action_mask[rows]
@@ -71,7 +74,10 @@ class ActionLosses:
         kl = torch.zeros_like(losses)
         if self.kl_in_loss:
             # Where beta is 0 there is no reference pass, so there is no estimate either.
-            estimate = kl_estimate(objective.kl_estimator, log_probs, self.known.reference[rows])
+            held_to = self.known.old if objective.reference == "old" else self.known.reference
+            estimate = divergences
+            if estimate is None:
+                estimate = kl_estimate(objective.kl_estimator, log_probs, held_to[rows])
             if objective.kl_bias_correction:
                 estimate = self._bias_corrected(estimate, rows, log_probs)
             kl = torch.where(mask & (beta > 0), estimate, 0.0)

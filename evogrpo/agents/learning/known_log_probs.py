@@ -1,10 +1,14 @@
-"""Log-probabilities that a learning step needs without gradient, found in as few passes as possible."""
+"""What a learning step needs to know without gradient of who acted and of the reference, in as few passes as possible.
+
+Log-probabilities of actions nearly always; whole distributions where their divergence is in the loss. The latter are
+found before the first optimizer step, while the policies that acted are still there, and kept.
+"""
 
 import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.lessons import Lessons
-from evogrpo.policies.bank import PolicyBank
+from evogrpo.policies.bank import PolicyBank, WholeDistributions
 from evogrpo.records import Batch
 
 
@@ -20,6 +24,7 @@ class KnownLogProbs:
         lessons: The episodes, or after `take_apart` their single actions.
         old: `[m, t]` of the policy that acted, in nats; read where they are known.
         reference: `[m, t]` of the learner's reference, in nats; read where they were asked for.
+        distributions: `[m, t, o]` what the learner is held to, as its bank puts it; None = not asked for.
         known: `[m]` booleans: the lesson's old log-probabilities are known.
         of_trainer: `[m]` booleans: they come from the bank rather than from the sampler.
         tokens: How many tokens the passes have processed, by slot.
@@ -31,6 +36,7 @@ class KnownLogProbs:
         self._bank, self.lessons = bank, lessons
         self.old, self.reference = (torch.zeros(mask.shape, device=mask.device) for _ in range(2))
         self.known, self.of_trainer = (torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2))
+        self.distributions: Tensor | None = None
         self.tokens: dict[int, int] = {}
         if trust_sampler and outcomes.sampler_log_probs is not None:
             self.old = torch.where(mask, outcomes.sampler_log_probs, 0.0)
@@ -42,6 +48,28 @@ class KnownLogProbs:
             part = self.lessons.select(rows)
             self.reference[rows] = self._bank.reference_log_probs(part)
             self.charge(part)
+
+    def find_distributions(self, rows: Tensor, *, old: bool) -> None:
+        """Find the whole distributions that the learner is held to in the given lessons.
+
+        Args:
+            rows: The lessons.
+            old: Those of who acted, whose policies must still be the old ones, rather than the reference's.
+
+        Raises:
+            ValueError: If the bank cannot tell.
+        """
+        if not isinstance(self._bank, WholeDistributions):
+            raise ValueError(
+                "kl_estimator 'full' compares whole distributions over actions, which these policies do not tell: "
+                "choose k3 or k2"
+            )
+        if len(rows):
+            part = self.lessons.as_sampled(rows) if old else self.lessons.select(rows)
+            found = self._bank.distributions(part, reference=not old)
+            empty = found.new_zeros(len(self.known), *found.shape[1:])
+            self.distributions = empty.index_copy(0, rows, found)
+            self.charge(self.lessons.select(rows))
 
     def find_old(self, rows: Tensor) -> None:
         """Find the old log-probabilities that are not known; the policies must still be the old ones."""
@@ -68,6 +96,8 @@ class KnownLogProbs:
         places, row = self.lessons.outcomes.counted()
         self.lessons = self.lessons.taken_apart()
         self.old, self.reference = (each.flatten()[places][:, None] for each in (self.old, self.reference))
+        if self.distributions is not None:
+            self.distributions = self.distributions.flatten(0, 1)[places][:, None]
         self.known, self.of_trainer = self.known[row], self.of_trainer[row]
 
     def charge(self, part: Batch) -> None:

@@ -35,7 +35,7 @@ NAMES: Mapping[str, str] = {
     "optimizer steps' actions that needed a forward pass",
     "clip_fraction": "small networks only: fraction of these actions whose ratio lies outside the clip range, whether "
     "or not the clip binds",
-    "kl": "mean estimate of KL(policy || reference) per action, in nats; missing where beta is 0",
+    "kl": "mean KL(policy || reference) per action as kl_estimator finds it, in nats; missing where beta is 0",
     "kl_coef": "beta times its adaptive factor; missing unless it adapts",
     "entropy": "mean entropy of the distributions acted from, in nats, over the actions that needed a forward pass",
     "sampling/sampling_logp_difference/mean": "mean of |trainer - sampler| log-probability at sampling time, in nats",

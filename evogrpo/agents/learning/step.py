@@ -25,8 +25,10 @@ from evogrpo.agents.members.banks import Banks
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.statistics import numbered
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.kinds import FULL_KLS
 from evogrpo.objective import Objective
-from evogrpo.policies.bank import PolicyBank
+from evogrpo.policies.bank import HeldTo, LossFunction, PolicyBank, WholeDistributions
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Experience, LearnReport, UpdateReport
 from evogrpo.tally import Tally
@@ -173,7 +175,10 @@ class _LearningStep:
         self._known = KnownLogProbs(self._bank, lessons, trust_sampler=trusted)
         coefficients = self._coefficients(episodes)
         held = ((coefficients.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
-        self._known.find_reference(held)
+        if objective.kl_estimator in FULL_KLS:
+            self._known.find_distributions(held, old=objective.reference == "old")
+        elif objective.reference != "old":
+            self._known.find_reference(held)
         penalty = self._kl_penalty(held, coefficients) if objective.kl_placement == "reward" else None
         self._worth = shaped_advantages(self._episodes, objective, coefficients, self._bank.carried, penalty)
         advantages = self._worth
@@ -253,25 +258,35 @@ class _LearningStep:
             tally.add(len(rows) - len(run))
         sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
 
-        def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+        def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Tensor:
             own = run[chosen]
             if first:
                 # Nothing has been updated since sampling: the policy's own values are the old ones, at no extra pass.
                 self._known.take(own, log_probs)
-            losses, sums[chosen] = self._losses(own, log_probs, entropies, kept[chosen])
+            losses, sums[chosen] = self._losses(own, log_probs, entropies, kept[chosen], divergences)
             tally.add(len(chosen))
             return (weights[chosen] * losses - bonuses[chosen] * entropies).sum(1)
 
         part = self._known.lessons.select(run)
         hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
-        bonus = any(h.entropy_coef > 0 for h in hyperparameters.values())
-        for slot, report in self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus).items():
+        for slot, report in self._update(run, part, loss_fn, hyperparameters).items():
             self._steps[slot].append(report)
             self._sync_reference(slot, report)
         self._known.charge(part)
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
         counted = self._rows.action_mask[rows].sum(1).double()
         self._counted.index_add_(0, self._rows.member_ids[rows].cpu(), counted.cpu())
+
+    def _update(
+        self, rows: Tensor, part: Batch, loss_fn: LossFunction, hyperparameters: Mapping[int, Hyperparameters]
+    ) -> dict[int, UpdateReport]:
+        """Take one optimizer step on the lessons of the given numbers."""
+        bonus, held_to = any(h.entropy_coef > 0 for h in hyperparameters.values()), self._known.distributions
+        if held_to is None:
+            return self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus)
+        assert isinstance(self._bank, WholeDistributions)  # or there would be none
+        held = HeldTo(outputs=held_to[rows], reversed=self._objective.kl_estimator == "full_reversed")
+        return self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, held_to=held)
 
     def _high_entropy(self, rows: Tensor) -> Tensor:
         """Return `[k, t]` which actions of an optimizer step the policy loss is taken of."""

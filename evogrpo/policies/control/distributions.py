@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import logsigmoid, softplus
 
+from evogrpo.functional.kl import bernoulli_kl, categorical_kl, gaussian_kl
+
 Floats = NDArray[np.float32]
 Legal = NDArray[np.bool_] | None
 Drawn = tuple[NDArray[Any], Floats]
@@ -79,6 +81,10 @@ class Distribution(Protocol):
             legal: `[c, o]` booleans; None = all.
             entropy_gradient: Whether the entropies carry a gradient.
         """
+        ...
+
+    def divergence(self, first: Tensor, second: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+        """Return KL(first || second) `[c]` between whole distributions, in nats; the arguments are those of `score`."""
         ...
 
 
@@ -157,9 +163,7 @@ class Categoricals:
         entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `Distribution`."""
-        logits = outputs if temperature is None else outputs / temperature[:, None]
-        if legal is not None:
-            logits = logits.masked_fill(~legal, RULED_OUT)
+        logits = self._logits(outputs, temperature, legal)
         chosen = actions.reshape(len(outputs), len(self.counts)).long()
         log_probs, entropies = [], []
         for number, part in enumerate(self._parts):
@@ -168,6 +172,15 @@ class Categoricals:
             values = values if entropy_gradient else values.detach()
             entropies.append(-(values.exp() * values).sum(1))
         return _sum(log_probs), _sum(entropies)
+
+    def divergence(self, first: Tensor, second: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+        """Return KL(first || second); see `Distribution`."""
+        one, other = (self._logits(outputs, temperature, legal) for outputs in (first, second))
+        return _sum([categorical_kl(one[:, part], other[:, part]) for part in self._parts])
+
+    def _logits(self, outputs: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+        logits = outputs if temperature is None else outputs / temperature[:, None]
+        return logits if legal is None else logits.masked_fill(~legal, RULED_OUT)
 
 
 class Bernoullis:
@@ -212,6 +225,12 @@ class Bernoullis:
         log_probs = logsigmoid(signs * logits).sum(1)
         logits = logits if entropy_gradient else logits.detach()
         return log_probs, (softplus(logits) - logits * torch.sigmoid(logits)).sum(1)
+
+    def divergence(self, first: Tensor, second: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+        """Return KL(first || second); see `Distribution`."""
+        _refuse_mask(legal, "bits")
+        heat = 1.0 if temperature is None else temperature[:, None]
+        return bernoulli_kl(first / heat, second / heat)
 
 
 class Gaussians:
@@ -277,6 +296,13 @@ class Gaussians:
         log_probs = -0.5 * noise.square().sum(1) - total - self.outputs * HALF_LOG_2PI
         entropies = (total if entropy_gradient else total.detach()) + self.outputs * (HALF_LOG_2PI + 0.5)
         return log_probs, entropies
+
+    def divergence(self, first: Tensor, second: Tensor, temperature: Tensor | None, legal: Tensor | None) -> Tensor:
+        """Return KL(first || second); see `Distribution`. The units of actions cancel."""
+        _refuse_mask(legal, "real numbers")
+        wider = 0.0 if temperature is None else 0.5 * temperature.log()[:, None]
+        mean, log_std = first[:, : self.outputs], first[:, self.outputs :] + wider
+        return gaussian_kl(mean, log_std, second[:, : self.outputs], second[:, self.outputs :] + wider)
 
 
 def _heat(temperature: Floats | None) -> tuple[NDArray[np.bool_] | None, Floats | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.objective import Optimizer
-from evogrpo.policies.bank import CARRIED, LossFunction
+from evogrpo.policies.bank import CARRIED, HeldTo, LossFunction, PolicyVersion
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.distributions import distribution_for
 from evogrpo.policies.control.networks import DefaultNetwork, ModuleNetwork, Network
@@ -197,7 +197,15 @@ class StackedBank:
 
     def reference_log_probs(self, batch: Batch) -> Tensor:
         """Return `[n, t]` log-probabilities under each member's reference, without gradient; 0 where masked."""
-        return self._passes.score(batch, "reference" if self._states.own_reference else "base")[0]
+        return self._passes.score(batch, self._held_to)[0]
+
+    def distributions(self, batch: Batch, *, reference: bool) -> Tensor:
+        """Return `[n, t, o]` the numbers of action distributions; see `evogrpo.policies.bank.WholeDistributions`."""
+        return self._passes.outputs(batch, self._held_to if reference else "weights")
+
+    @property
+    def _held_to(self) -> PolicyVersion:
+        return "reference" if self._states.own_reference else "base"
 
     def update(
         self,
@@ -206,9 +214,12 @@ class StackedBank:
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
+        held_to: HeldTo | None = None,
     ) -> dict[int, UpdateReport]:
-        """Take one AdamW step for every member named in `hyperparameters`; see `PolicyBank.update`."""
-        losses = self._passes.add_gradients(batch, loss_fn, hyperparameters, entropy_gradient=entropy_gradient)
+        """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.policies.bank`."""
+        losses = self._passes.add_gradients(
+            batch, loss_fn, hyperparameters, entropy_gradient=entropy_gradient, held_to=held_to
+        )
         return self._states.step(hyperparameters, losses)
 
     def cost(self, batch: Batch) -> dict[int, int]:

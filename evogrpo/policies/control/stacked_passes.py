@@ -1,7 +1,9 @@
 """Log-probabilities and gradients of a stacked bank's members, in passes that fit into memory."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,13 +11,16 @@ import torch
 from torch import Tensor
 
 from evogrpo.interruption import give_way
-from evogrpo.policies.bank import LossFunction, PolicyVersion
+from evogrpo.policies.bank import HeldTo, LossFunction, PolicyVersion
 from evogrpo.policies.control.distributions import Distribution
 from evogrpo.policies.control.stacked_states import StackedStates
 from evogrpo.policies.control.stacks import IntArray, Layout, Stack, lay_out
 from evogrpo.records import Batch, map_tensors
 
 LEAST_MEMORY = 1024  # bytes: a pass of one row cannot be halved
+
+_Read = Callable[[Batch, Tensor | None, Tensor], Sequence[Tensor]]
+"""(rows, places of `[n * t]`, or None for all in order, and the outputs `[c, o]` there) -> values `[c, ...]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,21 +67,40 @@ class StackedPasses:
             batch: Rows of any members, in any order.
             name: Under which policies.
         """
-        log_probs = torch.zeros(batch.action_mask.shape, device=batch.action_mask.device)
-        entropies = torch.zeros_like(log_probs)
+        log_probs, entropies = self._read(batch, name, partial(self._scored, entropy_gradient=False), [(), ()])
+        return log_probs, entropies
+
+    @torch.no_grad()
+    def outputs(self, batch: Batch, name: PolicyVersion) -> Tensor:
+        """Return `[n, t, o]` the numbers that the action distributions are made of; 0 where masked."""
+        width = self._distribution.outputs + sum(math.prod(shape) for shape in self._distribution.free.values())
+        (outputs,) = self._read(batch, name, lambda rows, place, outputs: [outputs], [(width,)])
+        return outputs
+
+    def _read(self, batch: Batch, name: PolicyVersion, read: _Read, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return what is read off the outputs of a batch, `[n, t, *shape]` each, in passes that fit into memory."""
+        mask = batch.action_mask
+        found = [torch.zeros(*mask.shape, *shape, device=mask.device) for shape in shapes]
         while True:
             try:
                 for part in self._parts(batch):
                     give_way()
-                    log_probs[part], entropies[part] = self._pass(batch.select(part), name, None)
-                return log_probs, entropies
+                    for values, own in zip(found, self._pass(batch.select(part), name, None, read), strict=True):
+                        values[part] = own
+                return found
             except torch.OutOfMemoryError:
                 if self.memory < LEAST_MEMORY:
                     raise
                 self.memory //= 2
 
     def add_gradients(
-        self, batch: Batch, loss_fn: LossFunction, slots: Mapping[int, Any], *, entropy_gradient: bool
+        self,
+        batch: Batch,
+        loss_fn: LossFunction,
+        slots: Mapping[int, Any],
+        *,
+        entropy_gradient: bool,
+        held_to: HeldTo | None = None,
     ) -> list[float]:
         """Put the gradients of the loss into the stacks, and return the losses by slot.
 
@@ -85,6 +109,7 @@ class StackedPasses:
             loss_fn: Weighted losses of rows; their sum is differentiated.
             slots: Only rows of these members take part.
             entropy_gradient: Whether the entropies that the loss sees carry a gradient.
+            held_to: What the divergences are from that the loss sees as well; None = it sees none.
         """
         while True:
             losses = torch.zeros(self._states.size)
@@ -96,7 +121,9 @@ class StackedPasses:
                     give_way()
                     own = batch if len(part) == len(batch) else batch.select(part)
                     tape: list[_Recorded] = []
-                    loss = loss_fn(part, *self._pass(own, "weights", tape, entropy_gradient))
+                    held = None if held_to is None else held_to.select(part)
+                    read = partial(self._scored, entropy_gradient=entropy_gradient, held_to=held)
+                    loss = loss_fn(part, *self._pass(own, "weights", tape, read))
                     slopes = torch.autograd.grad(loss.sum(), [recorded.outputs for recorded in tape])
                     for recorded, slope in zip(tape, slopes, strict=True):
                         recorded.backward(slope)
@@ -107,10 +134,8 @@ class StackedPasses:
                     raise
                 self.memory //= 2
 
-    def _pass(
-        self, batch: Batch, name: PolicyVersion, tape: "list[_Recorded] | None", entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies `[n, t]` of one pass; with a tape, as functions of what is on it."""
+    def _pass(self, batch: Batch, name: PolicyVersion, tape: "list[_Recorded] | None", read: _Read) -> list[Tensor]:
+        """Return what is read off one pass, `[n, t, ...]` each; with a tape, as functions of what is on it."""
         mask = batch.action_mask
         counted = np.flatnonzero(mask.cpu().numpy())
         slots = batch.member_ids.cpu().numpy()[counted // mask.shape[1]]
@@ -135,13 +160,12 @@ class StackedPasses:
         if not in_order:
             place = torch.from_numpy(counted[np.concatenate([layout.items for _, layout in layouts])])
         outputs = parts[0] if len(parts) == 1 else torch.cat(parts)
-        scored = self._scored(batch, place, outputs, entropy_gradient)
-        log_probs, entropies = (values.to(mask.device) for values in scored)
-        if place is None:
-            return log_probs.view(mask.shape), entropies.view(mask.shape)
-        place, empty = place.to(mask.device), log_probs.new_zeros(mask.numel())
-        filled = empty.index_copy(0, place, log_probs), empty.index_copy(0, place, entropies)
-        return filled[0].view(mask.shape), filled[1].view(mask.shape)
+        found = [values.to(mask.device) for values in read(batch, place, outputs)]
+        if place is not None:
+            place = place.to(mask.device)
+            empty = [values.new_zeros(mask.numel(), *values.shape[1:]) for values in found]
+            found = [zeros.index_copy(0, place, values) for zeros, values in zip(empty, found, strict=True)]
+        return [values.view(*mask.shape, *values.shape[1:]) for values in found]
 
     def _lay_out(self, slots: IntArray, *, base: bool) -> list[tuple[Stack, Layout]]:
         """Lay items out; the optimizer steps of one learning step mostly have the same numbers of them."""
@@ -151,9 +175,18 @@ class StackedPasses:
         return self._laid_out[2]
 
     def _scored(
-        self, batch: Batch, place: Tensor | None, outputs: Tensor, entropy_gradient: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies `[c]` of the actions at places of `[n * t]`, given the outputs."""
+        self,
+        batch: Batch,
+        place: Tensor | None,
+        outputs: Tensor,
+        *,
+        entropy_gradient: bool,
+        held_to: HeldTo | None = None,
+    ) -> list[Tensor]:
+        """Return log-probabilities, entropies and, if policies are held to something, divergences from it, `[c]` each.
+
+        They are of the actions at places of `[n * t]`, given the outputs there.
+        """
         masks, legal, picked = batch.inputs.action_masks, None, _Picked(place)
         if masks is not None:
             parts = masks if isinstance(masks, tuple | list) else [masks]
@@ -163,8 +196,13 @@ class StackedPasses:
             temperature = None
         else:
             temperature = picked(temperature[:, None].expand(batch.action_mask.shape)).to(outputs)
-        actions = picked(batch.actions).to(outputs.device)
-        return self._distribution.score(outputs, actions, temperature, legal, entropy_gradient=entropy_gradient)
+        actions, score = picked(batch.actions).to(outputs.device), self._distribution.score
+        found = list(score(outputs, actions, temperature, legal, entropy_gradient=entropy_gradient))
+        if held_to is not None:
+            pair = outputs, picked(held_to.outputs).to(outputs.device)
+            first, second = reversed(pair) if held_to.reversed else pair
+            found.append(self._distribution.divergence(first, second, temperature, legal))
+        return found
 
     def _parts(self, batch: Batch, slots: Mapping[int, Any] | None = None) -> list[Tensor]:
         """Split the rows with actions (of some members) into parts that each have a share of every member's rows."""

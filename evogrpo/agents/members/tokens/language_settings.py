@@ -14,6 +14,7 @@ from evogrpo.hyperparameters import (
     refuse_unknown,
     whole_between,
 )
+from evogrpo.kinds import FULL_KLS
 from evogrpo.objective import Objective, Optimizer
 from evogrpo.records import SamplingOptions
 
@@ -112,6 +113,11 @@ class LanguageSettings:
             raise ValueError(
                 f"max_episode_tokens must be at least max_output_tokens = {self.max_output_tokens}, so that a first "
                 f"turn fits, got {self.max_episode_tokens}"
+            )
+        if self.objective.kl_estimator in FULL_KLS:
+            raise ValueError(
+                f"kl_estimator {self.objective.kl_estimator!r} keeps every action's whole distribution, which for a "
+                "language model is one over its vocabulary: choose k3 or k2, which estimate it from the tokens taken"
             )
         buffer = self.objective.overlong_buffer
         if buffer is not None and buffer > self.max_output_tokens:
