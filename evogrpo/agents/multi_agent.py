@@ -5,12 +5,12 @@ from typing import Any, Unpack
 
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.control.team_members import AgentSpaces
 from evogrpo.agents.opening import checked_size, founders_samples, open_team
 from evogrpo.agents.options import TeamOptions
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.envs.control.joint.assignment import AgentSpaces
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.hyperparameters import flag
 

@@ -14,13 +14,14 @@ from evogrpo.agents.learning.shaping import check_usable
 from evogrpo.agents.members.control.network_members import NetworkMembers
 from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, NetworkSettings
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
-from evogrpo.agents.members.control.team_members import AgentSpaces, TeamMembers
+from evogrpo.agents.members.control.team_members import TeamMembers
 from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import Members, Settings
 from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.options import CommonOptions, Options, TeamOptions
+from evogrpo.envs.control.joint.assignment import AgentSpaces
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
     MOST_MEMBERS,

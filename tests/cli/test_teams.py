@@ -205,7 +205,7 @@ def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch
         ([FAVOURS, "task.env=CartPole-v1"], "exactly one of them, got env and parallel_env"),
         ([FAVOURS, "agent.objective.dynamic_sampling=1"], "dynamic_sampling replaces single groups"),
         ([FAVOURS, "agent.lora.r=3"], "unknown key in agent 'lora'"),
-        (["mpe2.simple_tag_v3"], "agents of one policy must have the same observation space"),
+        (["mpe2.simple_tag_v3"], "Use policies='prefix', which makes 2 of them: adversary and agent"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, words, said):

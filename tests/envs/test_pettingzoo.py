@@ -458,12 +458,12 @@ def test_assignments_that_cannot_be_are_refused():
     vectors = {"a_0": gymnasium.spaces.Box(0, 1, (3,)), "a_1": gymnasium.spaces.Box(0, 1, (4,))}
     choices = dict.fromkeys(vectors, gymnasium.spaces.Discrete(2))
     for policies in ("shared", "prefix"):
-        with pytest.raises(ValueError, match="agents of one policy must have the same observation space"):
+        with pytest.raises(ValueError, match="agents of one policy must have the same spaces"):
             assign(vectors, choices, policies)
     assert len(assign(vectors, choices, "independent").roles) == 2
     bounded = {"a_0": gymnasium.spaces.Box(0, 1, (3,)), "a_1": gymnasium.spaces.Box(0, 2, (3,))}
     assert assign(bounded, choices).roles["shared"].agents == ("a_0", "a_1")  # what bounds an observation matters not
-    with pytest.raises(ValueError, match="must have the same action space"):
+    with pytest.raises(ValueError, match=r"a_0 sees .* acts in Discrete\(2\); a_1 sees .* acts in Discrete\(3\)"):
         assign(bounded, {"a_0": gymnasium.spaces.Discrete(2), "a_1": gymnasium.spaces.Discrete(3)})
     with pytest.raises(ValueError, match="policies must be one of"):
         assign(vectors, choices, "common")
@@ -475,6 +475,30 @@ def test_assignments_that_cannot_be_are_refused():
     assignment = assignment_of(env, agent_ids=True)
     with pytest.raises(ValueError, match="agent_ids numbers the agents"):
         env.open("train", [0]).play({"shared": Scrambler(gymnasium.spaces.Discrete(3))}, assignment, [0], [0])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "policies", "said"),
+    [
+        (
+            {"cat_0": 3, "cat_1": 3, "mouse_0": 4},
+            "shared",
+            "cat_0 and cat_1 see .*; mouse_0 sees .*'prefix', which makes 2",
+        ),
+        ({"speaker": 3, "listener": 4}, "shared", "'prefix', which makes 2 of them: speaker and listener"),
+        ({"cat_0": 3, "mouse_0": 4, "cat_1": 5}, "shared", "; cat_1 sees .*'independent'"),
+        ({"a_0": 3, "a_1": 4}, "prefix", "'independent', one for each agent"),
+        ({f"a_{number}": 3 + (number == 9) for number in range(10)}, "shared", "a_4 and 4 more see .*; a_9 sees"),
+    ],
+)
+@pytest.mark.parametrize("acting", [False, True])
+def test_agents_that_differ_are_named_with_the_policies_that_fit_them(sizes, policies, said, acting):
+    vectors = {agent: gymnasium.spaces.Box(0, 1, (1 if acting else size,)) for agent, size in sizes.items()}
+    choices = {agent: gymnasium.spaces.Discrete(size if acting else 2) for agent, size in sizes.items()}
+    with pytest.raises(ValueError, match=said) as refused:
+        assign(vectors, choices, policies)
+    offered = "prefix" if "'prefix'" in str(refused.value) else "independent"
+    assert len(assign(vectors, choices, offered).roles) > 1
 
 
 def test_scores_are_what_the_caller_says():

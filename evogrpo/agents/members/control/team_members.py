@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from accelerate import Accelerator
-from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -22,7 +21,7 @@ from evogrpo.agents.members.members import CheckpointFiles, TextRequest
 from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import AgentDraws
-from evogrpo.envs.control.joint.assignment import Assignment, assign
+from evogrpo.envs.control.joint.assignment import AgentSpaces, Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.trees import stack, unflatten
@@ -33,9 +32,6 @@ from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Experience
-
-AgentSpaces = Mapping[str, spaces.Space[Any]]
-"""By agent."""
 
 
 class TeamMembers:

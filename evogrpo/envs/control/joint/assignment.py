@@ -15,6 +15,9 @@ from evogrpo.envs.control.trees import Leaves, flatten, leaf_spaces
 Policies = Literal["shared", "prefix", "independent"]
 SHARED = "shared"
 
+AgentSpaces = Mapping[str, spaces.Space[Any]]
+"""By agent."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Role:
@@ -118,8 +121,8 @@ class Assignment:
 
 
 def assign(
-    observation_spaces: Mapping[str, spaces.Space[Any]],
-    action_spaces: Mapping[str, spaces.Space[Any]],
+    observation_spaces: AgentSpaces,
+    action_spaces: AgentSpaces,
     policies: Policies = "shared",
     *,
     agent_ids: bool = False,
@@ -148,14 +151,8 @@ def assign(
     roles = {}
     for name, agents in members.items():
         first = agents[0]
-        for agent in agents[1:]:
-            for kind, given in (("observation", observation_spaces), ("action", action_spaces)):
-                if not _alike(given[first], given[agent], exact=kind == "action"):
-                    raise ValueError(
-                        f"agents of one policy must have the same {kind} space, but {first!r} has {given[first]} and "
-                        f"{agent!r} has {given[agent]}: use policies='independent', or wrap the environment so that "
-                        "they agree"
-                    )
+        if not all(_same(observation_spaces, action_spaces, first, agent) for agent in agents[1:]):
+            raise ValueError(_unlike(observation_spaces, action_spaces, agents, policies))
         role = Role(
             name=name,
             agents=tuple(agents),
@@ -180,6 +177,42 @@ def _alike(one: spaces.Space[Any], other: spaces.Space[Any], *, exact: bool) -> 
     if not exact and isinstance(one, spaces.Box) and isinstance(other, spaces.Box):
         return one.shape == other.shape and one.dtype == other.dtype
     return one == other
+
+
+def _same(seen: AgentSpaces, acted: AgentSpaces, one: str, other: str) -> bool:
+    return _alike(seen[one], seen[other], exact=False) and _alike(acted[one], acted[other], exact=True)
+
+
+def _unlike(seen: AgentSpaces, acted: AgentSpaces, agents: Sequence[str], policies: Policies) -> str:
+    """Say which agents of one policy differ in what, and which policies there can be."""
+    kinds: list[list[str]] = []
+    for agent in agents:
+        kind = next((kind for kind in kinds if _same(seen, acted, kind[0], agent)), None)
+        kinds.append([agent]) if kind is None else kind.append(agent)
+    described = "; ".join(
+        f"{_listed(kind)} {'sees' if len(kind) == 1 else 'see'} {seen[kind[0]]} and "
+        f"{'acts' if len(kind) == 1 else 'act'} in {acted[kind[0]]}"
+        for kind in kinds
+    )
+    alike_but_for_number: dict[str, str] = {}
+    fits = policies == "shared" and all(
+        _same(seen, acted, alike_but_for_number.setdefault(_policy_name("prefix", agent), agent), agent)
+        for agent in agents
+    )
+    remedy = (
+        f"policies='prefix', which makes {len(alike_but_for_number)} of them: {_listed(list(alike_but_for_number))}"
+        if fits
+        else "policies='independent', one for each agent"
+    )
+    return (
+        f"agents of one policy must have the same spaces, but these differ: {described}. Use {remedy}; or wrap the "
+        "environment so that they agree"
+    )
+
+
+def _listed(names: Sequence[str], most: int = 6) -> str:
+    shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
+    return " and ".join([*([", ".join(shown[:-1])] if shown[1:] else []), shown[-1]])
 
 
 def _is_vector(space: spaces.Space[Any]) -> TypeGuard[spaces.Box]:
