@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 __all__ = [
     "GRPO",
     "ArchitectureLimits",
+    "EvalCallback",
     "EvolvableAlgorithm",
     "GymnasiumGroups",
     "HuggingFaceGym",
@@ -25,10 +26,12 @@ __all__ = [
     "evolve",
     "record_video",
     "resume",
+    "train",
 ]
 
 _HOMES = {
     "ArchitectureLimits": "evogrpo.policies.control.architecture",
+    "EvalCallback": "evogrpo.training.front.eval_callback",
     "EvolvableAlgorithm": "evogrpo.agents.algorithm",
     "GRPO": "evogrpo.agents.grpo",
     "GymnasiumGroups": "evogrpo.envs.control.gymnasium",
@@ -47,6 +50,7 @@ _HOMES = {
     "evolve": "evogrpo.training.evolve",
     "record_video": "evogrpo.training.video",
     "resume": "evogrpo.training.evolve",
+    "train": "evogrpo.training.front.train",
 }
 
 if TYPE_CHECKING:
@@ -65,6 +69,8 @@ if TYPE_CHECKING:
     from evogrpo.objective.objective import Objective
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.training.evolve import evolve, resume
+    from evogrpo.training.front.eval_callback import EvalCallback
+    from evogrpo.training.front.train import train
     from evogrpo.training.video import record_video
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 

@@ -131,6 +131,11 @@ class Agent:
     entropy_coeff = _Misnomer("entropy_coef")
     discount = _Misnomer("gamma")
     grad_clip = _Misnomer("max_grad_norm")
+    save = _Misnomer("save_checkpoint")
+    save_model = _Misnomer("save_checkpoint")
+    get_parameters = _Misnomer("state")
+    set_parameters = _Misnomer("load_state")
+    policy = _Misnomer("get_policy")
 
     def __init__(self, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self.members = members

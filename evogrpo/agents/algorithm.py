@@ -216,7 +216,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         self._predictions += 1
         return texts
 
-    def learn(self, experiences: Any) -> LearnReport:
+    def learn(self, experiences: Any = None, **elsewhere: Any) -> LearnReport:
         """Learn from rewarded completions or episodes of a loop of the caller's own.
 
         Args:
@@ -226,6 +226,7 @@ class EvolvableAlgorithm(AgileRLAgent):
                 episodes, padded to the longest, `group_size` of them from each start (reset seed); actions as
                 `get_action` returns them, masks True for steps taken, and what each step earned. Where `get_action`
                 was given an `action_mask`, those masks are a fifth part, `[starts, group_size, steps, k]`.
+            elsewhere: None; what the method of this name takes in Stable-Baselines3 is answered.
 
         Returns:
             A report that unpacks as `loss, kl`; other measurements are its attributes.
@@ -233,6 +234,8 @@ class EvolvableAlgorithm(AgileRLAgent):
         Raises:
             ValueError: If the parts do not fit together.
         """
+        if elsewhere or experiences is None or isinstance(experiences, int):
+            raise ValueError(_no_experiences(experiences, elsewhere))
         learner = self.learner()
         experience = self.members.experience(learner, experiences)
         self.members.banks.changed.add(self.slot)  # even if something raises on the way
@@ -326,3 +329,15 @@ class EvolvableAlgorithm(AgileRLAgent):
             CheckpointError: If the checkpoint is damaged or of another base model; the agent is unchanged then.
         """
         read_agent(self, path)
+
+
+def _no_experiences(experiences: int | None, elsewhere: Mapping[str, Any]) -> str:
+    """Say what to write where `learn` is called as in Stable-Baselines3."""
+    given = [f"{name}={value!r:.40}" for name, value in elsewhere.items()]
+    given = given if experiences is None else [repr(experiences), *given]
+    steps = elsewhere.get("total_timesteps", 100_000 if experiences is None else experiences)
+    return (
+        f"learn takes the experiences of one learning step, got {', '.join(given) or 'nothing'}: to train in an "
+        f"environment write evogrpo.train(env, total_timesteps={steps!r:.40}), whose result has `best`, an agent, and "
+        "`learn`, to go on"
+    )

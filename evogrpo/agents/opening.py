@@ -76,6 +76,9 @@ def open_members(
     """
     refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
     given = observation_space, action_space
+    for name, space in zip(FIRST_ARGUMENTS, given, strict=False):
+        if space is not None:
+            check_space(name, space)
     if isinstance(actor_network, PreTrainedModel):
         return _open_language(size, given, actor_network, pad_token_id, options)
     wordless = not any(space is None or isinstance(space, spaces.Sequence) for space in given)
@@ -177,6 +180,18 @@ def open_team(
     device = device_of(None, values.get("device")) or "cpu"
     members = TeamMembers(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
     return members, hyperparameters
+
+
+def check_space(name: str, space: object) -> None:
+    """Refuse with a ValueError what is no space, such as the policy or the environment that others' agents take."""
+    if isinstance(space, spaces.Space):
+        return
+    what = repr(space) if isinstance(space, str) else type(space).__name__
+    raise ValueError(
+        f"{name} must be a Gymnasium space, got {what:.80}: an agent is made for spaces, "
+        "GRPO(env.observation_space, env.action_space); to train in an environment write evogrpo.train(env, "
+        "total_timesteps=...) with its id or what makes it"
+    )
 
 
 def checked_size(size: int | None, options: Mapping[str, Any]) -> int:

@@ -5,11 +5,9 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
 from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
@@ -17,6 +15,7 @@ from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.persistence.generations import latest_complete
+from evogrpo.policies.devices import fitting_threads
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
@@ -50,7 +49,7 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         _check_memory(prepared, chosen)
         with working(console, "making the population"):
             evolution = start(prepared, run_dir)
-        with _fitting_threads(prepared):
+        with fitting_threads(one=prepared.one_thread):
             return _go(console, evolution, run_dir)
 
 
@@ -82,7 +81,7 @@ def go_on(chosen: argparse.Namespace) -> int:
             evolution = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
         for change in evolution.changed_data:
             say_warning(f"changed since the run began: {change}")
-        with _fitting_threads(prepared):
+        with fitting_threads(one=prepared.one_thread):
             return _go(console, evolution, run_dir)
 
 
@@ -128,22 +127,6 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     console.print()
     show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
     return OK
-
-
-@contextmanager
-def _fitting_threads(prepared: PreparedRun) -> Iterator[None]:
-    """Let small networks compute in one thread, unless OMP_NUM_THREADS names a number.
-
-    Measured with 8 members on CartPole: a second thread gains a twentieth on an idle machine, and takes nine times as
-    long on a busy one, where every product waits for the slower of the two. What was learnt was the same, bit for bit.
-    """
-    before = torch.get_num_threads()
-    if prepared.one_thread and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _announce() -> None:

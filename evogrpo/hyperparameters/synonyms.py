@@ -3,63 +3,134 @@
 from collections.abc import Iterable, Mapping
 
 _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    # hyperparameters
     "lr": ("learning_rate", "lr_actor", "actor_lr", "LR"),
-    "clip_coef": ("epsilon", "eps_clip", "clip_range", "cliprange", "clip_ratio", "clip_epsilon", "pg_clip"),
+    "clip_coef": (
+        *("epsilon", "eps_clip", "clip_range", "cliprange", "clip_ratio", "clip_epsilon", "clip_param", "clip_eps"),
+        *("pg_clip",),
+    ),
     "clip_low": ("epsilon_low", "clip_ratio_low", "pg_clip_low"),
     "clip_high": ("epsilon_high", "clip_ratio_high", "pg_clip_high"),
     "group_size": ("num_generations", "num_return_sequences", "num_return_sequences_in_group", "n_samples"),
-    "beta": ("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_beta"),
-    "update_epochs": ("num_iterations", "ppo_epochs", "n_epochs", "num_epochs"),
+    "beta": ("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_beta", "kl_coeff"),
+    "update_epochs": ("num_iterations", "ppo_epochs", "n_epochs", "num_epochs", "num_sgd_iter"),
     "max_grad_norm": ("grad_clip", "gradient_clip", "clip_grad", "clip_grad_norm"),
-    "batch_size": ("per_device_train_batch_size", "mini_batch_size", "ppo_mini_batch_size", "BATCH_SIZE"),
+    "batch_size": (
+        *("per_device_train_batch_size", "mini_batch_size", "minibatch_size", "ppo_mini_batch_size", "BATCH_SIZE"),
+        *("sgd_minibatch_size",),
+    ),
     "entropy_coef": ("ent_coef", "entropy_loss_coef", "entropy_coeff"),
     "gamma": ("discount", "discount_factor"),
     "advantage": ("adv_estimator",),
+    # completions
     "max_output_tokens": ("max_completion_length", "max_new_tokens", "response_length", "max_response_length"),
     "min_output_tokens": ("min_new_tokens",),
     "max_episode_tokens": ("max_model_len", "max_seq_length", "max_length"),
     "micro_batch_tokens": ("micro_batch_size_per_gpu", "micro_batch_size"),
-    "samples_per_step": ("generation_batch_size", "rollout_batch_size"),
+    # agents and populations
     "observation_spaces": ("observation_space",),
     "action_spaces": ("action_space",),
     "size": (
-        "pop_size",
-        "num_agents",
-        "n_agents",
-        "num_members",
-        "population_size",
-        "POP_SIZE",
-        "POPULATION_SIZE",
-        "tournament_size",
-        "TOURN_SIZE",
+        *("pop_size", "num_agents", "n_agents", "num_members", "population_size", "POP_SIZE", "POPULATION_SIZE"),
+        *("tournament_size", "TOURN_SIZE"),
     ),
+    "actor_network": ("model", "base_model", "actor"),
+    "hidden": ("net_arch", "hidden_sizes", "hidden_size", "hidden_layers", "fcnet_hiddens"),
+    "activation": ("activation_fn", "fcnet_activation"),
+    "log_std": ("log_std_init",),
+    "network": (
+        *("net_config", "network_config", "policy_kwargs", "net_arch", "hidden_sizes", "activation_fn", "log_std_init"),
+    ),
+    "normalise_observations": (
+        *("normalize_observations", "normalize_observation", "normalize", "normalise", "norm_obs"),
+    ),
+    "optimizer": (*("cosine_lr_schedule_config", "lr_scheduler_type", "optim", "optimizer_kwargs", "optimizer_class"),),
+    "hp_config": ("hyperparameter_config", "HP_CONFIG"),
+    "lora_config": ("peft_config",),
+    "objective": ("loss", "loss_config"),
+    # evolution
     "elitism": ("ELITISM",),
     "probability": ("mut_p", "MUT_P", "rl_hp", "RL_HP_MUT", "mutation_probability"),
     "mutation": ("mutations",),
-    "actor_network": ("model", "base_model", "actor"),
-    "network": ("net_config", "network_config", "policy_kwargs"),
-    "optimizer": ("cosine_lr_schedule_config", "lr_scheduler_type", "optim"),
-    "hp_config": ("hyperparameter_config", "HP_CONFIG"),
-    "lora_config": ("peft_config",),
     "factor": ("grow_factor", "shrink_factor"),
     "min": ("low", "minimum"),
     "max": ("high", "maximum"),
     "choices": ("values",),
     "strategy": ("tournament", "selection"),
+    # runs
     "generations": ("num_generations", "max_generations"),
     "steps_per_generation": ("evo_steps", "EVO_STEPS"),
-    "target_fitness": ("target", "TARGET_SCORE"),
-    "objective": ("loss", "loss_config"),
+    "samples_per_step": ("generation_batch_size", "rollout_batch_size"),
+    "total_timesteps": ("max_timesteps", "n_timesteps", "num_timesteps", "timesteps", "MAX_STEPS"),
+    "max_timesteps": ("total_timesteps", "n_timesteps", "num_timesteps", "timesteps", "MAX_STEPS"),
+    "target_fitness": ("target", "TARGET_SCORE", "reward_threshold"),
+    "reward_threshold": ("target_fitness", "callback_on_new_best"),
+    "run_dir": ("tensorboard_log", "tb_log_name", "log_dir", "log_path", "save_path", "exp_name"),
+    "progress": ("progress_bar", "verbose"),
+    # environments
+    "env": ("env_id", "environment"),
+    "lanes": ("n_envs", "num_envs"),
+    "vectorization": ("vec_env_cls", "vec_env_class"),
+    "max_episode_steps": ("max_episode_length", "episode_length", "time_limit", "horizon"),
+    "env_kwargs": ("env_config", "env_args", "make_kwargs"),
 }
-_NO_COUNTERPART: Mapping[str, str] = {
+"""By the name here; which of several names here is meant, the place says where another one is given."""
+
+_SPACES = (
+    "an agent is made for spaces, GRPO(env.observation_space, env.action_space); to train in an environment write "
+    "evogrpo.train(env, total_timesteps=...)"
+)
+_REMARKS: Mapping[str, str] = {
     "INIT_HP": "give its entries by name, such as lr and group_size",
     "dtype": "a hyperparameter's name says whether it is whole: leave it out",
     "eval_loop": "fitness is measured on a whole split: leave it out",
     "tokenizer": "an agent reads token ids: give pad_token_id, and the tokenizer to the environment",
     "ref_model": "the reference is the model without adapters: leave it out, or see reference of Objective",
     "use_vllm": "for an engine of your own see Population.sample_with",
+    "env env_id total_timesteps max_timesteps n_timesteps": _SPACES,
+    "vf_coef vf_loss_coeff value_coef value_loss_coef clip_range_vf clip_vloss gae_lambda lambda_ lam GAE_LAMBDA "
+    "use_gae lr_critic critic_lr critic critic_network share_features_extractor vf_share_layers": (
+        "there is no critic, a group's episodes are compared with each other: leave it out"
+    ),
+    "n_steps num_steps rollout_fragment_length train_batch_size learn_step": (
+        "members learn from whole episodes: samples_per_step says how many, of every member and learning step"
+    ),
+    "num_minibatches n_minibatches": "give batch_size, the transitions of an optimizer step",
+    "buffer_size learning_starts train_freq gradient_steps tau memory_size replay_buffer_class replay_buffer_kwargs "
+    "optimize_memory_usage rollout_buffer_class rollout_buffer_kwargs target_update_interval": (
+        "members learn from the episodes that they have just played, there is no replay buffer: leave it out"
+    ),
+    "exploration_fraction exploration_initial_eps exploration_final_eps use_sde sde_sample_freq action_noise": (
+        "what members do in training is drawn from their policies: leave it out; see temperature and entropy_coef"
+    ),
+    "policy ortho_init": (
+        "the network follows from the spaces: leave it out; its layers are network=NetworkConfig(hidden=(64, 64))"
+    ),
+    "features_extractor_class features_extractor_kwargs normalize_images": (
+        "for a network of your own give a torch module as actor_network"
+    ),
+    "eval_env eval_freq n_eval_episodes n_eval_envs best_model_save_path": (
+        "fitness is measured after every generation, on validation_size starts that are held out: leave it out; for an "
+        "environment of your own, evaluations.npz and the best model see evogrpo.EvalCallback"
+    ),
+    "callback callbacks callback_on_new_best callback_after_eval": (
+        "what is to be done after a generation goes into the body of a loop over evolve(...), or to train(callback=...)"
+    ),
+    "log_interval stats_window_size monitor_dir track reset_num_timesteps": (
+        "every learning step is recorded: leave it out"
+    ),
+    "verbose progress_bar": "give progress to evolve, resume or train",
+    "tensorboard_log tb_log_name log_path": "give run_dir to evolve or train: TensorBoard's logs are part of it",
+    "n_envs num_envs": "episodes are played side by side in any case: see lanes of GymnasiumGroups",
+    "target_kl": "epochs are not cut short: beta holds a policy to its reference, and Objective's kl_target adapts it",
+    "normalize_advantage norm_adv": "see advantage, which says how a group's episodes are compared",
+    "norm_reward": "rewards are compared within a group: leave it out, or see reward_norm of Objective",
+    "deterministic": "training draws actions: leave it out; predict(..., deterministic=True) takes the likeliest",
+    "anneal_lr": "give optimizer=Optimizer(schedule='linear', total_steps=...)",
+    "cuda": "give device='cuda'",
 }
-"""What is to be said of names that mean nothing here."""
+"""What is to be said of names, set apart by spaces, that mean nothing where they are given."""
+_NO_COUNTERPART = {name: said for names, said in _REMARKS.items() for name in names.split()}
 
 
 def counterpart(name: str, valid: Iterable[str]) -> str | None:

@@ -25,6 +25,11 @@ from evogrpo.training.rundir import RunDir
 from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import LIMITS, Schedule
 
+_RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
+_SHOWN = ("strategy", "progress", "allow_memory")
+_EVOLVE = ("population", "env", *_SHOWN, *_RECORDS)
+_RESUME = ("run_dir", "env", *_SHOWN, "actor_network", "algorithm", "allow_changed_data")
+
 
 def evolve(
     population: Population,
@@ -69,7 +74,7 @@ def evolve(
         ValueError: If a setting is unknown or out of range, the run directory is no place for a run, more memory is
             needed than is there, or a reward function does not serve for a made-up completion.
     """
-    refuse_unknown("argument of evolve", schedule, Schedule.__dataclass_fields__)
+    refuse_unknown("argument of evolve", schedule, [*_EVOLVE, *Schedule.__dataclass_fields__])
     console = console_for(progress)
     logging = LoggingConfig(
         keep_checkpoints=keep_checkpoints,
@@ -128,7 +133,7 @@ def resume(
         ValueError: If a limit is unknown or out of range, the strategy or the algorithm is missing or another one, or
             the environment is another one.
     """
-    refuse_unknown("limit of a resumed run", limits, LIMITS)
+    refuse_unknown("limit of a resumed run", limits, [*LIMITS, *_RESUME])
     console = console_for(progress)
     saved = open_run(run_dir, go_on=True)
     for error in saved.skipped:

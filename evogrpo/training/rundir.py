@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import evogrpo
 from evogrpo.agents.checkpoints.saving import population_state, save_agent
@@ -71,6 +71,10 @@ class RunDir:
         self._journal: Journal | None = None
         self._writer: Any = None
         self._unlogged = False
+
+    def again(self) -> Self:
+        """Return the same folder for a run that has been closed and goes on: it is claimed anew."""
+        return type(self)(self.path, self.logging, run_id=self.run_id, config=self._config)
 
     def check_unused(self) -> None:
         """Refuse a folder that already holds a run, or that is no place for one, before anything expensive.

@@ -100,7 +100,7 @@ def record_video(
         raise ImportError(f"videos are written with moviepy, which is not installed: {extra_command('video')}")
     made = _drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
     with closing(made):
-        _check_spaces(agent, made)
+        check_spaces(agent, made)
         player = agent.clone()
         targets[0].parent.mkdir(parents=True, exist_ok=True)
         # Next to the videos, so that each is moved into place whole.
@@ -113,12 +113,13 @@ def record_video(
     return tuple(Recorded(path=target, **record) for target, record in zip(targets, played, strict=True))
 
 
-def _check_spaces(agent: GRPO, made: "gymnasium.Env[Any, Any]") -> None:
+def check_spaces(agent: GRPO, made: "gymnasium.Env[Any, Any]") -> None:
+    """Refuse with a ValueError an environment that has other spaces than the agent."""
     for name in ("observation_space", "action_space"):
         own, given = getattr(agent, name), getattr(made, name)
         if own != given:
             raise ValueError(
-                f"an agent is recorded in an environment that it was made for: its {name} is {own}, but that of "
+                f"an agent plays in an environment that it was made for: its {name} is {own}, but that of "
                 f"{type(made.unwrapped).__name__} is {given}"
             )
 
@@ -215,7 +216,7 @@ def _play(agent: GRPO, film: "RecordVideo[Any, Any]", seed: int, deterministic: 
     while not over:
         if length >= _LONGEST:
             raise ValueError(f"an episode has not ended after {_LONGEST} steps: give max_episode_steps")
-        seen, reward, terminated, truncated, info = film.step(_action(agent, seen, info, deterministic))
+        seen, reward, terminated, truncated, info = film.step(action_of(agent, seen, info, deterministic))
         total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
     # Before it writes them; declared as an int, but a float is what it is used as.
     film.frames_per_sec = keeping_all(film.frames_per_sec, len(film.recorded_frames))  # type: ignore[assignment]
@@ -232,5 +233,6 @@ def keeping_all(fps: float, frames: int) -> float:
     return fps
 
 
-def _action(agent: GRPO, seen: Any, info: Mapping[str, Any], deterministic: bool) -> Any:
+def action_of(agent: GRPO, seen: Any, info: Mapping[str, Any], deterministic: bool) -> Any:
+    """Return what an agent does where an environment shows and allows this."""
     return agent.predict(seen, deterministic=deterministic, action_masks=info.get("action_mask"))[0]

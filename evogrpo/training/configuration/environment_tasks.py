@@ -1,6 +1,6 @@
 """The task section of a run whose members are small networks: a Gymnasium environment."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,21 +63,25 @@ class EnvironmentTask:
             ValueError: If there is no such environment here, or an argument does not fit.
         """
         try:
-            return GymnasiumGroups(
-                self.env,
-                env_kwargs=self.env_kwargs,
-                max_episode_steps=self.max_episode_steps,
-                vectorization=self.vectorization,
-                lanes=self.lanes,
-                reseed_noise=self.reseed_noise,
-                remake=self.remake,
-                train_size=self.train_size,
-                validation_size=self.validation_size,
-                test_size=self.test_size,
-                seed=seed,
-            )
+            return self.groups(self.env, seed=seed)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ValueError(f"task.env: {self.env!r} cannot be made: {error}") from error
+
+    def groups(self, env: "str | Callable[..., gymnasium.Env[Any, Any]]", *, seed: int) -> GymnasiumGroups:
+        """Make groups of an environment with the settings of this task, also of a callable in place of its id."""
+        return GymnasiumGroups(
+            env,
+            env_kwargs=self.env_kwargs,
+            max_episode_steps=self.max_episode_steps,
+            vectorization=self.vectorization,
+            lanes=self.lanes,
+            reseed_noise=self.reseed_noise,
+            remake=self.remake,
+            train_size=self.train_size,
+            validation_size=self.validation_size,
+            test_size=self.test_size,
+            seed=seed,
+        )
 
 
 def reward_threshold(env: str) -> float | None:

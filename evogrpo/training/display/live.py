@@ -47,6 +47,10 @@ class RunDisplay:
         self._baseline_shown = evolution.progress.baseline is not None
         self._region = region(console, self)
 
+    def of(self, evolution: Evolution) -> Self:
+        """Return what shows another run in the same place."""
+        return type(self)(self._console, evolution)
+
     def __enter__(self) -> Self:
         self._pace.go_on()
         if self._region is None and not self._entered:

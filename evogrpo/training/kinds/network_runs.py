@@ -154,9 +154,7 @@ class NetworkKind:
 
     def prepare(self, config: Config[EnvironmentTask, NetworkAgent]) -> PreparedNetworks:
         """Check a configuration against the environment and the device."""
-        env = config.task.environment(seed=config.task_seed)
-        example = _members(config, env, 1, "cpu")[0].state()
-        return PreparedNetworks(config=config, env=env, device=device_of(config), parameters=parameters_of(example))
+        return prepared_in(config, config.task.environment(seed=config.task_seed))
 
     def need(self, population: Population, env: Any, schedule: Schedule) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
@@ -185,6 +183,12 @@ class NetworkKind:
     def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
         """Return how to watch the best member."""
         return {"watch it": ("video", run_dir)}
+
+
+def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups) -> PreparedNetworks:
+    """Check a configuration against an environment, whatever its task names, and the device."""
+    example = _members(config, env, 1, "cpu")[0].state()
+    return PreparedNetworks(config=config, env=env, device=device_of(config), parameters=parameters_of(example))
 
 
 def _members(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups, size: int, device: str) -> Population:

@@ -1,11 +1,15 @@
 """A run as Python iterates over it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, Self
 
 from evogrpo.agents.population import Population
 from evogrpo.history.records import GenerationReport
 from evogrpo.history.results import Result
+from evogrpo.hyperparameters import whole_between
+from evogrpo.policies.devices import fitting_threads
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.loop.stopping import STOPPED, leave, stopping_on_signals
@@ -20,13 +24,14 @@ class Run(Iterator[GenerationReport]):
     Args:
         evolution: The run, step by step.
         display: Shows it while the run has control, never while the loop's body has it; None = nothing is shown.
+        one_thread: Whether torch computes in one thread while the run has control; see `fitting_threads`.
 
     Attributes:
         evolution: As given.
     """
 
-    def __init__(self, evolution: Evolution, display: RunDisplay | None = None) -> None:
-        self.evolution, self._display = evolution, display
+    def __init__(self, evolution: Evolution, display: RunDisplay | None = None, *, one_thread: bool = False) -> None:
+        self.evolution, self._display, self._one_thread = evolution, display, one_thread
         self._reports = evolution.reports()
 
     def __repr__(self) -> str:
@@ -48,6 +53,59 @@ class Run(Iterator[GenerationReport]):
         """
         return self.evolution.result
 
+    @property
+    def best(self) -> Any:
+        """The best member so far, as an agent of its own that has learnt what it had when it earned its fitness.
+
+        `best.predict(observation)` acts, `best.save_checkpoint(folder)` saves it, and its class's `load(folder)` brings
+        it back.
+
+        Raises:
+            ValueError: If no member has been evaluated yet.
+        """
+        best, population = self.evolution.progress.best, self.population
+        if best is None:
+            raise ValueError("there is no best member yet: it is known from the end of the first generation on")
+        birth = population.lineage.path(best.index)[-1]
+        agent = population.agents[0].clone(best.index)
+        agent.load_state(best.state)
+        agent.parent, agent.born, agent.hyperparameters = birth.parent, birth.born, birth.hyperparameters
+        agent.fitness, agent.failed, agent.retired = best.fitness, None, False
+        return agent
+
+    def finish(self, callback: "Callback | None" = None) -> Self:
+        """Run to the end of the schedule.
+
+        Args:
+            callback: Called with the run after every generation; where it returns False, the run is stopped.
+
+        Returns:
+            The run itself.
+        """
+        for _ in self:
+            if callback is not None and callback(self) is False:
+                self.stop("stopped by the callback")
+        return self
+
+    def learn(self, total_timesteps: int, callback: "Callback | None" = None) -> Self:
+        """Go on with a run that has ended, for so many more steps in the environment, as if it had not ended.
+
+        Args:
+            total_timesteps: How many more, of all members together; they take the place of the limits that it had.
+            callback: As for `finish`.
+
+        Returns:
+            The run itself.
+
+        Raises:
+            ValueError: If the members are language models, which take no steps.
+        """
+        whole_between("total_timesteps", total_timesteps, 1)
+        self.evolution = _prolonged(self.evolution, total_timesteps)
+        self._display = None if self._display is None else self._display.of(self.evolution)
+        self._reports = self.evolution.reports()
+        return self.finish(callback)
+
     def stop(self, reason: str = STOPPED) -> None:
         """End the run now; see `Evolution.stop`."""
         self.evolution.stop(reason)
@@ -59,7 +117,11 @@ class Run(Iterator[GenerationReport]):
             StopIteration: If the schedule has come to its end, or the run was stopped.
             KeyboardInterrupt: After Ctrl-C, once everything is saved.
         """
-        with self._display or nullcontext(), stopping_on_signals(self.evolution.stopping) as received:
+        with (
+            fitting_threads(one=self._one_thread),
+            self._display or nullcontext(),
+            stopping_on_signals(self.evolution.stopping) as received,
+        ):
             report = self._advance()
             if received:  # perhaps too late for what has just ended
                 self._advance()
@@ -81,3 +143,21 @@ class Run(Iterator[GenerationReport]):
             if isinstance(report, GenerationReport):
                 return report
         return None
+
+
+Callback = Callable[[Run], object]
+"""What is called with a run after every generation: it may look at everything, and returns False to stop the run."""
+
+
+def _prolonged(evolution: Evolution, timesteps: int) -> Evolution:
+    """Return a run for so many more steps in the environment, which take the place of its other limits."""
+    ends = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
+    limits: dict[str, Any] = {**ends, "max_timesteps": (evolution.progress.timesteps or 0) + timesteps}
+    return Evolution(
+        evolution.population,
+        evolution.env,
+        schedule=replace(evolution.schedule, **limits),
+        strategy=evolution.strategy,
+        run_dir=None if evolution.run_dir is None else evolution.run_dir.again(),
+        progress=evolution.progress,
+    )

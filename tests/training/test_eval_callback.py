@@ -1,0 +1,177 @@
+"""Evaluations of a run in an environment of the caller's own, made and stored as by Stable-Baselines3."""
+
+import gymnasium
+import numpy as np
+import pytest
+
+from evogrpo import GRPO, EvalCallback, evolve, train
+from evogrpo.evolution import NoEvolution
+from evogrpo.training.loop.iteration import Run
+from tests.tiny_steps import QUICK, cart_pole, step_population
+from tests.tiny_training import equal_states, tiny_run
+from tests.training.test_front import SMALL
+
+
+def limited(steps=20):
+    return gymnasium.make("CartPole-v1", max_episode_steps=steps)
+
+
+class Tells(gymnasium.Wrapper):
+    """Tells at an episode's end whether it went well, as goal environments do."""
+
+    def step(self, action):
+        seen, reward, terminated, truncated, info = self.env.step(action)
+        return seen, reward, terminated, truncated, {**info, "is_success": bool(truncated)}
+
+
+def test_evaluations_are_logged_and_the_best_is_kept(tmp_path):
+    evaluation = EvalCallback(
+        limited(), n_eval_episodes=3, eval_freq=1, log_path=tmp_path / "logs", best_model_save_path=tmp_path / "kept"
+    )
+    generations = []
+
+    def callback(run):
+        generations.append((run.evolution.progress.timesteps, run.population.best.state()))
+        return evaluation(run)
+
+    run = train("CartPole-v1", generations=3, callback=callback, lr=1e-2, **SMALL)
+    assert run.result.complete
+    with np.load(tmp_path / "logs" / "evaluations.npz") as stored:
+        assert stored["timesteps"].tolist() == [timesteps for timesteps, _ in generations]
+        assert stored["results"].shape == stored["ep_lengths"].shape == (3, 3)
+        assert np.array_equal(stored["results"], stored["ep_lengths"])  # a reward of 1 for every step of CartPole
+        means = stored["results"].mean(1)
+    assert evaluation.last_mean_reward == means[-1]
+    assert evaluation.best_mean_reward == means.max()
+    kept = GRPO.load(tmp_path / "kept" / "best_model")
+    assert equal_states(kept.state(), generations[int(means.argmax())][1])
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_file_is_that_of_stable_baselines3(told, tmp_path):
+    """Its own callback and ours, in the same environment: the same arrays, for whoever reads them."""
+    pytest.importorskip("stable_baselines3")
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.callbacks import EvalCallback as TheirCallback
+    from stable_baselines3.common.monitor import Monitor
+
+    def make():
+        env = limited()
+        return Monitor(Tells(env) if told else env, info_keywords=())
+
+    theirs = TheirCallback(
+        make(), n_eval_episodes=2, eval_freq=16, log_path=str(tmp_path / "theirs"), verbose=0, deterministic=True
+    )
+    PPO("MlpPolicy", make(), n_steps=16, batch_size=16, n_epochs=1, device="cpu").learn(32, callback=theirs)
+    ours = EvalCallback(make(), n_eval_episodes=2, eval_freq=16, log_path=tmp_path / "ours")
+    train("CartPole-v1", generations=2, callback=ours, **SMALL)
+    with (
+        np.load(tmp_path / "theirs" / "evaluations.npz") as expected,
+        np.load(tmp_path / "ours" / "evaluations.npz") as stored,
+    ):
+        assert (
+            set(stored) == set(expected) == {"timesteps", "results", "ep_lengths"} | ({"successes"} if told else set())
+        )
+        for name in expected:
+            assert (stored[name].dtype, stored[name].shape) == (expected[name].dtype, expected[name].shape), name
+
+
+def test_returns_are_those_of_evaluate_policy():
+    """Greedy episodes of a monitored environment, counted by Stable-Baselines3 and by us."""
+    pytest.importorskip("stable_baselines3")
+    from stable_baselines3.common.evaluation import evaluate_policy
+    from stable_baselines3.common.monitor import Monitor
+
+    class Doubled(gymnasium.RewardWrapper):
+        def reward(self, reward):
+            return 2.0 * reward
+
+    evaluation = EvalCallback(Doubled(Monitor(limited())), n_eval_episodes=3, eval_freq=1, seed=5)
+    run = train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
+    mean, _ = evaluate_policy(run.best, Monitor(First(limited(), 5)), n_eval_episodes=3)
+    assert evaluation.last_mean_reward == mean  # what the monitor saw, not what is wrapped around it
+
+
+class First(gymnasium.Wrapper):
+    """Seeds its first reset."""
+
+    def __init__(self, env, seed):
+        super().__init__(env)
+        self.seed = seed
+
+    def reset(self, *, seed=None, options=None):
+        seed, self.seed = self.seed, None
+        return self.env.reset(seed=seed, options=options)
+
+
+def test_it_waits_for_its_steps_and_ends_the_run_at_its_threshold():
+    waiting = EvalCallback(limited, n_eval_episodes=1, eval_freq=10**6)
+    assert train("CartPole-v1", generations=2, callback=waiting, **SMALL).result.complete
+    assert waiting.evaluations_timesteps == []
+    seen = []
+    ending = EvalCallback("CartPole-v1", n_eval_episodes=1, eval_freq=1, reward_threshold=1.0)
+    run = train("CartPole-v1", generations=5, callback=lambda run: seen.append(run) or ending(run), **SMALL)
+    assert len(seen) == len(ending.evaluations_timesteps) == 1
+    assert not run.result.complete
+
+
+def test_it_is_called_in_a_loop_over_evolve_and_changes_nothing_there():
+    """The members learn what they learn without it."""
+    populations = []
+    for evaluation in (None, EvalCallback(limited, eval_freq=1, deterministic=False)):
+        env = cart_pole()
+        populations.append(step_population(2, env))
+        run = evolve(populations[-1], env, strategy=NoEvolution(), **QUICK | {"generations": 2})
+        for _ in run:
+            if evaluation is not None and not evaluation(run):
+                run.stop()
+    assert len(evaluation.evaluations_timesteps) == 2
+    for one, other in zip(*populations, strict=True):
+        assert equal_states(one.state(), other.state())
+
+
+class Endless(gymnasium.Env):
+    """CartPole's spaces; never ends by itself."""
+
+    def __init__(self):
+        made = gymnasium.make("CartPole-v1")
+        self.observation_space, self.action_space = made.observation_space, made.action_space
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(4, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(4, np.float32), 1.0, False, False, {}
+
+
+def test_an_environment_without_a_limit_is_played_as_long_as_the_one_trained_in():
+    evaluation = EvalCallback(Endless, n_eval_episodes=2, eval_freq=1)
+    train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
+    assert evaluation.evaluations_length == [[20, 20]]
+
+
+@pytest.mark.parametrize(
+    ("env", "settings", "rule"),
+    [
+        ("CartPol-v1", {}, "eval_env: 'CartPol-v1' cannot be made"),
+        (lambda: 3, {}, "eval_env must be one Gymnasium environment"),
+        (limited, {"n_eval_episodes": 0}, "n_eval_episodes must be at least 1"),
+        (limited, {"eval_freq": 0.5}, "eval_freq must be an integer"),
+        (limited, {"callback_on_new_best": print}, "it is called 'reward_threshold' here"),
+        (limited, {"verbose": 1}, "unknown argument of EvalCallback 'verbose'"),
+        (limited, {"deterministic": "yes"}, "deterministic must be True or False"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_when_it_is_made(env, settings, rule):
+    with pytest.raises(ValueError, match=rule):
+        EvalCallback(env, **settings)
+
+
+def test_members_that_do_not_fit_are_refused():
+    evaluation = EvalCallback("Pendulum-v1", eval_freq=1)
+    with pytest.raises(ValueError, match="its observation_space is"):
+        train("CartPole-v1", generations=1, callback=evaluation, **SMALL)
+    run = tiny_run(None, generations=1)
+    list(run.reports())
+    with pytest.raises(ValueError, match=r"evaluate it with agent.test"):
+        evaluation(Run(run))

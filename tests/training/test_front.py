@@ -1,0 +1,179 @@
+"""One line from an environment to a population that has learnt it."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+
+from evogrpo import (
+    GRPO,
+    GymnasiumGroups,
+    HyperparameterConfig,
+    NetworkConfig,
+    RLParameter,
+    Tournament,
+    evolve,
+    resume,
+    train,
+)
+from evogrpo.cli.arguments import main
+from evogrpo.evolution import NoEvolution
+from evogrpo.persistence.journal import read_journal
+from tests.tiny_steps import cart_pole, step_population
+from tests.tiny_training import equal_states
+
+SMALL = {
+    "size": 2, "samples_per_step": 8, "group_size": 4, "steps_per_generation": 2, "max_episode_steps": 20,
+    "validation_size": 4, "test_size": 4, "target_fitness": None, "progress": False,
+}  # fmt: skip
+
+
+def test_one_line_trains_and_the_best_acts_is_saved_and_comes_back(tmp_path):
+    run = train("CartPole-v1", total_timesteps=600, **SMALL)
+    assert run.result.complete
+    assert 600 <= run.result.timesteps < 600 + 2 * 8 * 20  # at most one learning step more
+    best = run.best
+    assert (best.index, best.fitness.mean) == (run.result.best.index, run.result.best.fitness.mean)
+    assert best.hyperparameters == run.result.best.hyperparameters
+    env = gymnasium.make("CartPole-v1")
+    seen, _ = env.reset(seed=0)
+    action, _ = best.predict(seen, deterministic=True)
+    assert env.action_space.contains(int(action))
+    best.save_checkpoint(tmp_path / "best")
+    again = GRPO.load(tmp_path / "best")
+    assert equal_states(again.state(), best.state())
+    assert again.predict(seen, deterministic=True)[0] == action
+
+
+def test_the_best_is_who_earned_the_fitness_whoever_lives_in_its_place_now():
+    run = train("CartPole-v1", generations=4, seed=3, **SMALL, strategy=Tournament(z=0.0), lr=1e-2)
+    env = GymnasiumGroups("CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4, seed=3)
+    assert run.best.test(env) == run.result.best.fitness.mean
+    run.best.load_state(run.population[0].state())  # an agent of its own
+    assert run.best.test(env) == run.result.best.fitness.mean
+
+
+def test_it_is_the_run_that_its_parts_would_be():
+    """The same population under the same schedule, made by hand."""
+    settings = {"lr": 3e-3, "gamma": 0.95, "group_size": 4, "batch_size": 64, "update_epochs": 1, "clip_coef": 0.2}
+    space = HyperparameterConfig(gamma=RLParameter(min=0.9, max=1.0))
+    network = NetworkConfig(hidden=(5,), activation="relu")
+    short = train(
+        "CartPole-v1", None, generations=2, seed=4, network=network, hp_config=space, strategy=NoEvolution(),
+        **{**SMALL, **settings},
+    )  # fmt: skip
+    env = GymnasiumGroups("CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4, seed=4)
+    population = GRPO.population(
+        2, env.observation_space, env.action_space, seed=4, network=network, hp_config=space, **settings
+    )
+    by_hand = evolve(
+        population, env, strategy=NoEvolution(), generations=2, steps_per_generation=2, samples_per_step=8
+    ).finish()
+    assert by_hand.result.test == short.result.test
+    for one, other in zip(population, short.population, strict=True):
+        assert equal_states(one.state(), other.state())
+
+
+def test_a_run_in_a_folder_is_one_of_the_command_line_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    run = train("CartPole-v1", 300, run_dir="run", **SMALL)
+    assert run.result.run_dir is not None
+    assert main(["resume", "run", "max_timesteps=900"]) == 0
+    counts = [each["timesteps"] for each in read_journal(tmp_path / "run" / "journal.jsonl") if "timesteps" in each]
+    assert counts[-1] >= 900
+    with pytest.raises(ValueError, match="already holds a run"):
+        train("CartPole-v1", 300, run_dir="run", **SMALL)
+    capsys.readouterr()
+
+
+def make_cart_pole():
+    return gymnasium.wrappers.TimeLimit(gymnasium.make("CartPole-v1").unwrapped, max_episode_steps=20)
+
+
+@pytest.mark.parametrize("given", [make_cart_pole, cart_pole(seed=1), type(make_cart_pole().unwrapped)])
+def test_what_makes_environments_is_taken_in_place_of_an_id(given, tmp_path):
+    settings = {name: value for name, value in SMALL.items() if name not in ("max_episode_steps", "validation_size")}
+    if isinstance(given, GymnasiumGroups):
+        del settings["test_size"]
+    elif given is not make_cart_pole:
+        settings["max_episode_steps"] = 20
+    run = train(given, 300, run_dir=tmp_path / "run", **settings)
+    assert run.result.complete
+    env = given if isinstance(given, GymnasiumGroups) else None
+    if env is not None:  # a folder of `evolve`'s: it goes on from Python
+        more = resume(tmp_path / "run", env, max_timesteps=600).finish()
+        assert more.result.timesteps >= 600
+
+
+@pytest.mark.parametrize("folder", [None, "run"])
+def test_an_ended_run_goes_on_for_more_steps_as_if_it_had_not_ended(folder, tmp_path):
+    run_dir = None if folder is None else tmp_path / folder
+    whole = train("CartPole-v1", generations=4, **SMALL)
+    parts = train("CartPole-v1", generations=2, run_dir=run_dir, **SMALL)
+    needed = whole.result.timesteps - parts.result.timesteps
+    assert parts.learn(needed) is parts
+    assert parts.result.complete
+    assert parts.result.timesteps == whole.result.timesteps
+    for one, other in zip(whole.population, parts.population, strict=True):
+        assert equal_states(one.state(), other.state())
+    if run_dir is not None:
+        events = [event["event"] for event in read_journal(run_dir / "journal.jsonl")]
+        assert events.count("resumed") == 1
+        assert events.count("generation") == 4
+    with pytest.raises(ValueError, match="total_timesteps must be at least 1"):
+        parts.learn(0)
+
+
+def test_a_callback_looks_at_every_generation_and_may_end_the_run():
+    seen = []
+
+    def callback(run):
+        seen.append(run.evolution.progress.generation)
+        return len(seen) < 2
+
+    run = train("CartPole-v1", generations=5, callback=callback, **SMALL)
+    assert seen == [1, 2]
+    assert run.result.reason == "stopped by the callback"
+    assert not run.result.complete
+
+
+def test_it_computes_in_as_many_threads_as_pay(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before, during = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        assert torch.get_num_threads() == 2
+        train("CartPole-v1", 1, callback=lambda _: during.append(torch.get_num_threads()), **SMALL)
+        # The callback is the caller's: the run has no control then.
+        assert during == [2]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "rule"),
+    [
+        (("CartPol-v1", 100), {}, "no environment that Gymnasium knows"),
+        (("CartPole-v1", 0), {}, "total_timesteps must be at least 1"),
+        (("CartPole-v1", "CartPole-v1"), {}, "total_timesteps must be an integer"),
+        (("CartPole-v1", 100), {"max_timesteps": 5}, "it is called 'total_timesteps' here"),
+        (("CartPole-v1", 100), {"n_stepz": 5}, "unknown argument of train 'n_stepz'"),
+        (("CartPole-v1", 100), {"lr": -1.0}, "hyperparameters: lr"),
+        (("CartPole-v1", 100), {"hp_config": {"lr": 1}}, "hp_config must be a HyperparameterConfig"),
+        ((cart_pole(), 100), {"preset": True}, "a preset is that of a registered environment"),
+        ((cart_pole(), 100), {"env_kwargs": {}}, "env_kwargs is of the environment: give it to GymnasiumGroups"),
+        ((gymnasium.make("CartPole-v1"), 100), {}, r"write train\('CartPole-v1', ...\)"),
+        ((np.zeros(3), 100), {}, "env must be the id of a registered environment"),
+        ((5, 100), {}, "env must be the id of a registered environment"),
+    ],
+)
+def test_what_is_meant_otherwise_is_answered_before_anything_is_played(arguments, settings, rule):
+    with pytest.raises(ValueError, match=rule):
+        train(*arguments, **settings)
+
+
+def test_no_member_is_the_best_before_the_first_generation():
+    env = cart_pole()
+    run = evolve(step_population(2, env), env, generations=1, samples_per_step=8)
+    with pytest.raises(ValueError, match="there is no best member yet"):
+        _ = run.best
