@@ -96,6 +96,9 @@ class Picture(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         return np.full((16, 16, 1), 9, np.uint8), {}
 
+    def step(self, action):
+        return np.full((16, 16, 1), 9, np.uint8), 0.0, True, False, {}
+
 
 @pytest.mark.parametrize(
     ("env", "hidden", "one"),
@@ -253,6 +256,23 @@ def test_an_environment_without_a_limit_is_forecast_with_the_one_it_gets(here, c
 def test_remaking_reaches_the_environment(remake):
     values = {"task": {"env": "FrozenLake-v1", "remake": remake}, "schedule": {"generations": 1, "samples_per_step": 8}}
     assert prepare(parse_config(values)).env.remake is bool(remake)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], {"noise random after reset: every place in a group gets its own", "one environment per lane: train"}),
+        (["task.env_kwargs={is_slippery: false}"], {"one environment per lane: train"}),
+        (["task.reseed_noise=false", "task.remake=true"], {"one environment per episode: train"}),
+    ],
+)
+def test_the_plan_says_how_noise_and_memory_of_an_environment_are_met(here, capsys, monkeypatch, words, said):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["train", "--env", "FrozenLake-v1", "--dry-run", *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    every = ["noise random after reset: every place in a group gets its own"]
+    every += [f"one environment per {each}: train" for each in ("lane", "episode")]
+    assert {each for each in every if each in printed} == said
 
 
 def test_an_environment_in_a_module_of_the_working_directory_is_found(here, monkeypatch):

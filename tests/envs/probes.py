@@ -4,6 +4,7 @@ All are Gymnasium environments (checked by `gymnasium.utils.env_checker`), so th
 `best` is the mean return of the best policy, its `chance` that of acting uniformly at random.
 """
 
+import random
 import time
 
 import gymnasium
@@ -299,6 +300,39 @@ class Endless(gymnasium.Env):
 
     def step(self, action):
         return np.zeros(2, np.float32), float(action), False, False, {}
+
+
+class RunningMean(NoisyWalk):
+    """Shows its place less the mean of all places so far, which no reset forgets."""
+
+    def __init__(self):
+        super().__init__()
+        self.count, self.mean = 0, 0.0
+
+    def show(self):
+        self.count += 1
+        self.mean += (self.place - self.mean) / self.count
+        return np.array([self.place - self.mean, 0.0, 0.0])
+
+
+class GlobalNoise(DelayedCredit):
+    """Pays noise that no reset seed reaches: drawn from the global generator of "numpy" or "python"."""
+
+    def __init__(self, source="numpy"):
+        super().__init__()
+        self.draw = {"numpy": np.random.random, "python": random.random}[source]
+
+    def step(self, action):
+        seen, reward, terminated, truncated, given = super().step(action)
+        return seen, reward + self.draw(), terminated, truncated, given
+
+
+class SeededGlobals(GlobalNoise):
+    """Seeds the global generator itself: the same every time, unless another one runs by turns with it."""
+
+    def reset(self, *, seed=None, options=None):
+        np.random.seed(seed)  # noqa: NPY002
+        return super().reset(seed=seed)
 
 
 PROBES = [

@@ -171,16 +171,19 @@ def test_unsupported_spaces_are_named(kwargs, message):
     ],
 )
 def test_what_is_not_finite_is_named_with_its_seed(kwargs, message):
-    env = GymnasiumGroups(Odd, env_kwargs=kwargs)
-    with pytest.raises(ValueError, match=message) as raised:
+    changing = {}
+    env = GymnasiumGroups(lambda: Odd(**changing))
+    changing.update(kwargs)  # only now, as such an environment is refused at once
+    with env, pytest.raises(ValueError, match=message) as raised:
         env.play(Rule(lambda seen: np.zeros(len(seen), int)), [4], [0], [0])
     assert f"seed={env.reset_seed('train', 4)}" in str(raised.value)
+    with pytest.raises(ValueError, match=message):
+        GymnasiumGroups(Odd, env_kwargs=kwargs)
 
 
 def test_observations_of_another_shape_than_the_space_says_are_refused():
-    env = GymnasiumGroups(Odd, env_kwargs={"observation_space": spaces.Box(-1.0, 1.0, (3,), np.float32)})
     with pytest.raises(ValueError, match=r"shape \(3,\), got \(2,\)"):
-        env.play(Rule(lambda seen: np.zeros(len(seen), int)), [0], [0], [0])
+        GymnasiumGroups(Odd, env_kwargs={"observation_space": spaces.Box(-1.0, 1.0, (3,), np.float32)})
 
 
 @pytest.mark.parametrize("actions", [np.array([2]), np.array([-1])])

@@ -94,7 +94,8 @@ class Remembers(gymnasium.Wrapper):
 def test_an_environment_that_is_made_anew_forgets(vectorization, lanes):
     env = GymnasiumGroups(Remembers, remake=True, vectorization=vectorization, lanes=lanes)
     assert play(env, rows=6).lengths.tolist() == [1] * 6
-    reset = GymnasiumGroups(Remembers, vectorization=vectorization, lanes=1)
+    with pytest.warns(UserWarning, match="leave out remake=False"):
+        reset = GymnasiumGroups(Remembers, remake=False, vectorization=vectorization, lanes=1)
     assert play(reset, rows=6).lengths.tolist() == [1, 2, 3, 4, 5, 6]
 
 
@@ -105,8 +106,12 @@ def test_environments_that_are_closed_when_made_anew():
         def close(self):
             closed.append(self)
 
-    play(GymnasiumGroups(Closes, remake=True, vectorization="serial", lanes=2), rows=5)
-    assert len(closed) == len(set(closed)) == 6  # and the example
+    made = []
+    env = GymnasiumGroups(lambda: made.append(Closes()) or made[-1], remake=True, vectorization="serial", lanes=2)
+    assert set(closed) == set(made)  # those that were tried
+    tried = len(made)
+    play(env, rows=5)
+    assert len(closed) == len(set(closed)) == len(made) == tried + 5
 
 
 def test_bipedal_walker_is_made_anew_without_being_asked():
@@ -164,7 +169,7 @@ def test_arrays_of_one_number_are_numbers(vectorization, reward, ends):
 
 def test_rewards_of_several_numbers_are_refused():
     with pytest.raises(ValueError, match=r"must give one reward for each step, got an array of shape \(2,\)"):
-        play(GymnasiumGroups(lambda: Odd(reward=np.zeros(2))))
+        GymnasiumGroups(lambda: Odd(reward=np.zeros(2)))
 
 
 @pytest.mark.parametrize("vectorization", EVERYWHERE)
@@ -179,9 +184,13 @@ def test_rewards_of_several_numbers_are_refused():
     ],
 )
 def test_observations_that_do_not_fit_their_space_are_refused(vectorization, space, sees, message):
-    env = GymnasiumGroups(lambda: Odd(space, sees), vectorization=vectorization, lanes=2)
+    given = [np.zeros(space.shape, space.dtype)]
+    env = GymnasiumGroups(lambda: Odd(space, given[0]), vectorization=vectorization, lanes=2)
+    given[0] = sees  # only now, as such an environment is refused at once
     with pytest.raises(ValueError, match=message):
         play(env)
+    with pytest.raises(ValueError, match=message):
+        GymnasiumGroups(lambda: Odd(space, sees), vectorization=vectorization)
 
 
 @pytest.mark.parametrize("vectorization", EVERYWHERE)
@@ -238,20 +247,25 @@ def test_every_environment_is_closed_whatever_one_of_them_raises():
     class Closes(Odd):
         def close(self):
             closed.append(self)
-            if len(closed) == 3:  # the first belongs to the example
+            if len(closed) == second:
                 raise RuntimeError("a close failed")
 
+    second = None
     env = GymnasiumGroups(Closes, vectorization="serial")
+    closed.clear()  # those that were tried
+    second = 2
     env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(4), range(4), [0] * 4)
     with pytest.raises(RuntimeError, match="a close failed"):
         env.close()
-    assert len(set(closed)) == 5
+    assert len(set(closed)) == 4
     env.close()  # there is nothing left
-    assert len(closed) == 5
+    assert len(closed) == 4
 
 
 def test_a_process_that_dies_is_named_and_leaves_nothing_behind():
-    env = GymnasiumGroups(lambda: Odd(broken=["die"]), vectorization="processes", lanes=2)
+    broken = []
+    env = GymnasiumGroups(lambda: Odd(broken=broken), vectorization="processes", lanes=2)
+    broken.append("die")  # only now, as a few steps are tried in this process
     for _ in range(2):
         with pytest.raises(RuntimeError, match="a process of the environment has died"):
             env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(2), range(2), [0] * 2)

@@ -148,7 +148,7 @@ def test_no_display_is_looked_for_where_there_is_none(tmp_path, monkeypatch, dis
 def test_environments_that_look_actions_up_are_filmed(tmp_path):
     class Looks(Drawn):
         def step(self, action):
-            return super().step({0: 0, 1: 1}[action])
+            return super().step({0: 0, 1: 1, 2: 2}[action])
 
     (record,) = record_video(drawn_agent(Looks), Looks, tmp_path / "best.mp4")
     assert record.length > 0

@@ -8,6 +8,8 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
+_BEYOND_USE = 1e6
+
 
 def check_action_space(space: spaces.Space[Any]) -> None:
     """Raise ValueError unless policies can act in this space, naming those they can."""
@@ -60,6 +62,31 @@ def to_environment(space: spaces.Space[Any], actions: Array) -> Array:
 def _check_range(actions: Array, count: Any) -> None:
     if ((actions < 0) | (actions >= count)).any():
         raise ValueError(f"a discrete action must be counted from 0 up to {count} (exclusive), got {actions.tolist()}")
+
+
+def random_action(space: spaces.Space[Any], mask: Array | None, rng: np.random.Generator) -> Array:
+    """Return one action `[1, ...]` as a policy chooses it, drawn from the legal ones, or the bounds, uniformly.
+
+    Args:
+        space: The action space of one environment.
+        mask: `[1, k]` from `legal_actions`; None = all are legal.
+        rng: Draws it. Where a box has no bounds, or bounds beyond all use, the draws are standard normal.
+    """
+    match space:
+        case spaces.Box():
+            low, high = np.float64(space.low), np.float64(space.high)
+            bounded = (np.abs(low) < _BEYOND_USE) & (np.abs(high) < _BEYOND_USE)
+            within = rng.uniform(np.where(bounded, low, 0.0), np.where(bounded, high, 1.0))
+            chosen = np.where(bounded, within, rng.standard_normal(low.shape))
+        case spaces.MultiBinary():
+            chosen = rng.integers(2, size=policy_action_shape(space))
+        case _:
+            sizes = mask_sizes(space)
+            flags = np.ones(sum(sizes), np.bool_) if mask is None else mask[0]
+            parts = np.split(flags, np.cumsum(sizes)[:-1])
+            values = [rng.choice(np.flatnonzero(part)) for part in parts]
+            chosen = np.reshape(np.array(values), policy_action_shape(space))
+    return chosen[None].astype(space.dtype)
 
 
 def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:

@@ -7,19 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import gymnasium
-import numpy as np
 from numpy.typing import ArrayLike
 
 from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import ClassicControl, native_class
 from evogrpo.envs.control.draws import StepUniforms
 from evogrpo.envs.control.episodes import EpisodeRecord, Played
-from evogrpo.envs.control.making import Distinct, EnvMaker, carries_over, declared_limit, registered, time_limit
+from evogrpo.envs.control.making import Distinct, EnvMaker, declared_limit, registered, time_limit
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
+from evogrpo.envs.control.solo.purity import Conduct, choose_conduct
 from evogrpo.envs.control.solo_lanes import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
 from evogrpo.envs.control.starts import SeededGroups
-from evogrpo.envs.control.trees import flatten, leaf_spaces
+from evogrpo.envs.control.trees import leaf_spaces
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.records import Actor
@@ -102,12 +102,14 @@ class GymnasiumGroups(SeededGroups):
     environments that equal gymnasium's bit for bit.
 
     Episodes of a group share their reset seed and so, in gymnasium, all later randomness of the environment too:
-    common random numbers. That takes noise out of the comparison of actions, but the group then never sees
-    how its start fares under other noise; `reseed_noise` gives every place in a group its own noise after reset, the
-    same for all members.
+    common random numbers. That takes noise out of the comparison of actions, but the group then never sees how its
+    start fares under other noise. So where an environment is random after reset, every place in a group gets its own
+    noise (`reseed_noise`), the same for all members.
 
     An episode must be a function of its reset seed and its actions. An environment that carries something over from one
-    episode to the next, as running statistics of `NormalizeObservation` or the world of BipedalWalker, needs `remake`.
+    episode to the next, as running statistics of `NormalizeObservation` or the world of BipedalWalker, is made anew for
+    every episode (`remake`). Either is found out when this is made, by a few hundred steps of the environment at most;
+    a warning says where an episode is no such function.
 
     Args:
         env: The id of a registered environment, or a callable that makes one.
@@ -117,9 +119,11 @@ class GymnasiumGroups(SeededGroups):
         vectorization: "native" (numpy), "serial" (one environment after the other in this process), "processes" (one
             process per lane), or "auto": native where there is one, serial otherwise.
         lanes: Most episodes at a time; None = 4096 native, 64 serial, one process per processor.
-        reseed_noise: Whether the replicas of a start get their own noise after reset.
-        remake: Whether every episode gets an environment made anew, rather than one that is reset; None = where that
-            is known to matter, as for BipedalWalker. Native environments carry nothing over in any case.
+        reseed_noise: Whether the replicas of a start get their own noise after reset; None = if the environment turns
+            out to be random after reset.
+        remake: Whether every episode gets an environment made anew, rather than one that is reset; None = if a few
+            steps show that it plays otherwise after a reset, as BipedalWalker does. Native environments carry nothing
+            over in any case.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -129,7 +133,8 @@ class GymnasiumGroups(SeededGroups):
         seed: As given.
         name: The id, or the name of the callable.
         native: Whether a native environment runs.
-        remake: Whether every episode gets an environment made anew.
+        remake: Whether every episode gets an environment made anew, as given or chosen.
+        reseed_noise: Whether the replicas of a start get their own noise after reset, as given or chosen.
         max_episode_steps: Steps after which an episode is truncated.
         cut_off: Whether that is this class's own limit, as nothing else says when an episode is to end.
         observation_space: Of one environment.
@@ -147,7 +152,7 @@ class GymnasiumGroups(SeededGroups):
         max_episode_steps: int | None = None,
         vectorization: Vectorization = "auto",
         lanes: int | None = None,
-        reseed_noise: bool = False,
+        reseed_noise: bool | None = None,
         remake: bool | None = None,
         train_size: int = 100_000,
         validation_size: int = 64,
@@ -158,24 +163,16 @@ class GymnasiumGroups(SeededGroups):
         _check_options(max_episode_steps, vectorization, lanes)
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         kwargs = dict(env_kwargs or {})
-        self._make = EnvMaker(
-            env=env,
-            env_kwargs=kwargs,
-            max_episode_steps=max_episode_steps,
-            noise_seed=seed if reseed_noise else None,
-        )
+        self._make = EnvMaker(env=env, env_kwargs=kwargs, max_episode_steps=max_episode_steps, noise_seed=None)
         self._distinct = Distinct()
         example = self._made()
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
         self.max_episode_steps, self.cut_off = self._limit(example, max_episode_steps)
-        self.remake = carries_over(example) if remake is None else remake
         native = _native(env, kwargs, self.max_episode_steps) if vectorization in ("auto", "native") else None
         self._code = code_hash(type(example.unwrapped))
         leaf_spaces(self.observation_space)
         check_action_space(self.action_space)
-        if native is None:
-            _warn_of_deaf_seeds(example, self.name)
         example.close()
         if vectorization == "native" and native is None:
             raise ValueError(
@@ -185,6 +182,19 @@ class GymnasiumGroups(SeededGroups):
         self._native = native
         self.native = native is not None
         self._processes = vectorization == "processes"
+        conduct = Conduct(remake=bool(remake), reseed_noise=bool(reseed_noise))
+        if native is None:  # native ones have neither memory nor noise
+            conduct = choose_conduct(
+                self.name,
+                self._lanes_to_try,
+                self.action_space,
+                remake=remake,
+                reseed_noise=reseed_noise,
+                by_turns=lanes != 1 and not self._processes,
+            )
+        self.remake, self.reseed_noise = conduct.remake, conduct.reseed_noise
+        if self.reseed_noise:
+            self._make = replace(self._make, noise_seed=seed)
         default = _NATIVE_LANES if self.native else (os.cpu_count() or 1) if self._processes else _SERIAL_LANES
         self._count = default if lanes is None else lanes
         self._lanes: SoloLanes | None = None
@@ -245,7 +255,7 @@ class GymnasiumGroups(SeededGroups):
             "code": self._code,
             "env_kwargs": canonical(made.env_kwargs),
             "max_episode_steps": str(self.max_episode_steps),
-            "reseed_noise": str(made.noise_seed is not None),
+            "reseed_noise": str(self.reseed_noise),
             "remake": str(self.remake),
             "spaces": short_hash(str(self.observation_space), str(self.action_space)),
         }
@@ -274,7 +284,7 @@ class GymnasiumGroups(SeededGroups):
             return NativeLanes(self._native())
         options: dict[str, Any] = {
             "remake": self.remake,
-            "reseed": self._make.noise_seed is not None,
+            "reseed": self.reseed_noise,
             "observation_space": self.observation_space,
             "action_space": self.action_space,
         }
@@ -282,10 +292,13 @@ class GymnasiumGroups(SeededGroups):
             return ProcessLanes(self._make, count=self._count, **options)
         return SerialLanes(self._made, **options)
 
+    def _lanes_to_try(self, remake: bool, noisy: bool) -> SoloLanes:
+        make = replace(self._make, noise_seed=0 if noisy else None)
+        spaces = {"observation_space": self.observation_space, "action_space": self.action_space}
+        return SerialLanes(lambda: self._distinct.added(make()), remake=remake, reseed=False, **spaces)
+
     def _made(self) -> "gymnasium.Env[Any, Any]":
-        made = self._make()
-        self._distinct.add(made)
-        return made
+        return self._distinct.added(self._make())
 
 
 def _native(env: object, kwargs: Mapping[str, Any], max_episode_steps: int) -> Callable[[], ClassicControl] | None:
@@ -297,18 +310,6 @@ def _native(env: object, kwargs: Mapping[str, Any], max_episode_steps: int) -> C
     if native is None:
         return None
     return lambda: native(max_episode_steps=max_episode_steps, **{**spec.kwargs, **kwargs})
-
-
-def _warn_of_deaf_seeds(example: "gymnasium.Env[Any, Any]", name: str) -> None:
-    """Say so where a reset seed does not decide how an episode starts: then groups have no common start."""
-    (first, _), (second, _) = (example.reset(seed=1) for _ in range(2))
-    leaves = (flatten(example.observation_space, seen) for seen in (first, second))
-    if not all(np.array_equal(one, other) for one, other in zip(*leaves, strict=True)):
-        warnings.warn(
-            f"{name} starts differently from one reset seed: episodes of a group are compared as if they began alike, "
-            "so let reset(seed=...) seed everything that is random in it",
-            stacklevel=3,
-        )
 
 
 def _check_options(max_episode_steps: int | None, vectorization: str, lanes: int | None) -> None:

@@ -4,7 +4,7 @@ import importlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import gymnasium
 import numpy as np
@@ -16,8 +16,8 @@ from evogrpo.envs.control.trees import flatten, leaf_spaces, numbers, stack, unf
 from evogrpo.randomness import generator
 
 _SEED_BITS = 31
-_NOT_RESET = ("gymnasium.envs.box2d.bipedal_walker",)  # its reset keeps the simulated world, and what is stored there
 
+Made = TypeVar("Made", bound=Any)
 MakeEnv = Callable[[], "gymnasium.Env[Any, Any]"]
 
 
@@ -56,19 +56,14 @@ def declared_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
     return None
 
 
-def carries_over(env: "gymnasium.Env[Any, Any]") -> bool:
-    """Tell whether an environment is known to go on differently after a reset than when it is made anew."""
-    return type(env.unwrapped).__module__ in _NOT_RESET
-
-
 class Distinct:
     """Sees to it that a callable makes a new environment at each call."""
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[Any]] = []
 
-    def add(self, env: Any) -> None:
-        """Remember an environment; ValueError if it is one that was made before."""
+    def added(self, env: Made) -> Made:
+        """Remember an environment and return it; ValueError if it is one that was made before."""
         self._known = [each for each in self._known if each() is not None]
         if any(each() is env.unwrapped for each in self._known):
             raise ValueError(
@@ -76,6 +71,7 @@ class Distinct:
                 "callable"
             )
         self._known.append(weakref.ref(env.unwrapped))
+        return env
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -193,7 +193,7 @@ def play_episodes(
             given[policy] = to_environment(spaces[policy][1], taken.actions)
         stepped = lanes.step(given)
         for lane, agent, reward in stepped.not_finite():
-            raise _not_finite("reward", reward, agent, wanted.seeds[rows[lane]], t[lane])
+            raise not_finite("reward", reward, agent, wanted.seeds[rows[lane]], t[lane])
         record.earn(rows, stepped)
         rows, t = _without(lanes, stepped.ended, rows, t + 1)
 
@@ -239,11 +239,7 @@ def _act(
     space, action_space = spaces
     if seen.lanes is not None:
         rows, t = rows[seen.lanes], t[seen.lanes]
-    for leaf in seen.observations:
-        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
-            place = int(np.argwhere(~np.isfinite(leaf))[0][0])
-            agent = seen.agents[place] if seen.agents else ""
-            raise _not_finite("observation", leaf[place].tolist(), agent, wanted.seeds[rows[place]], t[place])
+    refuse_not_finite(seen, wanted.seeds[rows], t)
     members, shown = wanted.member_ids[rows], seen.observations
     if wanted.statistics is not None:
         shown = wanted.statistics.normalise(shown, normalised_leaves(space), members)
@@ -269,7 +265,17 @@ def _act(
     )
 
 
-def _not_finite(what: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
+def refuse_not_finite(seen: Seen, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
+    """Raise ValueError for the first observation that is not finite, of episodes with these seeds at these steps."""
+    for leaf in seen.observations:
+        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
+            place = int(np.argwhere(~np.isfinite(leaf))[0][0])
+            agent = seen.agents[place] if seen.agents else ""
+            raise not_finite("observation", leaf[place].tolist(), agent, seeds[place], t[place])
+
+
+def not_finite(what: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
+    """Return the error of a reward or an observation that is not finite, after t steps."""
     article = "an" if what == "observation" else "a"
     return ValueError(
         f"the environment gave {f'{agent} ' if agent else ''}{article} {what} that is not finite, {value}, after {t} "

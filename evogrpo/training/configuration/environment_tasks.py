@@ -20,8 +20,8 @@ class EnvironmentTask:
         max_episode_steps: Steps after which an episode is truncated; null = the environment's own limit.
         vectorization: "native", "serial", "processes", or "auto": native where there is one, serial otherwise.
         lanes: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
-        reseed_noise: Whether the episodes of a group get their own noise after reset.
-        remake: Whether every episode gets an environment made anew; null = where that is known to matter.
+        reseed_noise: Whether the episodes of a group get their own noise after reset; null = if there is any.
+        remake: Whether every episode gets an environment made anew; null = if it plays otherwise after a reset.
         train_size: Training starts.
         validation_size: Starts for selection.
         test_size: Starts for the final report.
@@ -36,7 +36,7 @@ class EnvironmentTask:
     max_episode_steps: int | None = None
     vectorization: Vectorization = "auto"
     lanes: int | None = None
-    reseed_noise: bool = False
+    reseed_noise: bool | None = None
     remake: bool | None = None
     train_size: int = 100_000
     validation_size: int = 64

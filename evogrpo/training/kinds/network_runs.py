@@ -97,10 +97,13 @@ class PreparedNetworks:
     def facts(self) -> dict[str, str]:
         """Name the environment and the members."""
         config, env = self.config, self.env
-        native = "vectorised natively" if env.native else "one environment per lane"
+        each = "episode" if env.remake else "lane"
+        native = "vectorised natively" if env.native else f"one environment per {each}"
+        noise = {"noise": "random after reset: every place in a group gets its own"} if env.reseed_noise else {}
         cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps (task.max_episode_steps)"
         return {
             "environment": f"{config.task.label}, {native}: {sizes_text(env)} starts{cut if env.cut_off else ''}",
+            **noise,
             "population": f"{counted(config.population.size, 'member')}, each a network "
             f"({layers_text(config.agent.network)}, {count_text(self.parameters)} parameters) on {self.device}"
             f"{normalised_text(config.agent)}",

@@ -239,8 +239,7 @@ class PettingZooGroups(SeededGroups):
                 f"env must make a pettingzoo ParallelEnv, got {type(env).__name__}: for an AECEnv wrap it with "
                 "pettingzoo.utils.conversions.aec_to_parallel, or turn_based_aec_to_parallel for a turn-based game"
             )
-        self._distinct.add(env)
-        return env
+        return self._distinct.added(env)
 
 
 def _numbered(names: Sequence[tuple[int, int]]) -> NDArray[np.int64]:

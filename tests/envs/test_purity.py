@@ -1,0 +1,222 @@
+"""What is found out about an environment before it is used: whether its episodes are functions of seed and actions."""
+
+import random
+import time
+import warnings
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.wrappers import NormalizeObservation, NormalizeReward, StickyAction
+
+from evogrpo.envs.control.actions import legal_actions, random_action
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from tests.envs import probes
+from tests.envs.actors import Rule
+
+
+def lake(**options):
+    return gymnasium.make("FrozenLake-v1", **options)
+
+
+class Remembers(probes.NoisyWalk):
+    """One of its parts differs from the second episode on, and only that."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.episodes, self.t = part, 0, 0
+
+    def reset(self, *, seed=None, options=None):
+        self.episodes, self.t = self.episodes + 1, 0
+        seen, _ = super().reset(seed=seed)
+        return seen, {"action_mask": np.array([1, self.part != "mask" or self.episodes == 1], np.int8)}
+
+    def show(self):
+        return np.zeros(3) + (self.part == "observation" and self.episodes > 1 and self.t == 3)
+
+    def step(self, action):
+        self.t += 1
+        seen = self.show()
+        later = self.episodes > 1
+        ends = self.t == (5 if self.part == "end" and later else 7)
+        return seen, float(self.part == "reward" and later), ends, self.part == "cut" and later and self.t == 2, {}
+
+
+CARRIES_OVER = {
+    "normalised rewards": lambda: NormalizeReward(probes.NoisyWalk()),
+    "normalised observations": lambda: NormalizeObservation(lake(is_slippery=False)),
+    "a running mean": probes.RunningMean,
+    **{part: (lambda part=part: Remembers(part)) for part in ("observation", "reward", "end", "cut", "mask")},
+}
+
+
+def still(env, rows):
+    return env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), [0], [0] * rows, range(rows))
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "processes"])
+@pytest.mark.parametrize("what", CARRIES_OVER)
+def test_what_is_carried_over_is_seen_and_every_episode_gets_an_environment_made_anew(what, vectorization):
+    with pytest.warns(UserWarning, match=r"plays differently .*was .* and then .*made anew.*remake=True") as told:
+        env = GymnasiumGroups(CARRIES_OVER[what], vectorization=vectorization, lanes=1)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    assert env.remake
+    assert env.fingerprint()["remake"] == "True"
+    with env:
+        assert len(set(still(env, 3).rewards)) == 1  # members meet the same
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("reward", "reward after 1 step was 0 and then 1"),
+        ("cut", "truncated after 2 steps was 0 and then 1"),
+        ("observation", r"observation\[0\] after 3 steps was 0 and then 1"),
+        ("end", "terminated after 5 steps was 0 and then 1"),
+        ("mask", r"action mask\[1\] right after reset was 1 and then 0"),
+    ],
+)
+def test_the_warning_says_what_differs_when_and_by_how_much(part, said):
+    with pytest.warns(UserWarning, match=said):
+        GymnasiumGroups(Remembers, env_kwargs={"part": part})
+
+
+def test_an_explicit_remake_stays_as_it_is():
+    with pytest.warns(UserWarning, match="leave out remake=False"):
+        assert not GymnasiumGroups(probes.RunningMean, remake=False).remake
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert GymnasiumGroups(probes.RunningMean, remake=True).remake
+        assert GymnasiumGroups(probes.DelayedCredit, remake=True).remake
+        assert not GymnasiumGroups(probes.DelayedCredit, remake=False).remake
+
+
+@pytest.mark.parametrize("source", ["numpy", "python"])
+@pytest.mark.parametrize("remake", [None, True, False])
+def test_global_generators_are_found_out_and_left_as_they_were(source, remake):
+    before = random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=r"reward after 1 step was .*draw from self.np_random"):
+            env = GymnasiumGroups(lambda: probes.GlobalNoise(source), remake=remake)
+        assert (env.remake, env.reseed_noise) == (bool(remake), False)
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
+
+
+def test_environments_that_disturb_each_other_are_told_apart_from_those_that_carry_over():
+    with pytest.warns(UserWarning, match=r'another one runs in the same process.*vectorization="processes"'):
+        assert not GymnasiumGroups(probes.SeededGlobals).remake
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GymnasiumGroups(probes.SeededGlobals, vectorization="processes")
+        GymnasiumGroups(probes.SeededGlobals, lanes=1)
+
+
+# ---- noise
+
+
+class Lottery(probes.DelayedCredit):
+    """Pays at its end what is drawn only then."""
+
+    def step(self, action):
+        seen, reward, over, cut, given = super().step(action)
+        return seen, reward + over * float(self.np_random.integers(2)), over, cut, given
+
+
+@pytest.mark.parametrize(
+    ("make", "random_after_reset"),
+    [
+        (lake, True),
+        (lambda: lake(is_slippery=False), False),
+        ("CliffWalking-v1", False),
+        ("Blackjack-v1", True),
+        (lambda: StickyAction(lake(is_slippery=False), 0.3), True),
+        (probes.NoisyWalk, True),
+        (Lottery, True),
+        (probes.Masked, True),
+        (probes.MatchDict, False),
+        (probes.MatchBox, False),
+        (probes.MatchImage, False),
+        (probes.DelayedCredit, False),
+        (probes.Endless, False),
+        ("CartPole-v1", False),
+    ],
+)
+def test_groups_get_their_own_noise_where_there_is_any(make, random_after_reset):
+    env = GymnasiumGroups(make)
+    assert env.reseed_noise is random_after_reset
+    assert env.fingerprint()["reseed_noise"] == str(random_after_reset)
+    assert not env.remake
+    assert GymnasiumGroups(make, vectorization="processes").reseed_noise is random_after_reset
+    assert GymnasiumGroups(make, reseed_noise=not random_after_reset).reseed_noise is not random_after_reset
+
+
+def test_noise_is_seen_behind_what_is_carried_over():
+    with pytest.warns(UserWarning, match="made anew"):
+        env = GymnasiumGroups(lambda: NormalizeReward(probes.NoisyWalk()))
+    assert env.remake
+    assert env.reseed_noise
+
+
+def test_what_was_chosen_is_what_is_played():
+    own = still(GymnasiumGroups(probes.NoisyWalk, reseed_noise=None), 1)
+    assert np.array_equal(own.observations, still(GymnasiumGroups(probes.NoisyWalk, reseed_noise=True), 1).observations)
+    groups = GymnasiumGroups(probes.NoisyWalk)
+    played = groups.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), [0], [0, 0], [0, 0])
+    assert played.rewards[0] != played.rewards[1]
+
+
+def test_the_answer_is_the_same_for_every_seed():
+    assert len({GymnasiumGroups(lake, seed=seed).reseed_noise for seed in range(4)}) == 1
+
+
+# ---- cost
+
+
+@pytest.mark.parametrize(
+    ("make", "most"), [(probes.Endless, 212), (probes.Slow, 60), (probes.RunningMean, 2 * 212 + 64)]
+)
+def test_few_steps_are_tried_and_no_clock_is_read(make, most, monkeypatch):
+    steps = []
+    monkeypatch.setattr(make, "step", lambda env, action, step=make.step: steps.append(1) or step(env, action))
+    monkeypatch.setattr(time, "monotonic", lambda: pytest.fail("a clock was read"))
+    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("a clock was read"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        GymnasiumGroups(make)
+    assert 0 < len(steps) <= most
+
+
+# ---- actions
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Discrete(3, start=4),
+        spaces.MultiDiscrete([3, 2]),
+        spaces.MultiDiscrete([[3, 2], [2, 4]]),
+        spaces.MultiBinary((2, 3)),
+        spaces.Box(np.float32([-1, 2]), np.float32([1, 3])),
+        spaces.Box(np.float32([-1, -np.inf]), np.float32([1, np.inf])),
+        spaces.Box(-3.4e38, 3.4e38, (2,), np.float32),
+    ],
+)
+def test_drawn_actions_are_the_spaces_own(space):
+    rng, drawn = np.random.default_rng(0), []
+    for _ in range(40):
+        action = random_action(space, None, rng)
+        assert action.dtype == space.dtype
+        assert space.contains(action[0] + getattr(space, "start", 0))
+        drawn.append(action.tobytes())
+    assert len(set(drawn)) > 2
+
+
+def test_drawn_actions_are_legal():
+    rng = np.random.default_rng(0)
+    pair = spaces.MultiDiscrete([3, 2])
+    mask = legal_actions(pair, [np.array([1, 0, 1, 0, 1])])
+    assert {tuple(random_action(pair, mask, rng)[0].tolist()) for _ in range(40)} == {(0, 1), (2, 1)}
+    mask = legal_actions(spaces.Discrete(4), [np.array([0, 1, 1, 0])])
+    assert {int(random_action(spaces.Discrete(4), mask, rng)[0]) for _ in range(40)} == {1, 2}
