@@ -49,6 +49,7 @@ class Task:
         overrides: `KEY=VALUE` of evogrpo's arm that say which environment it is.
         kwargs: The same for gymnasium.
         wrappers: Applied in this order.
+        peer_wrappers: Those that PPO needs beside them.
         policy: PPO's.
     """
 
@@ -56,14 +57,15 @@ class Task:
     overrides: Sequence[str] = ()
     kwargs: dict[str, Any] | None = None
     wrappers: Sequence[str] = ()
+    peer_wrappers: Sequence[str] = ()
     policy: str = "MlpPolicy"
 
-    def make(self) -> gymnasium.Env[Any, Any]:
-        """Make one environment."""
+    def make(self, *, peer: bool = False) -> gymnasium.Env[Any, Any]:
+        """Make one environment, PPO's or evogrpo's."""
         if self.id.startswith("MiniGrid"):
             __import__("minigrid")
         env: gymnasium.Env[Any, Any] = gymnasium.make(self.id, **self.kwargs or {})
-        for name in self.wrappers:
+        for name in (*self.wrappers, *(self.peer_wrappers if peer else ())):
             module, _, cls = name.partition(":")
             env = getattr(__import__(module, fromlist=[cls]), cls)(env)
         limited = env.spec is not None and env.spec.max_episode_steps is not None
@@ -79,7 +81,7 @@ TASKS = {
     ),
     "CliffWalking": Task(id="CliffWalking-v1"),
     "Taxi": Task(id="Taxi-v4"),
-    "Blackjack": Task(id="Blackjack-v1"),
+    "Blackjack": Task(id="Blackjack-v1", peer_wrappers=IMAGES[1:]),
     "MountainCarContinuous": Task(id="MountainCarContinuous-v0"),
     "LunarLander": Task(id="LunarLander-v3"),
     "InvertedPendulum": Task(id="InvertedPendulum-v5"),
@@ -88,13 +90,15 @@ TASKS = {
 }
 
 
-def returns_of(task: Task, act: Callable[[Any], Any]) -> list[float]:
+def returns_of(task: Task, act: Callable[[Any], Any], *, peer: bool = False) -> list[float]:
     """Play the fresh episodes."""
-    env, returns = task.make(), []
+    env, returns = task.make(peer=peer), []
+    discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
     for number in range(EPISODES if task.policy == "MlpPolicy" else EPISODES // 5):
         seen, over, total = env.reset(seed=FIRST_SEED + number)[0], False, 0.0
         while not over:
-            seen, reward, terminated, truncated, _ = env.step(act(seen))
+            action = act(seen)
+            seen, reward, terminated, truncated, _ = env.step(int(action) if discrete else action)
             total, over = total + float(reward), terminated or truncated
         returns.append(total)
     env.close()
@@ -137,9 +141,9 @@ def run_ppo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
         def _on_step(self) -> bool:
             return time.process_time() - began < SECONDS
 
-    model = PPO(task.policy, task.make(), seed=seed, device="cpu").learn(10**9, callback=Spent())
+    model = PPO(task.policy, task.make(peer=True), seed=seed, device="cpu").learn(10**9, callback=Spent())
     spent = {"wall": time.monotonic() - wall, "processor": time.process_time() - began}
-    returns = returns_of(task, lambda seen: model.predict(seen, deterministic=True)[0])
+    returns = returns_of(task, lambda seen: model.predict(seen, deterministic=True)[0], peer=True)
     return {**spent, "steps": model.num_timesteps, "returns": returns}
 
 

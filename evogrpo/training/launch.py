@@ -134,7 +134,8 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
     progress = saved.record["progress"]
     scores = None if saved.best is None else saved.best[1]["member"]["scores"]
     ended = schedule.ended_by(
-        **{name: progress[name] for name in ("generation", "tokens", "seconds")},
+        **{name: progress[name] for name in ("generation", "tokens")},
+        seconds=max(progress["seconds"], progress.get("out_of_time", 0.0)),  # earlier versions knew no such thing
         timesteps=sum(progress.get("slot_timesteps", ())),
         fitness=None if scores is None else sum(scores) / len(scores),
     )

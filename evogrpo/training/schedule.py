@@ -30,7 +30,8 @@ class Schedule:
     """The arithmetic and the end of a run.
 
     A run ends at the first of its limits; a limit reached inside a generation ends that generation early, with its
-    evaluation.
+    evaluation. `max_seconds` holds for everything: what is under way when only the closing evaluation and the test fit
+    any more is dropped, and where held-out questions would take too much of the time, fewer are asked. Both are said.
 
     Attributes:
         generations: Generations in all, resumed ones included; None = until another limit.
@@ -41,7 +42,7 @@ class Schedule:
         max_timesteps: Most steps in the environment, all members' together; those of evaluations are not counted. A
             learning step is played to its end, so a run takes up to one more than that. Not for language models.
         max_tokens: Most tokens, all members and updates together; evaluations are not counted.
-        max_seconds: Most wall-clock time.
+        max_seconds: Most wall-clock time of the whole run, evaluations and the test included.
         target_fitness: Stop once a member reaches it.
     """
 

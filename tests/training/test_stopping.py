@@ -72,9 +72,9 @@ def test_learning_that_is_short_is_not_abandoned(tmp_path):
     stopped = []
 
     class DuringLearning(Stopping):
-        def abandonable(self):
+        def abandonable(self, deadline):
             stopped.append(run.progress.step)
-            return super().abandonable()
+            return super().abandonable(deadline)
 
     run = tiny_run(None)
     run.acting.stopping = DuringLearning()

@@ -15,6 +15,7 @@ from evogrpo.envs.control.classic import ClassicControl
 from evogrpo.envs.control.lanes import Seen, Stepped
 from evogrpo.envs.control.making import MakeEnv, Parked, lane_seeds
 from evogrpo.envs.control.trees import flatten, leaf_spaces, numbers, stack
+from evogrpo.interruption import give_way
 
 ONLY = "default"
 """Name of the policy where each lane has one agent."""
@@ -136,6 +137,7 @@ class SerialLanes(SoloLanes):
     def _open(self, seeds: Sequence[int], replicas: Sequence[int]) -> Seen:
         opened = []
         for seed in lane_seeds(seeds, replicas, self._reseed):
+            give_way()
             env = self._idle.pop() if self._idle else self._make()
             self._live.append(env)
             opened.append(env.reset(seed=seed))
@@ -152,7 +154,10 @@ class SerialLanes(SoloLanes):
             self._idle += free
 
     def _step(self, actions: NDArray[Any]) -> Stepped:
-        steps = [env.step(action) for env, action in zip(self._live, actions, strict=True)]
+        steps = []
+        for env, action in zip(self._live, actions, strict=True):
+            give_way()  # one after the other they may take long
+            steps.append(env.step(action))
         seen = self._shown([step[0] for step in steps], [{} if step[2] or step[3] else step[4] for step in steps])
         return Stepped(
             seen=seen,

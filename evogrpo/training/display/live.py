@@ -109,7 +109,7 @@ class RunDisplay:
             self._logged = time.monotonic()
 
     def _show_baseline(self) -> None:
-        baseline, questions = self._evolution.progress.baseline, self._questions("validation")
+        baseline, questions = self._evolution.progress.baseline, self._evolution.acting.questions("validation")
         if not self._baseline_shown and baseline is not None:
             score = score_text(baseline.mean, baseline.standard_error)
             words = self.words
@@ -135,12 +135,6 @@ class RunDisplay:
         if table is not None:
             shown += ["", table]
         self._console.print(Group(*shown, ""))  # in one go: a notebook frames whatever is printed by itself
-
-    def _questions(self, split: str) -> int:
-        schedule, env = self._evolution.schedule, self._evolution.env
-        limit = schedule.validation_questions if split == "validation" else schedule.test_questions
-        available = env.size("validation" if split == "validation" else "test")
-        return available if limit is None else min(limit, available)
 
     def _position(self, step: int) -> str:
         schedule = self._evolution.schedule
@@ -183,7 +177,7 @@ class RunDisplay:
         if progress.baseline is None:
             return Text(f"measuring the {self.words.untrained}")
         if evolution.finished():
-            return Text(f"testing on {self._questions('test')} {self.words.questions}")
+            return Text(f"testing on {self._evolution.acting.questions('test')} {self.words.questions}")
         if progress.step_in_generation >= progress.steps_per_generation:
             # Counted already while it is being recorded.
             number = progress.generation + (0 if progress.unplanned else 1)

@@ -90,7 +90,7 @@ class Pace:
             generations = schedule.generations - progress.generation
             bounds.append(self.steps_left() * per_step + generations * evaluation)
         if schedule.max_seconds is not None:
-            bounds.append(max(schedule.max_seconds - progress.seconds, 0.0))
+            bounds.append(max(schedule.max_seconds - progress.seconds - self._test(evaluation), 0.0))
         if schedule.max_timesteps is not None and progress.timesteps:
             bounds.append(max(schedule.max_timesteps / progress.timesteps - 1.0, 0.0) * progress.seconds)
         if schedule.max_tokens is not None and progress.tokens:
@@ -108,9 +108,7 @@ class Pace:
 
     def _test(self, evaluation: float) -> float:
         """Estimate the final test: two passes over its questions, where an evaluation makes one per member."""
-        schedule, env = self._evolution.schedule, self._evolution.env
-        if schedule.test_questions == 0:
+        acting = self._evolution.acting
+        if acting.schedule.test_questions == 0:
             return 0.0
-        test = min(schedule.test_questions or env.size("test"), env.size("test"))
-        validation = min(schedule.validation_questions or env.size("validation"), env.size("validation"))
-        return evaluation * 2 * test / (validation * self._members)
+        return evaluation * 2 * acting.questions("test") / (acting.questions("validation") * self._members)

@@ -1,56 +1,90 @@
 """What members do in a run: they act, learn and are evaluated; what is abandoned half-way has changed nothing."""
 
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
-from evogrpo.envs.groups import GroupEnvironment, Paced
+from evogrpo.envs.groups import GroupEnvironment, Paced, Split
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
+from evogrpo.training.loop.clock import Clock, OutOfTime
 from evogrpo.training.loop.progress import Progress
+from evogrpo.training.loop.remarks import remark
 from evogrpo.training.loop.stopping import PATIENCE_SECONDS, Stopping
 from evogrpo.training.schedule import Schedule
+
+VALIDATION_SHARE = 0.15
+"""The most of a time limit that one evaluation of all members is planned to take."""
+
+TEST_SHARE = 0.1
+"""The same of the test at the run's end."""
 
 
 class Acting:
     """Lets the members of a run act in its environment, as its schedule and its progress say.
 
-    All methods raise `Interrupted` if the run is asked to stop meanwhile.
+    All methods raise `Interrupted` if the run is asked to stop meanwhile, and `OutOfTime` if it takes too long for the
+    schedule's `max_seconds`.
 
     Args:
         population: The members.
         env: Where they act.
         schedule: How many questions they are evaluated on.
-        progress: Where the run stands; only read.
+        progress: Where the run stands; only its seconds are counted.
 
     Attributes:
+        schedule: As given, but for fewer validation questions where all of them would take too much of `max_seconds`.
         stopping: Whether a stop has been asked for, and why.
+        clock: How much time is left.
     """
 
     def __init__(self, population: Population, env: GroupEnvironment, schedule: Schedule, progress: Progress) -> None:
-        self._population, self._env, self._schedule, self._progress = population, env, schedule, progress
+        self._population, self._env, self._progress = population, env, progress
         self._learning_seconds = 0.0
-        self.stopping = Stopping()
+        self.schedule = schedule
+        self.stopping, self.clock = Stopping(), Clock(schedule.max_seconds, progress)
 
     def baseline(self) -> Fitness:
-        """Return what the untrained base earns on the validation split."""
+        """Return what the untrained base earns on the validation split.
+
+        Under a time limit it answers few questions first, then more: where an evaluation of all members would take too
+        much of the time, all evaluations of the run have fewer questions.
+        """
         self._tell_pace()
-        with self.stopping.abandonable():
-            questions = self._schedule.validation_questions
-            return self._population.baseline(self._env, "validation", questions=questions)
+        asked = self.questions("validation")
+        if self.schedule.max_seconds is None:
+            return self._base(asked)
+        tried = min(2, asked)
+        while True:
+            fitness = self._base(tried)
+            fitting = self.clock.answers_within(self.clock.share(VALIDATION_SHARE) / len(self._population))
+            if tried >= min(fitting, asked):
+                break
+            tried = min(asked, math.ceil(min(fitting, 8 * tried)))
+        kept = max(2, int(min(fitting, tried)))
+        if kept < asked:
+            self._ask_fewer(kept, f"all {asked} would take too much of max_seconds {self.schedule.max_seconds:g}")
+        return Fitness.from_scores(fitness.scores[:kept])
 
     def collect(self) -> Collected:
         """Let the members sample what they learn from next."""
-        progress = self._progress
+        progress, began = self._progress, time.monotonic()
         self._tell_pace()
-        with self.stopping.abandonable():
-            return self._population.collect(
+        with self._abandonable(leaving=self.closing()):
+            collected = self._population.collect(
                 self._env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
             )
+        self.clock.took(
+            "collecting", time.monotonic() - began, len(self._population.healthy) * progress.samples_per_step
+        )
+        return collected
 
     def learn(self, collected: Collected, *, collecting: float) -> dict[int, LearnReport]:
         """Let the members learn from what they sampled, within so many seconds.
@@ -63,7 +97,7 @@ class Acting:
         banks = self._population.members.banks
         before = {agent.slot: banks.state(agent.slot) for agent in self._population.healthy}
         try:
-            with self.stopping.abandonable():
+            with self._abandonable(leaving=self.closing()):
                 return self._timed_learning(collected)
         except Interrupted:
             for slot, state in before.items():
@@ -71,17 +105,73 @@ class Acting:
             raise
 
     def evaluate(self) -> None:
-        """Measure every healthy member's fitness on the validation split."""
+        """Measure every healthy member's fitness on the validation split.
+
+        Where time runs out in a run that has no fitness of anybody yet, an eighth of the questions has to do.
+        """
         self._tell_pace()
-        with self.stopping.abandonable():
-            questions = self._schedule.validation_questions
-            self._population.evaluate(self._env, "validation", questions=questions)
+        try:
+            self._evaluate()
+        except OutOfTime:
+            if self._progress.best is not None:
+                raise
+            self._ask_fewer(max(2, self.questions("validation") // 8), "there is no time left for more")
+            self._evaluate()
 
     def compare(self, state: Mapping[str, Tensor]) -> tuple[Fitness, Fitness]:
-        """Return what the untrained base and a learner state earn on the test split."""
+        """Return what the untrained base and a learner state earn on as many questions of the test as time allows."""
         self._tell_pace()
-        with self.stopping.abandonable():
-            return self._population.compare(state, self._env, "test", questions=self._schedule.test_questions)
+        asked = self.questions("test")
+        questions = int(min(asked, self.clock.answers_within(self.clock.left() / 2)))
+        if questions < 2:
+            raise OutOfTime
+        if questions < asked:
+            remark(f"the test has {questions} questions instead of {asked}, as there is no time left for more")
+        with self._abandonable(leaving=0.0):
+            return self._population.compare(state, self._env, "test", questions=questions)
+
+    def closing(self) -> float:
+        """Return how many seconds the end of a run is expected to take: an evaluation and the test."""
+        answers = len(self._population.healthy) * self.questions("validation")
+        return self.clock.expected(answers) + self._testing()
+
+    def questions(self, split: Split) -> int:
+        """Return how many questions of a held-out split are asked."""
+        limit = self.schedule.validation_questions if split == "validation" else self.schedule.test_questions
+        available = self._env.size(split)
+        return available if limit is None else min(limit, available)
+
+    def _testing(self) -> float:
+        return min(self.clock.expected(2 * self.questions("test")), self.clock.share(TEST_SHARE))
+
+    def _base(self, questions: int) -> Fitness:
+        began = time.monotonic()
+        with self._abandonable(leaving=0.0):
+            fitness = self._population.baseline(self._env, "validation", questions=questions)
+        self.clock.took("validating", time.monotonic() - began, questions)
+        return fitness
+
+    def _evaluate(self) -> None:
+        began, questions = time.monotonic(), self.questions("validation")
+        with self._abandonable(leaving=self._testing()):
+            self._population.evaluate(self._env, "validation", questions=questions)
+        self.clock.took("validating", time.monotonic() - began, len(self._population.healthy) * questions)
+
+    def _ask_fewer(self, questions: int, why: str) -> None:
+        self.schedule = replace(self.schedule, validation_questions=questions)
+        remark(f"members are compared by {questions} validation questions: {why}")
+
+    @contextmanager
+    def _abandonable(self, *, leaving: float) -> Iterator[None]:
+        """Let the block be abandoned, by a stop or when only so many seconds of the run are left."""
+        deadline = time.monotonic() + self.clock.left() - leaving
+        try:
+            with self.stopping.abandonable(deadline):
+                yield
+        except Interrupted:
+            if self.stopping.reason is None:
+                raise OutOfTime from None
+            raise
 
     def _timed_learning(self, collected: Collected) -> dict[int, LearnReport]:
         began = time.monotonic()
@@ -92,5 +182,5 @@ class Acting:
     def _tell_pace(self) -> None:
         """Let the environment know how far training has come."""
         if isinstance(self._env, Paced):
-            generations = self._schedule.generations or 0
+            generations = self.schedule.generations or 0
             self._env.at_step(self._progress.step, generations * self._progress.steps_per_generation)

@@ -1,11 +1,11 @@
 """Said once, early: that no reward has differed, so that there was nothing to learn from."""
 
 import math
-import warnings
 from collections.abc import Mapping
 
 from evogrpo.history.text import number_text
 from evogrpo.records import LearnReport
+from evogrpo.training.loop.remarks import remark
 
 STEPS = 3
 """Learning steps that are looked at."""
@@ -35,8 +35,7 @@ class EqualRewards:
         self._rewards |= {report.metrics["reward"] for report in reports if "reward" in report.metrics}
         self._left -= 1
         if self._left == 0:
-            # Where Python iterates over a run, this is the line that does.
-            warnings.warn(self._words(), UserWarning, stacklevel=7)
+            remark(self._words())
 
     def _words(self) -> str:
         steps = "learning step" if self._all == 1 else f"{self._all} learning steps"

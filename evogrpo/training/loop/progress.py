@@ -53,6 +53,7 @@ class Progress:
         block: Length of a step's block of starts, which never shrinks; likewise.
         unplanned: Whether the last generation has been evaluated but its plan has not been carried out.
         seconds: Wall-clock time spent, over all parts of the run.
+        out_of_time: The longest time limit that has ended a part of the run; 0 = none has.
         tokens: Tokens processed by all members.
         slot_tokens: Tokens of each slot since the run began, whoever lived there.
         slot_timesteps: Those of them that were sampled to learn from; for small networks steps in the environment.
@@ -77,6 +78,7 @@ class Progress:
     block: int = 0
     unplanned: bool = False
     seconds: float = 0.0
+    out_of_time: float = 0.0
     tokens: int = 0
     slot_tokens: list[int] = field(default_factory=list)
     slot_timesteps: list[int] = field(default_factory=list)
@@ -127,7 +129,6 @@ class Progress:
         total = max(1, sum(tokens.values()))
         self.step += 1
         self.step_in_generation += 1
-        self.seconds += seconds
         self.tokens += sum(tokens.values())
         for slot, amount in tokens.items():
             self.slot_tokens[slot] += amount

@@ -13,10 +13,12 @@ from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.history.records import BaselineReport, GenerationReport, Report, StepReport, TestReport
 from evogrpo.history.results import Result
+from evogrpo.history.text import counted
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting
+from evogrpo.training.loop.clock import OutOfTime
 from evogrpo.training.loop.equal_rewards import EqualRewards
 from evogrpo.training.loop.observing import (
     description_of,
@@ -27,6 +29,7 @@ from evogrpo.training.loop.observing import (
     test_report,
 )
 from evogrpo.training.loop.progress import Best, Progress
+from evogrpo.training.loop.remarks import remark
 from evogrpo.training.loop.step_closing import close_step
 from evogrpo.training.loop.stopping import STOPPED, Stopping
 from evogrpo.training.rundir import RunDir
@@ -78,13 +81,13 @@ class Evolution:
             )
         population.check(env)
         self.population, self.env = population, env
-        self.schedule, self.strategy = schedule, strategy
-        self.run_dir = run_dir
+        self.strategy, self.run_dir = strategy, run_dir
         self.progress = progress or Progress(members=len(population))
         schedule.check_counted(plays=population.plays, counted=self.progress.timesteps is not None)
+        self.acting = Acting(population, env, schedule, self.progress)
+        self._given_up = False
         self._set_budgets(None, None)
         self._description = description or {}
-        self.acting = Acting(population, env, schedule, self.progress)
         self._ended: str | None = None
         self._tested: TestReport | None = None
         generations = schedule.generations
@@ -97,6 +100,11 @@ class Evolution:
             if run_dir is not None:
                 check_resumable(strategy)
                 run_dir.create()
+
+    @property
+    def schedule(self) -> Schedule:
+        """How long and at what cost: as given, but for what `Acting.schedule` says."""
+        return self.acting.schedule
 
     @property
     def stopping(self) -> Stopping:
@@ -112,9 +120,15 @@ class Evolution:
 
     def reports(self) -> Iterator[Report]:
         """Run to the end of the schedule, yielding a report after every step, every generation and the test."""
+        clock = self.acting.clock
+        clock.start()
         try:
-            yield from self._reports()
+            for report in self._reports():
+                clock.tick()
+                yield report
+                clock.start()
         except Interrupted:
+            clock.tick()
             self._ended = self.stopping.reason or STOPPED
             self._save(self._ended)
         finally:
@@ -122,30 +136,62 @@ class Evolution:
                 self.run_dir.close()
 
     def _reports(self) -> Iterator[Report]:
-        progress = self.progress
         self._open()
         while not self.finished():
             self.stopping.check()
             self._next_generation()
-            while progress.step_in_generation < progress.steps_per_generation:
-                spent = self.schedule.spent(
-                    timesteps=progress.timesteps or 0, tokens=progress.tokens, seconds=progress.seconds
+            yield from self._steps()
+            if self.progress.step_in_generation:
+                yield from self._evaluation()
+        self.stopping.check()
+        if self.schedule.test_questions != 0 and self.progress.best is not None:
+            yield from self._test()
+        self.acting.clock.tick()
+        self._ended = self.ended()
+        if self.acting.clock.is_up:
+            self._save()
+            if not self.progress.step:
+                remark(
+                    "not one learning step fitted into max_seconds: give it more, or take fewer members or a smaller "
+                    f"samples_per_step, now {len(self.population)} and {self.progress.samples_per_step}"
                 )
-                if progress.step_in_generation and spent is not None:
-                    break
-                began = time.monotonic()
+        self._record("stopped", reason=self._ended)
+
+    def _steps(self) -> Iterator[StepReport]:
+        """Take the learning steps of the generation under way, or as many as there is time for."""
+        progress, clock = self.progress, self.acting.clock
+        while progress.step_in_generation < progress.steps_per_generation:
+            spent = self.schedule.spent(
+                timesteps=progress.timesteps or 0, tokens=progress.tokens, seconds=progress.seconds
+            )
+            if progress.step_in_generation and spent is not None:
+                return
+            if progress.step and not clock.step_fits(self.acting.closing()):
+                clock.end()
+                return
+            began = time.monotonic()
+            try:
                 collected = self._collect()
                 learned = self.acting.learn(collected, collecting=time.monotonic() - began)
-                yield self._close_step(collected, learned, began)
-                self._save_between()
-                self.stopping.check()
-            yield self._close_generation()
-        self.stopping.check()
-        if self.schedule.test_questions != 0 and progress.best is not None:
-            self._tested = self._test()
-            yield self._tested
-        self._ended = self.ended()
-        self._record("stopped", reason=self._ended)
+            except OutOfTime:  # what was sampled is dropped
+                clock.end()
+                return
+            yield self._close_step(collected, learned, began)
+            clock.took_step(time.monotonic() - began)
+            self._save_between()
+            self.stopping.check()
+
+    def _evaluation(self) -> Iterator[GenerationReport]:
+        """Close the generation under way, unless time runs out before everybody was evaluated."""
+        try:
+            report = self._close_generation()
+        except OutOfTime:
+            self.acting.clock.end()
+            self._given_up = True
+            steps = self.progress.step_in_generation
+            remark(f"what the last {counted(steps, 'learning step')} taught was not evaluated, as no time was left")
+        else:
+            yield report
 
     def __iter__(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule, yielding the generations' reports only."""
@@ -190,7 +236,6 @@ class Evolution:
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
             self._record("resumed", generation=progress.generation, step=progress.step, **changed)
             return
-        began = time.monotonic()
         self._save()
         self._record(
             "run",
@@ -199,14 +244,20 @@ class Evolution:
             strategy=strategy_record(self.strategy),
             data=self._data,
         )
-        progress.baseline = self.acting.baseline()
-        progress.seconds += time.monotonic() - began
+        try:
+            progress.baseline = self.acting.baseline()
+        except OutOfTime:
+            self.acting.clock.end()
+            return
+        self.acting.clock.tick()
         self._write(BaselineReport(questions=len(progress.baseline.scores), fitness=estimate(progress.baseline)))
         self._save()
 
     def finished(self) -> bool:
         """Tell whether no further generation is to be started; the test split may still wait for its answers."""
         progress = self.progress
+        if self.acting.clock.is_up:
+            return self._given_up or not progress.step_in_generation
         if progress.generation == 0 or progress.step_in_generation:
             return False
         return self.ended() is not None
@@ -218,7 +269,7 @@ class Evolution:
             generation=progress.generation,
             timesteps=progress.timesteps or 0,
             tokens=progress.tokens,
-            seconds=progress.seconds,
+            seconds=max(progress.seconds, progress.out_of_time),
             fitness=None if progress.best is None else progress.best.fitness.mean,
         )
 
@@ -261,6 +312,7 @@ class Evolution:
 
     def _close_step(self, collected: Collected, learned: Mapping[int, LearnReport], began: float) -> StepReport:
         """Count a learning step and record it."""
+        self.acting.clock.tick()
         most = 0 if self.run_dir is None else self.run_dir.completions.most
         closed = close_step(self.population, self.progress, collected, learned, time.monotonic() - began, most)
         self._write(closed.report)
@@ -274,14 +326,14 @@ class Evolution:
 
     def _close_generation(self) -> GenerationReport:
         """Evaluate, plan, record and checkpoint."""
-        progress, population, began = self.progress, self.population, time.monotonic()
+        progress, population = self.progress, self.population
         self._require_healthy()
         try:
             self.acting.evaluate()
         except Exception as error:
             self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
             raise
-        progress.seconds += time.monotonic() - began
+        self.acting.clock.tick()
         progress.generation += 1
         members = member_reports(population, progress)
         self._keep_best()
@@ -360,14 +412,18 @@ class Evolution:
                 digest=None if self.run_dir is None else self.run_dir.save_best(agent, generation),
             )
 
-    def _test(self) -> TestReport:
-        """Let the best member ever and the base answer the test split."""
+    def _test(self) -> Iterator[TestReport]:
+        """Let the best member ever and the base answer the test split, if there is time."""
         best = self.progress.best
-        assert best is not None  # reports() asks for it
-        before, after = self.acting.compare(best.state)
-        report = test_report(best.index, before, after)
-        self._write(report)
-        return report
+        assert best is not None  # the caller asks for it
+        try:
+            before, after = self.acting.compare(best.state)
+        except OutOfTime:
+            remark("the test is left out, as no time was left for it: give max_seconds more")
+            return
+        self._tested = test_report(best.index, before, after)
+        self._write(self._tested)
+        yield self._tested
 
     # ---- records
 

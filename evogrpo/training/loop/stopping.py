@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -39,10 +40,14 @@ class Stopping:
             raise Interrupted
 
     @contextmanager
-    def abandonable(self) -> Iterator[None]:
-        """Let the block be abandoned half-way: before its end it changes nothing that the caller would not undo."""
+    def abandonable(self, deadline: float) -> Iterator[None]:
+        """Let the block be abandoned half-way: before its end it changes nothing that the caller would not undo.
+
+        Args:
+            deadline: When it is abandoned if nobody asks before, by `time.monotonic()`.
+        """
         self.check()
-        with interruptible(lambda: self.reason is not None):
+        with interruptible(lambda: self.reason is not None or time.monotonic() > deadline):
             self._abandonable = True
             try:
                 yield

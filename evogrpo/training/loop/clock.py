@@ -1,0 +1,81 @@
+"""A run's clock: what is left of its time limit, and what its parts are going to take, as far as that was measured."""
+
+import math
+import time
+
+from evogrpo.interruption import Interrupted
+from evogrpo.training.loop.progress import Progress
+
+CAUTION = 1.25
+"""How much longer than measured a part of a run is expected to take: members that learn often act for longer."""
+
+
+class OutOfTime(Interrupted):
+    """A part of a run was abandoned, because it took longer than the run's time limit allows."""
+
+
+class Clock:
+    """Counts the time in which a run has control, and answers how much of it is left.
+
+    Args:
+        limit: Seconds that the whole run may take; None = no limit.
+        progress: Its `seconds` are counted up; what resumed parts took is in it already.
+    """
+
+    def __init__(self, limit: float | None, progress: Progress) -> None:
+        self._limit, self._progress = limit, progress
+        self._since = time.monotonic()
+        self._per_answer: dict[str, float] = {}
+        self._step = 0.0
+
+    def start(self) -> None:
+        """Count from now on: the run has control."""
+        self._since = time.monotonic()
+
+    def tick(self) -> None:
+        """Add what has passed since the last look."""
+        now = time.monotonic()
+        self._progress.seconds += now - self._since
+        self._since = now
+
+    def left(self) -> float:
+        """Return the seconds left, infinity without a limit."""
+        if self._limit is None:
+            return math.inf
+        return self._limit - self._progress.seconds - (time.monotonic() - self._since)
+
+    def share(self, part: float) -> float:
+        """Return so much of the whole limit, from 0 to 1."""
+        return math.inf if self._limit is None else part * self._limit
+
+    @property
+    def is_up(self) -> bool:
+        """Whether this limit has ended the run."""
+        return self._limit is not None and self._progress.out_of_time >= self._limit
+
+    def end(self) -> None:
+        """Let this limit end the run: what is left of it is for what a run does at its end."""
+        if self._limit is not None:
+            self._progress.out_of_time = max(self._progress.out_of_time, self._limit)
+
+    # ---- what parts take
+
+    def took(self, part: str, seconds: float, answers: int) -> None:
+        """Note how long members took for so many answers, or episodes; the latest of each part counts."""
+        self._per_answer[part] = seconds / max(1, answers)
+
+    def took_step(self, seconds: float) -> None:
+        """Note how long a learning step took."""
+        self._step = seconds
+
+    def expected(self, answers: int) -> float:
+        """Return about how many seconds so many answers are going to take, by the slowest of what was measured."""
+        return CAUTION * max(self._per_answer.values(), default=0.0) * answers
+
+    def answers_within(self, seconds: float) -> float:
+        """Return how many answers are expected to fit; infinity where nothing says how long they take."""
+        return math.inf if not self.expected(1) else seconds / self.expected(1)
+
+    def step_fits(self, closing: float) -> bool:
+        """Tell whether a learning step like the last one leaves so many seconds for what follows it."""
+        return self.left() - closing >= self._step
