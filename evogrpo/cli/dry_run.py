@@ -49,7 +49,6 @@ def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool
     _show(console, rows)
     if forecast.need is not None:
         check_memory(forecast.need, allowed=allow_memory, remedy="--allow-memory")
-    console.print("nothing was trained: leave out --dry-run to start")
 
 
 def _show(console: Console, rows: Mapping[str, str]) -> None:

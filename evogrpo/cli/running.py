@@ -22,7 +22,7 @@ from evogrpo.training.display.console import clean_warnings, make_console, say_e
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
-from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, start
+from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, start
 from evogrpo.training.launch import resume as resume_run
 from evogrpo.training.loop.run import AllFailedError, Evolution, StrategyError
 from evogrpo.training.loop.stopping import stopping_on_signals
@@ -45,6 +45,9 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         show_intent(console, prepared, run_dir)
         if claim is None:
             show_forecast(console, prepared, allow_memory=chosen.allow_memory)
+            with working(console, "making every check that the run makes"):
+                rehearse(prepared)
+            console.print("nothing was trained: leave out --dry-run to start")
             return OK
         _check_memory(prepared, chosen)
         with working(console, "making the population"):

@@ -1,6 +1,7 @@
 """Evolving hyperparameters that cannot matter: found before a run starts, so that it can say so once."""
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
@@ -55,6 +56,20 @@ def neutral(
                 f"samples_per_step ({samples_per_step}), choose another reference, or leave beta out"
             )
     return {name: found[name] for name in space if name in found}
+
+
+def warn_neutral(
+    objective: Objective,
+    members: Sequence[Hyperparameters],
+    space: HyperparameterConfig,
+    *,
+    samples_per_step: int,
+    rows_are_samples: bool = True,
+) -> None:
+    """Warn, once each, about evolving hyperparameters that change nothing; the arguments are those of `neutral`."""
+    found = neutral(objective, members, space, samples_per_step=samples_per_step, rows_are_samples=rows_are_samples)
+    for reason in found.values():
+        warnings.warn(reason, stacklevel=4)
 
 
 def _several_steps(members: Sequence[Hyperparameters], space: HyperparameterConfig, samples_per_step: int) -> bool:

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.agents.population import Population
+from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.objective.neutral import warn_neutral
 from evogrpo.persistence.claim import Claim, holds_nothing
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.training.configuration.own_strategies import check_resumable
 from evogrpo.training.configuration.reading import CONFIG_FILE, override, parse_config, write_config
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file
@@ -66,6 +69,25 @@ def claimed(name: str, wanted: Path | None = None) -> Iterator[Claim]:
         with suppress(OSError):  # raised by the first that holds something
             for place in missing:
                 place.rmdir()
+
+
+def rehearse(prepared: PreparedRun) -> None:
+    """Refuse what `start` would refuse, and warn of what it would warn of; nothing is written.
+
+    Only what takes a base model's weights is left out.
+
+    Raises:
+        ValueError: As `start`, and in its words.
+    """
+    config = prepared.config
+    check_resumable(config.strategy)
+    if not prepared.loads_weights:
+        _evolution(prepared, prepared.population(), config.schedule, config.strategy, None)
+        return
+    config.schedule.check_held_out(prepared.env)
+    fingerprint_of(prepared.env)
+    first = config.agent.objective.resolved(config.hyperparameters, config.evolve)
+    warn_neutral(config.agent.objective, [first], config.evolve, samples_per_step=config.schedule.samples_per_step)
 
 
 def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
@@ -180,7 +202,7 @@ def _evolution(
     population: Population,
     schedule: Schedule,
     strategy: Strategy,
-    run_dir: RunDir,
+    run_dir: RunDir | None,
     progress: Progress | None = None,
     changed_data: Sequence[str] = (),
 ) -> Evolution:

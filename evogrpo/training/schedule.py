@@ -1,6 +1,5 @@
 """How long a run lasts and what it spends: checked before anything expensive starts."""
 
-import warnings
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,11 @@ from evogrpo.hyperparameters import (
     finite_number,
     whole_between,
 )
-from evogrpo.objective.neutral import neutral
+from evogrpo.objective.neutral import warn_neutral
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.agents.population import Population
+    from evogrpo.envs.groups import GroupEnvironment, Split
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""
@@ -127,6 +127,23 @@ class Schedule:
             f"max_timesteps bounds steps in an environment, got {self.max_timesteps}, but {why}: give max_tokens"
         )
 
+    def check_held_out(self, env: "GroupEnvironment") -> None:
+        """Refuse an environment that holds out too little to tell members apart by, or to test on.
+
+        Raises:
+            ValueError: If fewer than two starts are held out where fitness is measured.
+        """
+        held_out: tuple[tuple[Split, int | None, str], ...] = (
+            ("validation", self.validation_questions, ""),
+            ("test", self.test_questions, ", or give test_questions=0 for no test"),
+        )
+        for split, wanted, instead in held_out:
+            if wanted != 0 and (size := env.size(split)) < 2:
+                raise ValueError(
+                    f"the {split} split must hold at least 2 starts, got {size}: one of them gives no standard error. "
+                    f"Hold out more ({split}_size){instead}"
+                )
+
     def block(self, population: "Population") -> int:
         """Return the most prompts that any member can use in a step, whatever evolution does.
 
@@ -147,11 +164,10 @@ class Schedule:
         """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective."""
         if "objective" in population.algorithm.unused_options:
             return  # what matters to an algorithm of the user's own is not known here
-        for reason in neutral(
+        warn_neutral(
             population.members.settings.objective,
             [agent.hyperparameters for agent in population.agents],
             population.space,
             samples_per_step=self.samples_per_step,
             rows_are_samples=not population.plays,
-        ).values():
-            warnings.warn(reason, stacklevel=3)
+        )

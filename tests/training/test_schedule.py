@@ -6,6 +6,7 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, evolve
 from evogrpo.training.schedule import Schedule
+from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import tiny_env, tiny_population
 
 
@@ -104,3 +105,12 @@ def test_every_neutral_hyperparameter_is_warned_of_once():
 def test_an_unknown_setting_of_evolve_is_refused_with_the_nearest_name():
     with pytest.raises(ValueError, match="did you mean 'generations'"):
         evolve(tiny_population(2), tiny_env(), generation=3)
+
+
+@pytest.mark.parametrize(("split", "remedy"), [("validation", "validation_size"), ("test", "or give test_questions=0")])
+def test_one_held_out_start_is_refused_before_anything_is_trained(split, remedy):
+    env = cart_pole(**{"validation_size": 2, "test_size": 2} | {f"{split}_size": 1})
+    with pytest.raises(ValueError, match=f"the {split} split must hold at least 2 starts, got 1: .*{remedy}"):
+        evolve(step_population(2, env), env, generations=1)
+    if split == "test":
+        evolve(step_population(2, env), env, generations=1, test_questions=0)

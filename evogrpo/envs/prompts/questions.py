@@ -131,6 +131,11 @@ class QuestionGroups:
         """The largest token id of all prompts."""
         return max(max(ids) for questions in self._splits.values() for ids in questions.prompts)
 
+    @property
+    def longest_prompt(self) -> int:
+        """The most tokens of a prompt."""
+        return max(len(ids) for questions in self._splits.values() for ids in questions.prompts)
+
     def at_step(self, step: int, most: int) -> None:
         """Take note of how far training has come, for reward functions that ask for the `trainer_state`."""
         self._pace.step, self._pace.most = step, most

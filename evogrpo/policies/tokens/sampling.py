@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
+from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel, check_context
 from evogrpo.policies.tokens.generation import generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Route, Weights
@@ -82,11 +82,7 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
     if rows.uniforms is None:
         rows = replace(rows, uniforms=torch.rand(len(rows), rows.max_new_tokens, generator=torch.default_generator))
     width = max(len(prompt) for prompt in rows.prompts) + rows.max_new_tokens
-    if model.context is not None and width > model.context:
-        raise ValueError(
-            f"the longest prompt and completion together must fit the model's context of {model.context} "
-            f"tokens, got {width}: lower max_output_tokens, or leave long prompts out (max_prompt_length)"
-        )
+    check_context(model.context, width)
     stamps: list[Stamp] = [None if base else (slot, weights.changes(slot)) for slot in rows.member_ids.tolist()]
     kept = rows.kept if isinstance(rows.kept, KeptRows) else None
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))

@@ -52,7 +52,8 @@ class LanguageAgent:
     def __post_init__(self) -> None:
         if self.adapter is not None and self.lora != LoraSettings():
             raise ValueError(f"adapter: {self.adapter} brings its own rank and modules: leave out lora")
-        LanguageSettings(pad_token_id=0, eos_token_ids=self.eos_token_ids or (0,), **self.settings())
+        ends = (0,) if self.eos_token_ids is None else self.eos_token_ids
+        LanguageSettings(pad_token_id=0, eos_token_ids=ends, **self.settings())
 
     def settings(self) -> dict[str, Any]:
         """Return the arguments of `GRPO.population` among the fields, apart from those in `_NOT_SETTINGS`."""

@@ -15,7 +15,8 @@ from evogrpo.envs.prompts.rewards.preflight import Preflight
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.history.text import counted
 from evogrpo.objective import Objective
-from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids
+from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids, context_of
+from evogrpo.policies.tokens.engine.token_model import check_context
 from evogrpo.policies.tokens.lora import check_supported, lora_from_json
 from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
 from evogrpo.policies.tokens.stored_adapters import read_adapter
@@ -54,6 +55,7 @@ class PreparedLanguage:
 
     one_thread: ClassVar[bool] = False
     networks_evolve: ClassVar[bool] = False
+    loads_weights: ClassVar[bool] = True
 
     config: LanguageConfig
     model: str
@@ -152,9 +154,9 @@ class LanguageKind:
         if start is not None:
             start.flat(trained.targets)  # refuses an adapter of another base
         longest = config.task.max_prompt_length
-        context = getattr(outline.model.config.get_text_config(), "max_position_embeddings", None)
+        context = context_of(outline.model)
         if longest is None and context is not None:
-            longest = int(context) - config.agent.max_output_tokens
+            longest = context - config.agent.max_output_tokens
             if longest < 1:
                 raise ValueError(
                     f"agent.max_output_tokens must leave room for a prompt in the model's context of {context} tokens, "
@@ -163,6 +165,8 @@ class LanguageKind:
         env = config.task.environment(outline.tokenizer, seed=config.task_seed, max_prompt_length=longest)
         trial = _tried(env)
         check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
+        check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
+        check_context(context, env.longest_prompt + config.agent.max_output_tokens)
         return PreparedLanguage(
             trial=trial,
             config=config,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from gymnasium import spaces
@@ -78,6 +78,8 @@ class PreparedNetworks:
         device: Where they will live.
         parameters: Of one member's network, as it starts.
     """
+
+    loads_weights: ClassVar[bool] = False
 
     config: Config[EnvironmentTask, NetworkAgent]
     env: GymnasiumGroups

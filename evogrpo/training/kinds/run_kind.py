@@ -59,6 +59,11 @@ class PreparedRun(Protocol):
         """Whether members' architectures change as well as their hyperparameters."""
         ...
 
+    @property
+    def loads_weights(self) -> bool:
+        """Whether making the founders loads a base model, which takes longer than saying what a run would be."""
+        ...
+
     def facts(self) -> Mapping[str, str]:
         """Return who is going to learn what, in words, by what they are about."""
         ...

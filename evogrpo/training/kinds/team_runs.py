@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from gymnasium import spaces
 
@@ -88,6 +88,8 @@ class PreparedTeam:
         device: Where members will live.
         parameters: Of one member's networks, as they start.
     """
+
+    loads_weights: ClassVar[bool] = False
 
     config: Config[ParallelTask, NetworkAgent]
     env: PettingZooGroups

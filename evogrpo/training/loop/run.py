@@ -80,6 +80,7 @@ class Evolution:
                 "GRPO.population(1, ...)"
             )
         population.check(env)
+        schedule.check_held_out(env)
         self.population, self.env = population, env
         self.strategy, self.run_dir = strategy, run_dir
         self.progress = progress or Progress(members=len(population))

@@ -33,6 +33,7 @@ from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.engine.probes import check_token_ids
+from evogrpo.policies.tokens.engine.token_model import check_context
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint, load_tokenizer
 from evogrpo.policies.tokens.stored_adapters import StoredAdapter
@@ -156,10 +157,12 @@ class LanguageMembers:
         self.banks.changed.update(range(self.banks.size))
 
     def check(self, env: Any) -> None:
-        """Refuse an environment that asks no questions, or in tokens that the model does not know."""
+        """Refuse an environment that asks no questions, or in tokens that the model does not know, or in too many."""
         opened = self._open(env, "train", [0])
         largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
+        longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in opened.prompts))
         check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
+        check_context(self.bank.base.context, longest + self.settings.max_output_tokens)
 
     def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Conversations:
         opened = env.open(split, starts)

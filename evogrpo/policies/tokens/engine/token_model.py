@@ -138,3 +138,12 @@ class TokenModel(Protocol[P]):
         The arguments are those of `evogrpo.functional.log_probs.chunked_log_probs`.
         """
         ...
+
+
+def check_context(context: int | None, width: int) -> None:
+    """Refuse with a ValueError sequences of more tokens than the model's context; None = no limit."""
+    if context is not None and width > context:
+        raise ValueError(
+            f"the longest prompt and completion together must fit the model's context of {context} tokens, got "
+            f"{width}: lower max_output_tokens, or leave long prompts out (max_prompt_length)"
+        )

@@ -1,0 +1,138 @@
+"""A dry run makes every check that the run makes: what it lets pass begins, and what a run refuses it refuses alike."""
+
+from pathlib import Path
+
+import pytest
+
+from evogrpo.cli import main
+from tests.cli.project import write_project
+
+SHORT = ["schedule.generations=1", "schedule.steps_per_generation=1", "schedule.samples_per_step=8"]
+SMALL = [*SHORT, "task.validation_size=4", "task.test_size=4", "population.size=2"]
+KINDS = {
+    "language": ["train", "tiny.yaml", *SHORT],
+    "networks": ["train", "--env", "CartPole-v1", *SMALL],
+    "team": ["train", "--parallel-env", "tests.envs.joint_probes:Favours", *SMALL],
+}
+STRATEGIES = """
+from evogrpo.evolution import Tournament
+
+
+def hidden():
+    class Inner(Tournament):
+        pass
+
+    return Inner
+
+
+Inner = hidden()
+
+
+class Named(Tournament):
+    def to_json(self):
+        return {"name": "x"}
+
+
+class Stateful(Tournament):
+    def state(self):
+        return {"x": object()}
+"""
+EVERYWHERE = [
+    "strategy.name=strategies.py:Inner",
+    "strategy.name=strategies.py:Named",
+    "strategy.name=strategies.py:Stateful",
+    "task.validation_size=1",
+    "task.test_size=1",
+    "device=cuda:99",
+    "hyperparameters.group_size=3",
+]
+OF_NETWORKS = [
+    "agent.objective.loss_type=grpo",
+    "hyperparameters.loss_type=grpo",
+    "evolve.loss_type.choices=[dapo,grpo]",
+    "hyperparameters.advantage=gdpo",
+    "agent.objective.reference=old",
+    "logging.completions=3",
+]
+OF_MODELS = [
+    "agent.eos_token_ids=[99999]",
+    "agent.eos_token_ids=[]",
+    "agent.objective.kl_estimator=full",
+    "agent.max_output_tokens=1000",
+    "agent.lora.target_modules=[nothing]",
+    "schedule.max_timesteps=4",
+    "task.reward=rewards.py:nothing",
+]
+CASES = [
+    *((kind, words) for kind in KINDS for words in EVERYWHERE),
+    *(("networks", words) for words in OF_NETWORKS),
+    ("team", "hyperparameters.loss_type=grpo"),
+    ("team", "task.policies=nonsense"),
+    *(("language", words) for words in OF_MODELS),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("project")
+    write_project(folder)
+    (folder / "strategies.py").write_text(STRATEGIES)
+    return folder
+
+
+@pytest.fixture
+def called(folder, monkeypatch, capsys):
+    """Return what calls the command: its exit status, and what it says on stdout and stderr."""
+    monkeypatch.chdir(folder)
+
+    def call(*words):
+        status = main([str(word) for word in words])
+        return status, *capsys.readouterr()
+
+    return call
+
+
+@pytest.mark.parametrize(("kind", "wrong"), CASES)
+def test_what_a_run_refuses_a_dry_run_refuses_in_the_same_words(called, kind, wrong):
+    status, _, error = called(*KINDS[kind], wrong)
+    assert status == 2
+    assert error.startswith("error: ")
+    dry_status, _, dry_error = called(*KINDS[kind], wrong, "--dry-run")
+    assert (dry_status, dry_error) == (status, error)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dry_run_without_fault_trains_and_writes_nothing(called, kind):
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*")}
+    status, said, error = called(*KINDS[kind], "--dry-run")
+    assert (status, error) == (0, "")
+    assert said.rstrip().endswith("nothing was trained: leave out --dry-run to start")
+    assert {path: path.stat().st_mtime_ns for path in Path().rglob("*") if "pycache" not in str(path)} == {
+        path: time for path, time in before.items() if "pycache" not in str(path)
+    }
+
+
+@pytest.mark.parametrize("kind", ["language", "networks"])
+def test_a_dry_run_warns_as_the_run_would(called, kind):
+    evolving = {
+        "language": ["evolve.clip_coef={min: 0.1, max: 0.2}", "hyperparameters.update_epochs=1"],
+        "networks": ["evolve.clip_coef={min: 0.1, max: 0.2}", "hyperparameters.clip_low=0.1"],
+    }[kind]
+    evolving.append("hyperparameters.batch_size=512" if kind == "language" else "hyperparameters.clip_high=0.1")
+    status, _, error = called(*KINDS[kind], *evolving, "--dry-run")
+    assert status == 0
+    assert "warning: clip_coef evolves, but " in error
+    assert "leave clip_coef out" in " ".join(error.split())
+
+
+def test_prompts_beyond_the_models_context_are_refused_before_anything_is_loaded(called, folder):
+    """Where the caller sets the longest prompt nothing is filtered by the model's own context."""
+    (folder / "long.jsonl").write_text(
+        "".join(f'{{"question": "{"1+" * 70}{number}=", "answer": "2"}}\n' for number in range(40))
+    )
+    words = ["task.dataset={train: long.jsonl}", "task.max_prompt_length=500", "task.test_size=8"]
+    status, _, error = called(*KINDS["language"], *words, "--dry-run")
+    assert status == 2
+    assert "must fit the model's context of 128 tokens" in " ".join(error.split())
+    assert called(*KINDS["language"], *words)[::2] == (2, error)
