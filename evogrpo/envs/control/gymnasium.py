@@ -186,8 +186,8 @@ class GymnasiumGroups(SeededGroups):
         if native is None:  # native ones have neither memory nor noise
             conduct = choose_conduct(
                 self.name,
-                self._lanes_to_try,
-                self.action_space,
+                self._made_to_try,
+                (self.observation_space, self.action_space),
                 remake=remake,
                 reseed_noise=reseed_noise,
                 by_turns=lanes != 1 and not self._processes,
@@ -292,13 +292,11 @@ class GymnasiumGroups(SeededGroups):
             return ProcessLanes(self._make, count=self._count, **options)
         return SerialLanes(self._made, **options)
 
-    def _lanes_to_try(self, remake: bool, noisy: bool) -> SoloLanes:
-        make = replace(self._make, noise_seed=0 if noisy else None)
-        spaces = {"observation_space": self.observation_space, "action_space": self.action_space}
-        return SerialLanes(lambda: self._distinct.added(make()), remake=remake, reseed=False, **spaces)
-
     def _made(self) -> "gymnasium.Env[Any, Any]":
         return self._distinct.added(self._make())
+
+    def _made_to_try(self, noisy: bool) -> "gymnasium.Env[Any, Any]":
+        return self._distinct.added(replace(self._make, noise_seed=0 if noisy else None)())
 
 
 def _native(env: object, kwargs: Mapping[str, Any], max_episode_steps: int) -> Callable[[], ClassicControl] | None:

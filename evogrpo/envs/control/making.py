@@ -12,6 +12,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
+from evogrpo.envs.control.solo.refusals import refuse_given, refuse_made
 from evogrpo.envs.control.trees import flatten, leaf_spaces, numbers, stack, unflatten
 from evogrpo.randomness import generator
 
@@ -94,12 +95,7 @@ class EnvMaker:
     noise_seed: int | None
 
     def __post_init__(self) -> None:
-        env = self.env
-        if not isinstance(env, str) and (isinstance(env, gymnasium.Env) or not callable(env)):
-            raise ValueError(
-                f"env must be the id of an environment or a callable that makes one, got {type(env).__name__}: give "
-                "the class or a function instead"
-            )
+        refuse_given(self.env)
 
     def __call__(self) -> "gymnasium.Env[Any, Any]":
         """Make one environment.
@@ -111,8 +107,7 @@ class EnvMaker:
             made = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
         else:
             made = self.env(**self.env_kwargs)
-            if not isinstance(made, gymnasium.Env):
-                raise ValueError(f"an environment factory must return a gymnasium.Env, got {type(made).__name__}")
+            refuse_made(made)
             if self.max_episode_steps is not None:
                 own = time_limit(made)
                 if own is not None and own < self.max_episode_steps:

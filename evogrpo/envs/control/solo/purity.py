@@ -3,19 +3,23 @@
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any
 
 import gymnasium
 import numpy as np
 
+from evogrpo.envs.control.solo.refusals import misshapen
 from evogrpo.envs.control.solo.replays import Difference, Moment, first_difference, replay
-from evogrpo.envs.control.solo_lanes import SoloLanes
+from evogrpo.envs.control.solo_lanes import SerialLanes
 
-OpenLanes = Callable[[bool, bool], SoloLanes]
-"""(whether every episode gets an environment made anew, whether it gets other noise after reset) -> new lanes."""
+MakeToTry = Callable[[bool], "gymnasium.Env[Any, Any]"]
+"""(whether it gets other noise after reset) -> a new environment."""
+Spaces = tuple["gymnasium.Space[Any]", "gymnasium.Space[Any]"]
+"""Of observations and of actions."""
 
 _STARTS = range(1, 9)  # reset seeds: several, since episodes may be too short for chance to show in one
 _STEPS = 64  # of all their episodes together: slow environments must not take long
@@ -53,8 +57,8 @@ class _Seen:
 
 def choose_conduct(
     name: str,
-    lanes: OpenLanes,
-    action_space: "gymnasium.Space[Any]",
+    make: MakeToTry,
+    spaces: Spaces,
     *,
     remake: bool | None,
     reseed_noise: bool | None,
@@ -67,18 +71,27 @@ def choose_conduct(
 
     Args:
         name: Of the environment, for the warning.
-        lanes: Opens lanes to play in.
-        action_space: Of one environment.
+        make: Makes environments to try.
+        spaces: Of one environment.
         remake: What the caller wants; None = true if that makes replays equal, and nothing less does.
         reseed_noise: What the caller wants; None = true if the environment is random after reset.
         by_turns: Whether several environments are going to run in one process, step by step in turns.
 
     Raises:
-        ValueError: If what the environment gives does not fit its spaces or is not finite.
+        ValueError: If what the environment returns is not of the form that Gymnasium has, does not fit its spaces or is
+            not finite.
     """
-    chosen, seen = bool(remake), _try(lanes, action_space, bool(remake), by_turns)
+    try:
+        chosen, seen = bool(remake), _try(make, spaces, bool(remake), by_turns)
+    except Exception as error:
+        wrong = None
+        with suppress(Exception):  # it fails likewise
+            wrong = misshapen(name, lambda: make(False))
+        if wrong is None:
+            raise
+        raise wrong from error
     if seen.difference is not None:
-        anew = None if remake else _try(lanes, action_space, True, by_turns)
+        anew = None if remake else _try(make, spaces, True, by_turns)
         mended = anew is not None and anew.difference is None
         warnings.warn(_warning(name, seen, mended=mended, given=remake is not None), stacklevel=3)
         if anew is not None and mended and remake is None:
@@ -86,17 +99,22 @@ def choose_conduct(
     return Conduct(remake=chosen, reseed_noise=seen.noisy if reseed_noise is None else reseed_noise)
 
 
-def _try(lanes: OpenLanes, action_space: "gymnasium.Space[Any]", remake: bool, by_turns: bool) -> _Seen:
-    with closing(lanes(remake, False)) as plain, closing(lanes(remake, True)) as noisy, _global_generators() as reseed:
+def _try(make: MakeToTry, spaces: Spaces, remake: bool, by_turns: bool) -> _Seen:
+    def lanes(noisy: bool) -> SerialLanes:
+        seen, acted = spaces
+        made = partial(make, noisy)
+        return SerialLanes(made, remake=remake, reseed=False, observation_space=seen, action_space=acted)
 
-        def played(lane: SoloLanes) -> Iterator[Moment]:
-            return replay(lane, action_space, _STARTS, most_steps=_STEPS, each=_STEPS)
+    with closing(lanes(False)) as plain, closing(lanes(True)) as noisy, _global_generators() as reseed:
+
+        def played(lane: SerialLanes) -> Iterator[Moment]:
+            return replay(lane, spaces[1], _STARTS, most_steps=_STEPS, each=_STEPS)
 
         def run(*replays: Iterator[Moment]) -> list[list[Moment]]:
             reseed()
             return [[moment for moment in each if moment] for each in zip(*zip_longest(*replays), strict=True)]
 
-        short = replay(plain, action_space, _SHORT_STARTS, most_steps=_STEPS, each=_SHORT)
+        short = replay(plain, spaces[1], _SHORT_STARTS, most_steps=_STEPS, each=_SHORT)
         (first,), (later,) = run(played(plain)), run(short)
         if by_turns:
             again, other = run(played(plain), played(noisy))

@@ -1,0 +1,149 @@
+"""What is given as an environment and is none: refused with what to give instead, before anything is played."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.wrappers import TimeLimit
+
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from tests.envs import joint_probes, probes
+
+REMEDY = r"must be one environment, got a vector of \d \(\w+\): give 'CartPole-v1' or a callable .*lanes="
+
+
+def stable_baselines(kind):
+    vectors = pytest.importorskip("stable_baselines3.common.vec_env")
+    made = vectors.DummyVecEnv([lambda: gymnasium.make("CartPole-v1")] * 2)
+    return vectors.VecNormalize(made) if kind == "normalised" else made
+
+
+VECTORS = {
+    "sync": lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="sync"),
+    "native": lambda: gymnasium.make_vec("CartPole-v1", 3, vectorization_mode="vector_entry_point"),
+    "wrapped": lambda: gymnasium.wrappers.vector.NormalizeReward(
+        gymnasium.make_vec("CartPole-v1", 1, vectorization_mode="sync")
+    ),
+    "dummy": lambda: stable_baselines("dummy"),
+    "normalised": lambda: stable_baselines("normalised"),
+}
+
+
+@pytest.mark.parametrize("given", ["made", "callable"])
+@pytest.mark.parametrize("kind", VECTORS)
+def test_vectors_of_environments_are_refused_with_the_id_of_one(kind, given):
+    with pytest.raises(ValueError, match=REMEDY):
+        GymnasiumGroups(VECTORS[kind]() if given == "made" else VECTORS[kind])
+
+
+def test_an_environment_that_steps_several_episodes_is_refused():
+    class Batched(probes.ConstantReward):
+        num_envs = 8
+
+    with pytest.raises(ValueError, match=r"got a vector of 8 \(Batched\): give the id or a callable"):
+        GymnasiumGroups(Batched)
+    Batched.num_envs = 1
+    GymnasiumGroups(Batched)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: gymnasium.make("CartPole-v1"), "give 'CartPole-v1', the class or a function instead"),
+        (probes.ConstantReward, "got ConstantReward: give the class or a function instead"),
+        (lambda: ["CartPole-v1"], "got list: give the class"),
+        (lambda: None, "got NoneType: give the class"),
+    ],
+)
+def test_what_is_made_already_is_refused(given, said):
+    with pytest.raises(ValueError, match=f"the id of an environment or a callable that makes one, .*{said}"):
+        GymnasiumGroups(given())
+
+
+class OldGym:
+    """An environment of the old Gym, which knows nothing of gymnasium.Env."""
+
+    action_space, observation_space = spaces.Discrete(2), spaces.Discrete(2)
+
+    def reset(self):
+        return 0
+
+    def step(self, action):
+        return 0, 0.0, True, {}
+
+
+def test_what_a_callable_returns_is_refused_with_what_it_is():
+    with pytest.raises(ValueError, match=r"must return a gymnasium\.Env, got OldGym: .*inherit .*GymV21Environment-v0"):
+        GymnasiumGroups(OldGym)
+    with pytest.raises(ValueError, match=r"got Lives: environments of several agents .*PettingZooGroups"):
+        GymnasiumGroups(joint_probes.Lives)
+
+    class Spaceless(gymnasium.Env):
+        action_space = spaces.Discrete(2)
+
+    with pytest.raises(ValueError, match=r"Spaceless\.observation_space must be a space of .*, got NoneType: set it"):
+        GymnasiumGroups(Spaceless)
+
+
+class Form(probes.ConstantReward):
+    """Returns from reset and step what it is told to, and takes a seed if it is told to."""
+
+    def __init__(self, reset=None, step=None, seeded=True):
+        super().__init__()
+        self.returns = reset, step
+        if not seeded:
+            self.reset = lambda: (np.zeros(2, np.float32), {})
+
+    def reset(self, *, seed=None, options=None):
+        given = super().reset(seed=seed)
+        return given if self.returns[0] is None else self.returns[0](*given)
+
+    def step(self, action):
+        given = super().step(action)
+        return given if self.returns[1] is None else self.returns[1](*given)
+
+
+FORMS = {
+    "four values": ({"step": lambda o, r, t, c, i: (o, r, t, i)}, r"from step\(\), got a tuple of 4 as in the old Gym"),
+    "three values": ({"step": lambda o, r, t, c, i: (o, r, t)}, r"from step\(\), got a tuple of 3$"),
+    "a step of nothing": ({"step": lambda *_: None}, r"from step\(\), got NoneType$"),
+    "an observation alone": ({"reset": lambda o, i: o}, r"\(observation, info\) from reset\(\), got ndarray"),
+    "a reset of nothing": ({"reset": lambda o, i: None}, r"\(observation, info\) from reset\(\), got NoneType"),
+    "infos that are none": (
+        {"reset": lambda o, i: (o, None)},
+        r"\(observation, info\) from reset\(\), got a tuple of 2",
+    ),
+    "no seed": ({"seeded": False}, r"take its seed as reset\(seed=\.\.\.\)"),
+}
+PARTS = {
+    "no number": ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation that is not finite"),
+    "another shape": ({"reset": lambda o, i: (np.zeros(3), i)}, r"observations of shape \(2,\), got \(3,\)"),
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("kind", FORMS)
+def test_returns_of_another_form_are_named_whatever_wraps_them(kind, wrapped, monkeypatch):
+    options, said = FORMS[kind]
+    with pytest.raises(ValueError, match=f"must .*{said}"):
+        GymnasiumGroups(lambda: TimeLimit(Form(**options), 5) if wrapped else Form(**options))
+    spec = gymnasium.envs.registration.EnvSpec("Form-v0", entry_point=Form, max_episode_steps=5)
+    monkeypatch.setitem(gymnasium.registry, "Form-v0", spec)
+    with pytest.raises(ValueError, match=f"Form-v0 must .*{said}"):
+        GymnasiumGroups("Form-v0", env_kwargs=options)
+
+
+@pytest.mark.parametrize("kind", ["no number", "another shape"])
+def test_what_the_first_reset_shows_is_checked_before_anything_is_played(kind):
+    options, said = PARTS[kind]
+    with pytest.raises(ValueError, match=said):
+        GymnasiumGroups(Form, env_kwargs=options)
+
+
+def test_an_error_of_the_environments_own_stays_what_it_is():
+    class Broken(probes.ConstantReward):
+        def step(self, action):
+            raise KeyError("a part of mine")
+
+    with pytest.raises(KeyError, match="a part of mine"):
+        GymnasiumGroups(Broken)
