@@ -101,8 +101,8 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     train.usage = (
         "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--allow-memory]\n"
-        "                     [--traceback] (CONFIG | --env ID | --parallel-env MODULE)\n"
-        "                     [KEY=VALUE ...]"
+        "                     [--preset] [--traceback]\n"
+        "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
     )
     instead = train.add_mutually_exclusive_group()
     instead.add_argument(
@@ -112,6 +112,11 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--parallel-env",
         metavar="MODULE",
         help="likewise for several agents: a module with parallel_env, e.g. mpe2.simple_spread_v3, or MODULE:FUNCTION",
+    )
+    train.add_argument(
+        "--preset",
+        action="store_true",
+        help="with --env: begin with hyperparameters known to do better there; `evogrpo tasks` lists where",
     )
     _starting(train)
     train.add_argument(

@@ -19,12 +19,13 @@ from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.memory import check_memory
 
 
-def show_intent(console: Console, prepared: PreparedRun, run_dir: Path) -> None:
-    """Print what will be trained, in a few lines."""
+def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
+    """Print what will be trained, in a few lines; also whether it begins with the preset of its environment."""
     config = prepared.config
     start = ", ".join(f"{name} {number_text(value)}" for name, value in _start(config).items())
     rows = {
         **prepared.facts(),
+        **({"preset": f"that of {config.task.label}; anything given as KEY=VALUE takes precedence"} if preset else {}),
         "start": f"{start}{'' if _all_alike(config) else '; the other members spread over what evolves'}",
         "evolving": _evolving(prepared),
         "objective": _objective(config.agent.objective),

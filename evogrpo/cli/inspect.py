@@ -33,6 +33,7 @@ def tasks(chosen: argparse.Namespace) -> int:
     from evogrpo.envs.control.classic import native_ids
     from evogrpo.envs.prompts.builtin import TASKS
     from evogrpo.envs.prompts.reasoning import is_installed
+    from evogrpo.training.front.presets import preset_ids
 
     console = make_console()
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
@@ -49,6 +50,7 @@ def tasks(chosen: argparse.Namespace) -> int:
     console.print()
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
     console.print(Text(f"  {', '.join(native_ids())} vectorised natively; any other environment as it is"))
+    console.print(Text(f"  with --preset, hyperparameters known to do better: {', '.join(preset_ids())}"))
     console.print()
     console.print(
         Text.assemble(("PettingZoo", "bold"), "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE")

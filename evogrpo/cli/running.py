@@ -42,7 +42,7 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         with working(console, "checking the task and who is to learn it"):
             prepared = kind_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
-        show_intent(console, prepared, run_dir)
+        show_intent(console, prepared, run_dir, preset=getattr(chosen, "preset", False))
         if claim is None:
             show_forecast(console, prepared, allow_memory=chosen.allow_memory)
             with working(console, "making every check that the run makes"):

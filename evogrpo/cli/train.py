@@ -11,7 +11,7 @@ from pathlib import Path
 
 import evogrpo
 from evogrpo.evolution.strategies import NoEvolution
-from evogrpo.training.configuration.reading import load_config
+from evogrpo.training.configuration.reading import load_config, override, parse_config
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.display.console import make_console, working
 
@@ -42,7 +42,9 @@ def train(chosen: argparse.Namespace) -> int:
                 if "=" not in word or word.startswith(f"task.{key}="):
                     raise ValueError(f"{option} {name} already says what to train on: leave out {word!r}")
             folder = re.sub(r"[^\w.-]+", "-", name)
-            return _begin(partial(_packaged, key, name, words), chosen, folder)
+            return _begin(partial(_packaged, key, name, words, preset=chosen.preset), chosen, folder)
+    if chosen.preset:
+        raise ValueError("--preset is that of an environment: name it with --env, and give no CONFIG")
     if not words or ("=" in words[0] and not Path(words[0]).exists()):
         raise ValueError(
             "train needs a configuration, a YAML file, before any KEY=VALUE; or --env ID, or --parallel-env MODULE"
@@ -58,16 +60,16 @@ def resume(chosen: argparse.Namespace) -> int:
     return go_on(chosen)
 
 
-def _packaged(key: str, name: str, overrides: list[str]) -> AnyConfig:
+def _packaged(key: str, name: str, overrides: list[str], *, preset: bool) -> AnyConfig:
     """Return the packaged configuration for an environment; it ends where that counts as solved, if it says so."""
-    solved = []
     if key == "env":
-        from evogrpo.training.configuration.environment_tasks import reward_threshold
+        from evogrpo.training.front.presets import packaged_values
 
-        threshold = reward_threshold(name)
-        solved = [] if threshold is None else [f"schedule.target_fitness={threshold}"]
+        return parse_config(override(packaged_values(name, with_preset=preset), overrides))
+    if preset:
+        raise ValueError("--preset is that of a Gymnasium environment: leave it out beside --parallel-env")
     with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:
-        return load_config(path, [*solved, *overrides, f"task.{key}={name}"])
+        return load_config(path, [*overrides, f"task.{key}={name}"])
 
 
 def _begin(read: Callable[[], AnyConfig], chosen: argparse.Namespace, name: str) -> int:

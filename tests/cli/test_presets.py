@@ -1,0 +1,94 @@
+"""Presets: what they are, where there is one, and that they are taken when asked for and never else."""
+
+import gymnasium
+import pytest
+
+from evogrpo import train
+from evogrpo.cli import main
+from evogrpo.training.configuration.reading import CONFIG_FILE, load_config, override, parse_config
+from evogrpo.training.front.presets import packaged_values, preset, preset_ids, with_sections
+
+TINY = [
+    *("population.size=2", "schedule.generations=1", "schedule.steps_per_generation=1", "task.validation_size=2"),
+    *("task.test_size=2", "task.max_episode_steps=10"),
+]
+
+
+def plan(capsys, *arguments):
+    assert main(["train", *arguments, "--dry-run"]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("name", preset_ids())
+def test_a_preset_is_a_configuration_of_its_environment_and_changes_it(name):
+    usual, chosen = (packaged_values(name, with_preset=asked) for asked in (False, True))
+    assert gymnasium.spec(name).id == name
+    config = parse_config(chosen)
+    assert config.task.env == name
+    assert config != parse_config(usual)
+    given = preset(name)
+    for section, values in given.items():  # nothing in it is said in vain
+        assert {key for key, value in values.items() if usual.get(section, {}).get(key, "absent") == value} == set()
+    assert override(chosen, ["population.size=3"])["population"]["size"] == 3
+
+
+def test_the_plan_says_that_there_is_one_and_what_is_given_besides_counts(capsys):
+    usual = plan(capsys, "--env", "CartPole-v1")
+    chosen = plan(capsys, "--env", "CartPole-v1", "--preset")
+    given = plan(capsys, "--env", "CartPole", "--preset", "population.size=7")
+    assert "preset" not in usual
+    assert "preset that of CartPole-v1" in chosen
+    members = preset("CartPole-v1")["population"]["size"]
+    assert f"population {members} members" in chosen
+    assert "population 8 members" in usual
+    assert "population 7 members" in given
+
+
+def test_python_and_the_command_line_begin_with_the_same(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--env", "CartPole-v1", "--preset", "--run-dir", "one", *TINY]) == 0
+    train(
+        "CartPole-v1", preset=True, run_dir="other", size=2, generations=1, steps_per_generation=1, validation_size=2,
+        test_size=2, max_episode_steps=10, progress=False,
+    )  # fmt: skip
+    one, other = (load_config(tmp_path / name / CONFIG_FILE).to_json() for name in ("one", "other"))
+    for name in ("run_dir", "run_id"):
+        assert one.pop(name) != other.pop(name)
+    assert one == other
+    assert one["hyperparameters"]["lr"] == preset("CartPole-v1")["hyperparameters"]["lr"]
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--env", "MountainCar-v0", "--preset"], "there is no preset for MountainCar-v0"),
+        (["--env", "CartPol-v1", "--preset"], "'CartPol-v1' is no environment that Gymnasium knows here"),
+        (["--preset", "config.yaml"], "--preset is that of an environment: name it with --env"),
+        (["--parallel-env", "mpe2.simple_spread_v3", "--preset"], "leave it out beside --parallel-env"),
+    ],
+)
+def test_where_there_is_none_those_that_exist_are_named(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    if "there is no preset" in message:
+        assert all(name in printed for name in preset_ids())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tasks_lists_where_there_is_one(capsys):
+    assert main(["tasks"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"--preset, hyperparameters known to do better: {', '.join(preset_ids())}" in shown
+
+
+def test_sections_are_put_together_key_by_key():
+    values = {"a": {"x": 1, "y": {"deep": 1}}, "b": 2}
+    assert with_sections(values, {"a": {"y": {"other": 3}}, "c": {"z": 4}}) == {
+        "a": {"x": 1, "y": {"other": 3}},
+        "b": 2,
+        "c": {"z": 4},
+    }
+    assert values["a"] == {"x": 1, "y": {"deep": 1}}
