@@ -136,3 +136,45 @@ def test_prompts_beyond_the_models_context_are_refused_before_anything_is_loaded
     assert status == 2
     assert "must fit the model's context of 128 tokens" in " ".join(error.split())
     assert called(*KINDS["language"], *words)[::2] == (2, error)
+
+
+IMAGES = """
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class Looking(gymnasium.Env):
+    observation_space = spaces.Dict(
+        {"camera": spaces.Box(0, 255, (40, 44, 3), np.uint8), "speed": spaces.Box(-1, 1, (2,))}
+    )
+    action_space = spaces.Box(-1, 1, (2,))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action):
+        return self.observation_space.sample(), 1.0, True, False, {}
+
+
+gymnasium.register("Looking-v0", Looking, max_episode_steps=10)
+"""
+
+
+def test_a_dry_run_shows_the_network_that_is_really_used(called, folder, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.syspath_prepend(str(folder))
+    (folder / "looking.py").write_text(IMAGES)
+    status, said, _ = called("train", "--env", "looking:Looking-v0", "--dry-run")
+    assert status == 0
+    assert (
+        "each a network (convolutions of camera (32 of 8×8 stride 4, 64 of 4×4 stride 2, 64 of 3×3 stride 1), joined "
+        "with 2 numbers, then 64 tanh, "
+    ) in said
+    assert "camera: an image of 40 × 44 with 3 channels; speed: 2 numbers; side by side" in said
+    assert "2 real numbers, a Gaussian each" in said
+    status, said, _ = called(*KINDS["team"], "--dry-run", "agent.normalise_observations=true")
+    assert "3 numbers, normalised" in said
+    assert "one of 3, by a categorical distribution" in said

@@ -34,6 +34,11 @@ class Distribution(Protocol):
     """
 
     @property
+    def words(self) -> str:
+        """What is chosen, and by which distribution, for people."""
+        ...
+
+    @property
     def outputs(self) -> int:
         """How many numbers the network must put out."""
         ...
@@ -127,6 +132,13 @@ class Categoricals:
         ends = np.cumsum(counts).tolist()
         self._parts = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
 
+    @property
+    def words(self) -> str:
+        """How many values each choice has."""
+        if len(self.counts) == 1:
+            return f"one of {self.counts[0]}, by a categorical distribution"
+        return f"{len(self.counts)} choices among {', '.join(map(str, self.counts))}, a categorical distribution each"
+
     def draw(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Drawn:
         """Draw one action per row; see `Distribution`."""
         rows = np.arange(len(outputs))
@@ -197,6 +209,12 @@ class Bernoullis:
         self.shape, self.dtype = shape, dtype
         self.outputs = self.uniforms_per_action = int(np.prod(shape))
 
+    @property
+    def words(self) -> str:
+        """How many bits there are."""
+        several = f"{self.outputs} bits, a Bernoulli distribution each"
+        return "1 bit, by a Bernoulli distribution" if self.outputs == 1 else several
+
     def draw(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Drawn:
         """Draw one action per row; see `Distribution`."""
         _refuse_mask(legal, "bits")
@@ -255,6 +273,11 @@ class Gaussians:
         self._half = np.where(bounded & (high > low), (high - low) / 2, 1)
         self._middle, self._half = self._middle.astype(np.float32), self._half.astype(np.float32)
         self._log_half = float(np.log(self._half.astype(np.float64)).sum())
+
+    @property
+    def words(self) -> str:
+        """How many numbers there are."""
+        return "1 real number, by a Gaussian" if self.outputs == 1 else f"{self.outputs} real numbers, a Gaussian each"
 
     def draw(self, outputs: Floats, uniforms: Floats | None, temperature: Floats | None, legal: Legal) -> Drawn:
         """Draw one action per row; see `Distribution`."""

@@ -27,16 +27,21 @@ class Encoding:
     Attributes:
         features: Length of the vector, images not counted.
         images: The shape of each image.
+        image_names: What each is called; the whole observation has no name.
+        words: What is observed, part by part, for people.
 
     Raises:
         ValueError: If the space, or a part of it, is of another kind.
     """
 
     def __init__(self, space: spaces.Space[Any] | None) -> None:
-        self._leaves = list(_leaf_spaces(space))
-        if space is None or not self._leaves:
+        parts = list(_parts(space))
+        if space is None or not parts:
             raise ValueError(f"an observation must have at least one part, got {space}")
-        self._space = space
+        self._space, self._leaves = space, [leaf for _, leaf in parts]
+        told = [f"{name}: {_in_words(leaf)}" if name else _in_words(leaf) for name, leaf in parts]
+        self.words = "; ".join([*told, "side by side"] if len(told) > 1 else told)
+        self.image_names = [name for name, leaf in parts if _image(leaf) is not None]
         self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
         self.features = sum(_width(leaf) for leaf in self._leaves if _image(leaf) is None)
 
@@ -95,16 +100,15 @@ def zero_observation(space: spaces.Space[Any]) -> Any:
     return np.zeros((1, *(space.shape or ())), dtype=space.dtype)
 
 
-def _leaf_spaces(space: spaces.Space[Any] | None) -> Iterator[spaces.Space[Any]]:
+def _parts(space: spaces.Space[Any] | None, name: str = "") -> Iterator[tuple[str, spaces.Space[Any]]]:
+    """Yield the parts of an observation and what they are called, such as `where.0`; the whole has no name."""
     match space:
-        case spaces.Dict():
-            for part in space.spaces.values():
-                yield from _leaf_spaces(part)
-        case spaces.Tuple():
-            for part in space.spaces:
-                yield from _leaf_spaces(part)
+        case spaces.Dict() | spaces.Tuple():
+            named = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+            for key, part in named:
+                yield from _parts(part, f"{name}.{key}" if name else str(key))
         case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
-            yield space
+            yield name, space
         case _:
             got = "None" if space is None else type(space).__name__
             raise ValueError(
@@ -120,6 +124,23 @@ def _width(space: spaces.Space[Any]) -> int:
         case spaces.MultiDiscrete():
             return int(space.nvec.sum())
     return int(np.prod(space.shape or ()))
+
+
+def _in_words(space: spaces.Space[Any]) -> str:
+    """Say what a part of an observation is to a network."""
+    width, image = _width(space), _image(space)
+    if image is not None:
+        channels, height, across = image
+        return f"an image of {height} × {across} with {channels} channel{'' if channels == 1 else 's'}"
+    match space:
+        case spaces.Discrete():
+            return f"one of {width}, one-hot"
+        case spaces.MultiDiscrete():
+            return f"{int(space.nvec.size)} choices, one-hot in {width} numbers"
+        case spaces.MultiBinary():
+            return f"{width} bit{'' if width == 1 else 's'}"
+    divided = ", divided by 255" if space.dtype == np.uint8 else ""
+    return f"{width} number{'' if width == 1 else 's'}{divided}"
 
 
 def _image(space: spaces.Space[Any]) -> Image | None:

@@ -40,6 +40,11 @@ class Network(Protocol):
     shapes: Shapes
     values_kept: int
 
+    @property
+    def words(self) -> str:
+        """What it is made of, for people."""
+        ...
+
     def initial(self, seed: int) -> Parameters:
         """Return the parameters that every member starts from."""
         ...
@@ -97,6 +102,20 @@ class DefaultNetwork:
         for name, (fan_in, fan_out) in zip(self._layers, pairwise(sizes), strict=True):
             self.shapes |= {f"{name}.weight": (fan_in, fan_out), f"{name}.bias": (fan_out,)}
         self.values_kept += 2 * sum(sizes)
+
+    @property
+    def words(self) -> str:
+        """Its convolutions, what is joined with what they find, and its hidden layers, such as `64-64 tanh`."""
+        config, parts = self.config, []
+        for image, layers in zip(self.encoding.image_names, self._images, strict=True):
+            shapes = [(self.shapes[f"{name}.weight"], stride) for name, stride in layers]
+            told = ", ".join(f"{shape[0]} of {shape[2]}×{shape[3]} stride {stride}" for shape, stride in shapes)
+            parts.append(f"convolutions{f' of {image}' if image else ''} ({told})")
+        if parts and self.encoding.features:
+            count = self.encoding.features
+            parts.append(f"joined with {count} number{'' if count == 1 else 's'}")
+        hidden = f"{'-'.join(map(str, config.hidden))} {config.activation}" if config.hidden else "linear"
+        return f"{', '.join(parts)}, then {hidden}" if parts else hidden
 
     def _add_image(self, number: int, image: Image) -> tuple[list[tuple[str, int]], int]:
         """Declare one image's convolutions; return their names and strides, and how many features come out."""
@@ -217,6 +236,11 @@ class ModuleNetwork:
                 f"{self.name} must return [batch, {outputs}] for this action space, "
                 f"got {list(tried.shape)} for a batch of one observation"
             )
+
+    @property
+    def words(self) -> str:
+        """The name of its class."""
+        return f"{self.name}, a module of your own"
 
     def initial(self, seed: int) -> Parameters:
         """Return copies of the module's own parameters, whatever the seed."""

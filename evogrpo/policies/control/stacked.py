@@ -263,6 +263,10 @@ class StackedBank:
         """Return a module whose call gives one member's outputs; it reads the bank, and holds no weights of its own."""
         return MemberNetwork(self, slot, base=base)
 
+    def words(self, slot: int) -> str:
+        """Say what a member's network is made of."""
+        return self._states.place(slot)[0].network.words
+
     def architecture(self, slot: int) -> NetworkConfig | None:
         """Return a member's architecture; None for a module of the caller's."""
         return self._states.config(slot)

@@ -12,10 +12,10 @@ from gymnasium import spaces
 
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.members.control.stacked_policy import PolicyWords, StackedPolicy
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.history.text import count_text, counted
-from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.encoding import Encoding
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
@@ -77,6 +77,7 @@ class PreparedNetworks:
         env: Where members act.
         device: Where they will live.
         parameters: Of one member's network, as it starts.
+        words: What that is made of.
     """
 
     loads_weights: ClassVar[bool] = False
@@ -85,6 +86,7 @@ class PreparedNetworks:
     env: GymnasiumGroups
     device: str
     parameters: int
+    words: PolicyWords
 
     @property
     def one_thread(self) -> bool:
@@ -107,8 +109,9 @@ class PreparedNetworks:
             "environment": f"{config.task.label}, {native}: {sizes_text(env)} starts{cut if env.cut_off else ''}",
             **noise,
             "population": f"{counted(config.population.size, 'member')}, each a network "
-            f"({layers_text(config.agent.network)}, {count_text(self.parameters)} parameters) on {self.device}"
-            f"{normalised_text(config.agent)}",
+            f"({self.words.network}, {count_text(self.parameters)} parameters) on {self.device}",
+            "observations": f"{self.words.observations}{normalised_text(config.agent)}",
+            "actions": self.words.actions,
         }
 
     def forecast(self) -> NetworkForecast:
@@ -192,8 +195,14 @@ class NetworkKind:
 
 def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups) -> PreparedNetworks:
     """Check a configuration against an environment, whatever its task names, and the device."""
-    example = _members(config, env, 1, "cpu")[0].state()
-    return PreparedNetworks(config=config, env=env, device=device_of(config), parameters=parameters_of(example))
+    (example,) = _members(config, env, 1, "cpu")
+    return PreparedNetworks(
+        config=config,
+        env=env,
+        device=device_of(config),
+        parameters=parameters_of(example.state()),
+        words=words_of_policies(example.members.policies),
+    )
 
 
 def _members(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups, size: int, device: str) -> Population:
@@ -237,11 +246,18 @@ def small(device: str, parameters: int, observations: Sequence[spaces.Space[Any]
     return torch.device(device).type == "cpu" and parameters <= ONE_THREAD and not images
 
 
-def layers_text(network: NetworkConfig) -> str:
-    """Write an architecture such as `64-64 tanh`."""
-    return f"{'-'.join(map(str, network.hidden))} {network.activation}" if network.hidden else "linear"
+def words_of_policies(policies: Mapping[str, StackedPolicy]) -> PolicyWords:
+    """Say what the networks of a member are made of: once where its policies are alike, else policy by policy."""
+    own = {name: policy.words for name, policy in policies.items()}
+
+    def told(part: str) -> str:
+        words = {name: getattr(each, part) for name, each in own.items()}
+        alike = len(set(words.values())) == 1
+        return next(iter(words.values())) if alike else "; ".join(f"{name}: {each}" for name, each in words.items())
+
+    return PolicyWords(observations=told("observations"), network=told("network"), actions=told("actions"))
 
 
 def normalised_text(agent: NetworkAgent) -> str:
     """Say that observations are normalised, if they are."""
-    return ", observations normalised" if agent.normalise_observations else ""
+    return ", normalised" if agent.normalise_observations else ""

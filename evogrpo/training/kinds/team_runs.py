@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from gymnasium import spaces
 
 from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.agents.members.control.stacked_policy import PolicyWords
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.joint.assignment import Assignment, assign
@@ -21,11 +22,11 @@ from evogrpo.training.forecast import Rounds, limited, possible, samples_row, si
 from evogrpo.training.kinds.founding import founder_options
 from evogrpo.training.kinds.network_runs import (
     device_of,
-    layers_text,
     normalised_text,
     parameters_of,
     refuse_words,
     small,
+    words_of_policies,
 )
 from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
@@ -87,6 +88,7 @@ class PreparedTeam:
         assignment: Which policy acts for which agent.
         device: Where members will live.
         parameters: Of one member's networks, as they start.
+        words: What these are made of.
     """
 
     loads_weights: ClassVar[bool] = False
@@ -96,6 +98,7 @@ class PreparedTeam:
     assignment: Assignment
     device: str
     parameters: int
+    words: PolicyWords
 
     @property
     def one_thread(self) -> bool:
@@ -123,8 +126,9 @@ class PreparedTeam:
             "policies": "; ".join(policies),
             "population": f"{counted(config.population.size, 'member')}, each "
             f"{'a network' if len(roles) == 1 else f'{len(roles)} networks'} "
-            f"({layers_text(config.agent.network)}, {count_text(self.parameters)} parameters in all) on {self.device}"
-            f"{normalised_text(config.agent)}",
+            f"({self.words.network}, {count_text(self.parameters)} parameters in all) on {self.device}",
+            "observations": f"{self.words.observations}{normalised_text(config.agent)}",
+            "actions": self.words.actions,
         }
 
     def forecast(self) -> TeamForecast:
@@ -181,13 +185,14 @@ class TeamKind:
     def prepare(self, config: Config[ParallelTask, NetworkAgent]) -> PreparedTeam:
         """Check a configuration against the agents, their spaces and the device."""
         task, env = config.task, config.task.environment(seed=config.task_seed)
-        example = _members(config, env, 1, "cpu")[0].state()
+        (example,) = _members(config, env, 1, "cpu")
         return PreparedTeam(
             config=config,
             env=env,
             assignment=assign(env.observation_spaces, env.action_spaces, task.policies, agent_ids=task.agent_ids),
             device=device_of(config),
-            parameters=parameters_of(example),
+            parameters=parameters_of(example.state()),
+            words=words_of_policies(example.members.policies),
         )
 
     def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,24 @@ from evogrpo.envs.control.normalisation import ObservationStatistics, normalised
 from evogrpo.envs.control.trees import flatten, unflatten
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.policies.control.architecture import NetworkConfig, NothingToChangeError, mutate_architecture
+from evogrpo.policies.control.encoding import Encoding
 from evogrpo.policies.control.stacked import StackedBank
 from evogrpo.records import Acted
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyWords:
+    """What a small network is made of, in words.
+
+    Attributes:
+        observations: What it sees, part by part.
+        network: Its convolutions and layers, or the name of the caller's module.
+        actions: What it chooses, and by which distribution.
+    """
+
+    observations: str
+    network: str
+    actions: str
 
 
 class StackedPolicy:
@@ -71,6 +87,15 @@ class StackedPolicy:
             own_reference=settings.objective.reference == "snapshot",
             device=device,
             statistics=1 + 2 * self._width if self._width else 0,
+        )
+
+    @property
+    def words(self) -> PolicyWords:
+        """What the first member is made of, for people."""
+        return PolicyWords(
+            observations=Encoding(self.observation_space).words,
+            network=self.bank.words(0),
+            actions=self.bank.distribution.words,
         )
 
     def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> Acted:
