@@ -20,6 +20,7 @@ from evogrpo.persistence.generations import generation_folder, latest_complete, 
 from evogrpo.persistence.journal import Journal
 from evogrpo.persistence.manifest import MANIFEST_NAME
 from evogrpo.persistence.placement import stored_at
+from evogrpo.training.charts import layout
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import LoggingConfig
@@ -170,8 +171,8 @@ class RunDir:
             self._claim = Claim(self.path)
         self._claim.check()
 
-    def log_scalars(self, step: int, values: Mapping[int, Mapping[str, float | str | None]]) -> None:
-        """Log members' numbers for TensorBoard, by slot and name; what is no number is left out."""
+    def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log numbers for TensorBoard, by tag, under the number of the learning step that came before."""
         if not self.logging.tensorboard or self._unlogged:
             return
         try:
@@ -180,15 +181,14 @@ class RunDir:
             self._unlogged = True
             warnings.warn(f"nothing more is logged for TensorBoard: {error.strerror or error}", stacklevel=2)
 
-    def _add_scalars(self, step: int, values: Mapping[int, Mapping[str, float | str | None]]) -> None:
+    def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(self.path / "tensorboard"), purge_step=step)
-        for slot, scalars in values.items():
-            for name, value in scalars.items():
-                if value is not None and not isinstance(value, str):
-                    self._writer.add_scalar(f"{name}/slot_{slot}", value, step)
+            self._writer.add_custom_scalars(layout())
+        for tag, value in values.items():
+            self._writer.add_scalar(tag, value, step)
         self._writer.flush()
 
 

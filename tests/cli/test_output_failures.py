@@ -91,7 +91,7 @@ run_dir = RunDir(Path("run"))
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     for step in range(200):
-        run_dir.log_scalars(step, {0: {"reward": 1.0}})
+        run_dir.log_scalars(step, {"reward/slot_0": 1.0})
 print(len(said), said[0].message)
 """
 

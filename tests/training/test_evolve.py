@@ -174,7 +174,7 @@ def test_tensorboard_reads_the_logs(run):
     assert [step for step, _ in rewards] == [step for step, _ in journalled]
     assert [value for _, value in rewards] == pytest.approx([value for _, value in journalled])
     fitness = [(scalar.step, scalar.value) for scalar in logs.Scalars("fitness/slot_0")]
-    expected = [(report.step, pytest.approx(report.members[0].fitness)) for report in run.reports]
+    expected = [(report.step - 1, pytest.approx(report.members[0].fitness)) for report in run.reports]
     assert fitness == expected
     assert len(logs.Scalars("learning_rate/slot_3")) == 8  # what a step used
     assert len(logs.Scalars("lr/slot_3")) == 4  # what a generation had

@@ -16,6 +16,7 @@ from evogrpo.history.results import Result
 from evogrpo.history.text import counted
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
+from evogrpo.training.charts import generation_curves, step_curves
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting
 from evogrpo.training.loop.clock import OutOfTime
@@ -320,9 +321,8 @@ class Evolution:
         self._equal_rewards.look_at(learned)
         if self.run_dir is not None:
             self.run_dir.completions.write(closed.report.step, closed.table)
-            self.run_dir.log_scalars(
-                closed.report.step, {slot: member.metrics for slot, member in closed.report.learned.items()}
-            )
+            measured = {slot: member.metrics for slot, member in closed.report.learned.items()}
+            self.run_dir.log_scalars(closed.report.step, step_curves(measured, plays=self.population.plays))
         return closed.report
 
     def _close_generation(self) -> GenerationReport:
@@ -363,9 +363,8 @@ class Evolution:
         report = replace(report, plan=plan)
         self._write(report)
         if self.run_dir is not None:
-            self.run_dir.log_scalars(
-                progress.step, {m.slot: {"fitness": m.fitness, **m.hyperparameters.to_json()} for m in members}
-            )
+            # Under the last learning step: a run that goes on from here purges what stands from the next one on.
+            self.run_dir.log_scalars(progress.step - 1, generation_curves(members, self.population.space))
         progress.start_generation()
         if plan is not None:
             self._carry_out(plan)

@@ -1,0 +1,125 @@
+"""What TensorBoard shows: the population beside its members, for each kind of run what means something there."""
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from evogrpo import HyperparameterConfig, RLParameter, evolve, resume
+from evogrpo.evolution import Tournament
+from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.charts import generation_curves
+from evogrpo.training.loop.run import Evolution
+from evogrpo.training.rundir import RunDir
+from evogrpo.training.schedule import Schedule
+from tests.envs import joint_probes
+from tests.tiny_steps import QUICK, cart_pole, step_population
+from tests.tiny_training import tiny_env, tiny_population
+from tests.training.test_multi_agent_runs import environment, members
+
+EVOLVING = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
+LANGUAGE_WORDS = ("completions", "token", "rewards/", "overlong", "sampling/")
+
+
+def logs_of(folder):
+    logs = EventAccumulator(str(folder / "tensorboard"))
+    logs.Reload()
+    return logs
+
+
+def curve(logs, tag):
+    return [(each.step, each.value) for each in logs.Scalars(tag)]
+
+
+def begun(kind):
+    if kind == "language":
+        return tiny_population(2, hp_config=EVOLVING, group_size=4), tiny_env()
+    if kind == "networks":
+        env = cart_pole()
+        return step_population(2, env, hp_config=EVOLVING), env
+    env = environment(joint_probes.Favours)
+    return members(env, hp_config=EVOLVING), env
+
+
+@pytest.fixture(scope="module", params=["language", "networks", "team"])
+def run(request, tmp_path_factory):
+    """Train, stop after a generation, and go on; returns the kind, the folder and what the generations reported."""
+    folder = tmp_path_factory.mktemp("charts") / "run"
+    population, env = begun(request.param)
+    quick = QUICK | {"generations": 1, "run_dir": folder}
+    reports = list(evolve(population, env, **quick))
+    base = {"actor_network": population.members.bank.base.model} if request.param == "language" else {}
+    reports += list(resume(folder, begun(request.param)[1], generations=2, **base))
+    return request.param, folder, reports
+
+
+def test_the_population_stands_beside_its_members(run):
+    kind, folder, reports = run
+    logs = logs_of(folder)
+    slots = range(len(reports[0].members))
+    for name in ("fitness", "reward", *(["rollout/ep_rew_mean"] if kind != "language" else [])):
+        own = [curve(logs, f"{name}/slot_{slot}") for slot in slots]
+        assert [step for step, _ in own[0]] == ([1, 3] if name == "fitness" else [0, 1, 2, 3])
+        at_once = [[value for _, value in each] for each in zip(*own, strict=True)]
+        assert [value for _, value in curve(logs, f"{name}/best")] == pytest.approx([max(each) for each in at_once])
+        means = [sum(each) / len(each) for each in at_once]
+        assert [value for _, value in curve(logs, f"{name}/mean")] == pytest.approx(means)
+    fitness = [value for _, value in curve(logs, "fitness/best")]
+    assert fitness == pytest.approx([report.best.fitness for report in reports])
+
+
+def test_a_resumed_run_goes_on_in_the_same_curves(run):
+    _, folder, _ = run
+    logs = logs_of(folder)
+    journal = [event for event in read_journal(folder / "journal.jsonl") if event["event"] == "step"]
+    for tag in logs.Tags()["scalars"]:
+        steps = [step for step, _ in curve(logs, tag)]
+        assert steps == sorted(set(steps)), tag
+    written = [(event["step"], pytest.approx(event["members"][1]["reward"])) for event in journal]
+    assert curve(logs, "reward/slot_1") == written
+
+
+def test_each_kind_of_run_has_the_tags_that_mean_something_there(run):
+    kind, folder, _ = run
+    tags = logs_of(folder).Tags()["scalars"]
+    speaking = {tag for tag in tags if any(word in tag for word in LANGUAGE_WORDS)}
+    playing = {tag for tag in tags if tag.startswith(("rollout/", "train/", "time/", "num_transitions"))}
+    assert bool(speaking) == (kind == "language"), speaking
+    assert bool(playing) == (kind != "language"), playing
+    assert {name for tag in tags if (name := tag.partition("/")[0]) in HYPERPARAMETER_NAMES} == {"lr"}
+
+
+def test_one_chart_holds_the_curves_of_fitness(run):
+    logs = logs_of(run[1])
+    assert "custom_scalars__config__" in logs.Tags()["tensors"]
+    (first, *_) = logs.Tensors("custom_scalars__config__")
+    assert b"^fitness/" in first.tensor_proto.string_val[0]
+
+
+def test_what_a_run_that_was_killed_had_not_saved_is_replaced(tmp_path):
+    """Steps that were logged after the newest checkpoint are taken, and shown, again."""
+    env, population = cart_pole(), step_population(2, cart_pole(), hp_config=EVOLVING)
+    folder = tmp_path / "run"
+    schedule = Schedule(**QUICK)
+    killed = Evolution(population, env, schedule=schedule, strategy=Tournament(), run_dir=RunDir(folder))
+    reports = killed.reports()
+    for _ in range(4):  # two steps and their generation, and one step more
+        next(reports)
+    killed.run_dir._writer.flush()
+    killed.run_dir.close()
+    for _ in resume(folder, cart_pole(), generations=2):
+        pass
+    logs = logs_of(folder)
+    assert [step for step, _ in curve(logs, "rollout/ep_rew_mean/slot_0")] == [0, 1, 2, 3]
+    assert [step for step, _ in curve(logs, "fitness/slot_0")] == [1, 3]
+
+
+def test_a_hyperparameter_that_differs_is_shown_though_it_does_not_evolve():
+    population = step_population(2, cart_pole())
+    run = evolve(population, cart_pole(), **QUICK | {"generations": 1})
+    (report,) = run
+    assert generation_curves(report.members, ()).keys() == {
+        f"fitness/{which}" for which in ("slot_0", "slot_1", "best", "mean")
+    }
+    population[1].lr = 0.5
+    (report,) = evolve(population, cart_pole(), **QUICK | {"generations": 1})
+    assert generation_curves(report.members, ())["lr/slot_1"] == 0.5
