@@ -24,7 +24,7 @@ SAMPLES = 16
 
 
 def groups(make=joint_probes.Favours, **options):
-    return PettingZooGroups(make, **{"validation_size": 30, "test_size": 30} | options)
+    return PettingZooGroups(make, **{"validation_size": 30, "test_size": 30, "score": "sum"} | options)
 
 
 def population_for(env, size=3, **options):

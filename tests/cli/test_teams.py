@@ -123,7 +123,12 @@ def test_what_a_team_is_not_made_for_is_refused_with_the_way_to_use_it(finished,
         (["task.max_episode_steps=25"], "at most 6,400 joint steps a learning step"),  # 4 members × 64 × 25
         (["task.max_episode_steps=25"], "19,200 actions of single agents"),
         (["task.max_episode_steps=25"], "at most 30 of shared per member and learning step"),  # 6 ceil(64·25·3 / 1024)
-        ([], "unknown, as a PettingZoo environment does not tell its limit: task.max_episode_steps"),
+        ([], "at most 6,400 joint steps a learning step, all members, for episodes of 25"),  # as it says itself
+        (["task.env_kwargs.max_cycles=50"], "for episodes of 50"),
+        ([], "fitness what all agents earn together"),
+        (["task.score=[agent_0, agent_1]"], "fitness what agent_0 and agent_1 earn together"),
+        (["task.score=min"], "fitness what the agent earns that earns least"),
+        (["task.score=tests.envs.joint_probes:first_earns"], "tests.envs.joint_probes:first_earns, fitness"),
         (["task.agent_ids=true"], "told who it is"),
         (["task.agent_ids=true"], "shared for agent_0, agent_1, agent_2 (sees Box(21,), acts in Discrete(5))"),
         (["task.credit=agent"], "3, each learning from what it earns itself"),
@@ -199,6 +204,9 @@ def test_a_file_beside_the_configuration_makes_the_environment(here, monkeypatch
         ([FAVOURS, "task.credit=taem"], "did you mean 'team'?"),
         ([FAVOURS, "task.policies=all"], "unknown value of task.policies"),
         ([FAVOURS, "task.lanes=0"], "lanes must be at least 1"),
+        ([FAVOURS, "task.score=green"], "groups of agents named alike but for their number (red, blue), got 'green'"),
+        ([FAVOURS, "task.score=[]"], "score must be one of 'sum', 'min', 'mean'"),
+        ([FAVOURS, "task.score=tests.envs.joint_probes:nobody"], "has no function 'nobody'"),
         ([FAVOURS, "model=smollm2-135m"], "model must be left out where task.parallel_env is given"),
         ([FAVOURS, "logging.completions=4"], "logging.completions must be 0 where task.parallel_env is given"),
         ([FAVOURS, "task.parallel_env=json"], "already says what to train on"),

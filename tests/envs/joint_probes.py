@@ -70,6 +70,57 @@ class Contest(Probe):
         return {agent: hit - mean for agent, hit in hits.items()}
 
 
+class Hunt(Probe):
+    """Hunters earn together where they hit what the prey sees, seldom; the prey pays for it, and for much besides."""
+
+    def __init__(self, steps=10):
+        super().__init__(("hunter_0", "hunter_1", "prey_0"), steps)
+
+    def earned(self, hits):
+        caught = hits["hunter_0"] * hits["hunter_1"] * hits["prey_0"]
+        return {"hunter_0": 5.0 * caught, "hunter_1": 5.0 * caught, "prey_0": -5.0 * caught - hits["prey_0"]}
+
+
+class Alike(Probe):
+    """All earn the same."""
+
+    def earned(self, hits):
+        return dict.fromkeys(hits, float(sum(hits.values())))
+
+
+class Strangers(Probe):
+    """Each has its own luck: what one earns says nothing of the others; now and then it is much."""
+
+    def earned(self, hits):
+        return {agent: hit * (20.0 if self.targets[agent] == 2 else 1.0) for agent, hit in hits.items()}
+
+
+class Remembering(Probe):
+    """What is earned grows from episode to episode, whatever reset says."""
+
+    played = 0
+
+    def reset(self, seed=None, options=None):
+        self.played += 1
+        return super().reset(seed, options)
+
+    def earned(self, hits):
+        return {agent: float(self.played) for agent in hits}
+
+
+class Unseeded(Favours):
+    """Shows targets that no seed decides."""
+
+    def show(self):
+        self.np_random = np.random.default_rng()
+        return super().show()
+
+
+def first_earns(returns):
+    """A score: what the first agent earns."""
+    return next(iter(returns.values()))
+
+
 class Calls(Probe):
     """Agents that see nothing must each do something else: agent number i is paid for action i."""
 

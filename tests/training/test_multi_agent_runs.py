@@ -23,7 +23,7 @@ QUICK = {"generations": 3, "steps_per_generation": 3, "samples_per_step": 16}
 
 
 def environment(make=joint_probes.Favours):
-    return PettingZooGroups(make, validation_size=20, test_size=20)
+    return PettingZooGroups(make, validation_size=20, test_size=20, score="sum")
 
 
 def members(env, **options):

@@ -13,7 +13,7 @@ from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import ClassicControl, native_class
 from evogrpo.envs.control.draws import StepUniforms
 from evogrpo.envs.control.episodes import EpisodeRecord, Played
-from evogrpo.envs.control.making import Distinct, EnvMaker, declared_limit, registered, time_limit
+from evogrpo.envs.control.making import CUT_OFF, Distinct, EnvMaker, declared_limit, registered, time_limit
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.solo.purity import Conduct, choose_conduct
@@ -25,10 +25,6 @@ from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.records import Actor
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
-
-CUT_OFF = 1000
-"""Steps after which an episode of an environment without a limit is cut off, unless the environment or the caller says
-otherwise."""
 
 _NATIVE_LANES = 4096
 _SERIAL_LANES = 64
@@ -206,7 +202,7 @@ class GymnasiumGroups(SeededGroups):
         known = next((limit for limit in limits if limit is not None), None)
         if known is not None:
             return known, False
-        declared = declared_limit(example)  # believed, and made sure of only beyond what is usual
+        declared = declared_limit(example.unwrapped)  # believed, and made sure of only beyond what is usual
         self._make = replace(self._make, max_episode_steps=max(CUT_OFF, declared or 0))
         return declared or CUT_OFF, declared is None
 

@@ -16,6 +16,10 @@ from evogrpo.envs.control.solo.refusals import refuse_given, refuse_made
 from evogrpo.envs.control.trees import flatten, leaf_spaces, numbers, stack, unflatten
 from evogrpo.randomness import generator
 
+CUT_OFF = 1000
+"""Steps after which an episode of an environment without a limit is cut off, unless the environment or the caller says
+otherwise."""
+
 _SEED_BITS = 31
 
 Made = TypeVar("Made", bound=Any)
@@ -48,10 +52,10 @@ def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
     return min(limits, default=None)
 
 
-def declared_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
+def declared_limit(unwrapped: object) -> int | None:
     """Return the steps after which an environment says that it truncates by itself, as MiniGrid's do; None if not."""
     for name in ("max_episode_steps", "_max_episode_steps", "max_steps", "max_cycles"):
-        limit = getattr(env.unwrapped, name, None)
+        limit = getattr(unwrapped, name, None)
         if isinstance(limit, int | np.integer) and not isinstance(limit, bool) and limit > 0:
             return int(limit)
     return None

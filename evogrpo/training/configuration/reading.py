@@ -144,8 +144,9 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
             task["reward"] = _absolute_reference(task["reward"], folder)
         elif isinstance(task.get("reward"), list):
             task["reward"] = [_absolute_reference(each, folder) for each in task["reward"]]
-        if isinstance(task.get("parallel_env"), str):
-            task["parallel_env"] = _absolute_reference(task["parallel_env"], folder)
+        for name in ("parallel_env", "score"):
+            if isinstance(task.get(name), str):
+                task[name] = _absolute_reference(task[name], folder)
         result["task"] = task
     agent = result.get("agent")
     if isinstance(agent, Mapping) and isinstance(agent.get("adapter"), str):

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from evogrpo.agents.members.control.team_settings import Credit
 from evogrpo.envs.control.joint.assignment import Policies
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.scores import Score, summed
 from evogrpo.training.configuration.sources import load_module, load_named
 
 
@@ -23,7 +24,12 @@ class ParallelTask:
             itself.
         agent_ids: Whether a policy that acts for several agents is told which of them it acts for.
         env_kwargs: Keyword arguments of the environment.
-        max_episode_steps: Steps after which all living agents are truncated; null = the environment's own limit.
+        max_episode_steps: Steps after which all living agents are truncated; null = the environment's own limit, or
+            1,000 where it has none.
+        score: What fitness is: sum (the default), min or mean of what all agents earn; the name of an agent, of a group
+            of agents named alike but for their number, or a list of these, whose returns are added up; or
+            "module:function" or "path.py:function", of what each agent earned. Its code is run.
+        remake: Whether every episode gets an environment made anew; null = where that is found to matter.
         lanes: Most joint episodes at a time.
         train_size: Training starts.
         validation_size: Starts for selection.
@@ -40,6 +46,8 @@ class ParallelTask:
     agent_ids: bool = False
     env_kwargs: Mapping[str, Any] | None = None
     max_episode_steps: int | None = None
+    score: str | tuple[str, ...] | None = None
+    remake: bool | None = None
     lanes: int = 64
     train_size: int = 100_000
     validation_size: int = 64
@@ -52,8 +60,9 @@ class ParallelTask:
         return self.parallel_env
 
     def facts(self) -> dict[str, str]:
-        """Return whose code makes the environment."""
-        return {"your code": f"{self.parallel_env}, which makes the environment"}
+        """Return whose code makes the environment, and whose says what fitness is."""
+        scored = f"; {self.score}, fitness" if isinstance(self.score, str) and ":" in self.score else ""
+        return {"your code": f"{self.parallel_env}, which makes the environment{scored}"}
 
     def environment(self, *, seed: int) -> PettingZooGroups:
         """Make one environment to look at its agents and their spaces, and be ready to make the others.
@@ -71,6 +80,8 @@ class ParallelTask:
                 env_kwargs=self.env_kwargs,
                 max_episode_steps=self.max_episode_steps,
                 lanes=self.lanes,
+                score=self._score(),
+                remake=self.remake,
                 train_size=self.train_size,
                 validation_size=self.validation_size,
                 test_size=self.test_size,
@@ -78,6 +89,11 @@ class ParallelTask:
             )
         except (ImportError, TypeError, AssertionError) as error:
             raise ValueError(f"task.parallel_env: {self.parallel_env!r} cannot be made: {error}") from error
+
+    def _score(self) -> Score:
+        if self.score is None:
+            return summed
+        return load_named(self.score, "score") if isinstance(self.score, str) and ":" in self.score else self.score
 
     def _maker(self) -> Callable[..., Any]:
         if ":" in self.parallel_env:

@@ -35,8 +35,6 @@ from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
 
-UNKNOWN_LENGTH = "unknown, as a PettingZoo environment does not tell its limit: task.max_episode_steps has it counted"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TeamForecast:
@@ -44,22 +42,21 @@ class TeamForecast:
 
     Attributes:
         rounds: How often what happens.
-        episode_steps: Most steps of a joint episode; None if the configuration names no limit, and what follows is not
-            known.
+        episode_steps: Most steps of a joint episode.
         joint_steps: Most joint steps of one learning step, all members.
         transitions: Most actions of single agents in one learning step, all members.
         optimizer_steps: Most per learning step and member, by policy.
         parameters: Of one member's networks as they start.
-        need: The memory that the run takes at most; None where the length of episodes is not known.
+        need: The memory that the run takes at most.
     """
 
     rounds: Rounds
-    episode_steps: int | None
-    joint_steps: int | None
-    transitions: int | None
+    episode_steps: int
+    joint_steps: int
+    transitions: int
     optimizer_steps: Mapping[str, int]
     parameters: int
-    need: Need | None
+    need: Need
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -67,14 +64,12 @@ class TeamForecast:
         return {
             "samples": samples_row(config, "joint episodes"),
             "groups": self.rounds.groups_row(),
-            "environment": UNKNOWN_LENGTH
-            if self.joint_steps is None
-            else f"at most {count_text(self.joint_steps)} joint steps a learning step, all members, for episodes of "
-            f"{self.episode_steps}: {count_text(self.transitions)} actions of single agents",
-            "optimizer": f"{optimizer} per member and learning step" if optimizer else UNKNOWN_LENGTH,
+            "environment": f"at most {count_text(self.joint_steps)} joint steps a learning step, all members, for "
+            f"episodes of {self.episode_steps}: {count_text(self.transitions)} actions of single agents",
+            "optimizer": f"{optimizer} per member and learning step",
             "steps": self.rounds.steps_row(config, "joint episodes from held-out starts"),
             "parameters": f"{count_text(self.parameters)} in each member's networks as they start",
-            "memory": UNKNOWN_LENGTH if self.need is None else memory_row(self.need),
+            "memory": memory_row(self.need),
         }
 
 
@@ -112,15 +107,18 @@ class PreparedTeam:
 
     def facts(self) -> dict[str, str]:
         """Name the environment, its agents, the policies with their spaces, and the members."""
-        config, roles = self.config, self.assignment.roles
+        config, env, roles = self.config, self.env, self.assignment.roles
+        env.warn_of_opposed(team_credit=config.task.credit == "team")
+        cut = f"; episodes have no limit and are cut off after {env.max_episode_steps:,} steps (task.max_episode_steps)"
         policies = (
             f"{policy} for {', '.join(role.agents)} "
             f"(sees {_space(role.observation_space)}, acts in {_space(role.action_space)})"
             for policy, role in roles.items()
         )
         return {
-            "environment": f"{config.task.label}: {sizes_text(self.env)} starts",
-            "agents": f"{len(self.env.agents)}, each learning from what "
+            "environment": f"{config.task.label}: {sizes_text(env)} starts{cut if env.cut_off else ''}",
+            "fitness": env.scoring.label,
+            "agents": f"{len(env.agents)}, each learning from what "
             f"{'all agents earn' if config.task.credit == 'team' else 'it earns itself'}"
             f"{', told who it is' if config.task.agent_ids else ''}",
             "policies": "; ".join(policies),
@@ -134,21 +132,19 @@ class PreparedTeam:
     def forecast(self) -> TeamForecast:
         """Do the arithmetic of the run, for the agents that are known beforehand."""
         config, longest, roles = self.config, self.env.max_episode_steps, self.assignment.roles
-        steps = None if longest is None else longest * config.schedule.samples_per_step
+        steps = longest * config.schedule.samples_per_step
         smallest, epochs = min(possible(config, "batch_size")), max(possible(config, "update_epochs"))
         rounds = Rounds.of(config, self.env)
         return TeamForecast(
             rounds=rounds,
             episode_steps=longest,
-            joint_steps=None if steps is None else steps * config.population.size,
-            transitions=None if steps is None else steps * config.population.size * len(self.env.agents),
-            optimizer_steps={}
-            if steps is None
-            else {policy: epochs * math.ceil(steps * len(role.agents) / smallest) for policy, role in roles.items()},
+            joint_steps=steps * config.population.size,
+            transitions=steps * config.population.size * len(self.env.agents),
+            optimizer_steps={
+                policy: epochs * math.ceil(steps * len(role.agents) / smallest) for policy, role in roles.items()
+            },
             parameters=self.parameters,
-            need=None
-            if longest is None
-            else playing_need(
+            need=playing_need(
                 self.env.observation_spaces.values(),
                 longest=longest,
                 members=config.population.size,
@@ -195,10 +191,8 @@ class TeamKind:
             words=words_of_policies(example.members.policies),
         )
 
-    def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
+    def need(self, population: Population, env: Any, schedule: Schedule) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
-        if env.max_episode_steps is None:
-            return None
         return playing_need(
             env.observation_spaces.values(),
             longest=env.max_episode_steps,

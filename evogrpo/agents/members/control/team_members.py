@@ -131,6 +131,8 @@ class TeamMembers:
         (seed, "purpose for a", step, index), so nobody's draws depend on who else plays.
         """
         self.check(env)
+        if any(learner.step == 0 for learner in wanted.learners):  # before anybody has learnt
+            env.warn_of_opposed(team_credit=self.settings.credit == "team")
         member_ids, temperature = wanted.member_ids.numpy(), wanted.temperature.numpy()
         played = env.open("train", starts).play(
             self.policies,

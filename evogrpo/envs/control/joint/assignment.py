@@ -169,7 +169,12 @@ def assign(
 def _policy_name(policies: Policies, agent: str) -> str:
     if policies == "shared":
         return SHARED
-    return agent if policies == "independent" else agent.rpartition("_")[0] or agent
+    return agent if policies == "independent" else prefix_of(agent)
+
+
+def prefix_of(agent: str) -> str:
+    """Return what agents have in common that are named alike but for their number."""
+    return agent.rpartition("_")[0] or agent
 
 
 def _alike(one: spaces.Space[Any], other: spaces.Space[Any], *, exact: bool) -> bool:
@@ -190,7 +195,7 @@ def _unlike(seen: AgentSpaces, acted: AgentSpaces, agents: Sequence[str], polici
         kind = next((kind for kind in kinds if _same(seen, acted, kind[0], agent)), None)
         kinds.append([agent]) if kind is None else kind.append(agent)
     described = "; ".join(
-        f"{_listed(kind)} {'sees' if len(kind) == 1 else 'see'} {seen[kind[0]]} and "
+        f"{listed(kind)} {'sees' if len(kind) == 1 else 'see'} {seen[kind[0]]} and "
         f"{'acts' if len(kind) == 1 else 'act'} in {acted[kind[0]]}"
         for kind in kinds
     )
@@ -200,7 +205,7 @@ def _unlike(seen: AgentSpaces, acted: AgentSpaces, agents: Sequence[str], polici
         for agent in agents
     )
     remedy = (
-        f"policies='prefix', which makes {len(alike_but_for_number)} of them: {_listed(list(alike_but_for_number))}"
+        f"policies='prefix', which makes {len(alike_but_for_number)} of them: {listed(list(alike_but_for_number))}"
         if fits
         else "policies='independent', one for each agent"
     )
@@ -210,7 +215,8 @@ def _unlike(seen: AgentSpaces, acted: AgentSpaces, agents: Sequence[str], polici
     )
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Write names as a sentence has them, not too many of them."""
     shown = list(names) if len(names) <= most else [*names[: most - 1], f"{len(names) - most + 1} more"]
     return " and ".join([*([", ".join(shown[:-1])] if shown[1:] else []), shown[-1]])
 

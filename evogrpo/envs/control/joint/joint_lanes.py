@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from gymnasium import spaces
 from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
@@ -63,18 +64,23 @@ class JointLane:
 
     Args:
         make: Makes the environment.
-        max_episode_steps: Steps after which all living agents are truncated; None = the environment's own limit.
+        max_episode_steps: Steps after which all living agents are truncated.
+        remake: Whether every episode gets an environment made anew.
     """
 
-    def __init__(self, make: MakeJointEnv, max_episode_steps: int | None) -> None:
-        self._env = make()
-        self._limit = max_episode_steps
+    def __init__(self, make: MakeJointEnv, max_episode_steps: int, *, remake: bool = False) -> None:
+        self._make, self._env = make, make()
+        self._limit, self._remake, self._used = max_episode_steps, remake, False
         self._ids: dict[str, Any] = {}
         self._gone: set[str] = set()
         self._steps = 0
 
     def reset(self, seed: int) -> JointSeen:
         """Begin an episode."""
+        if self._remake and self._used:
+            self._env.close()
+            self._env = self._make()
+        self._used = True
         observations, infos = self._env.reset(seed=seed)
         self._ids, self._gone, self._steps = {}, set(), 0
         return self._seen(self._named(self._env.agents), observations, infos)
@@ -117,6 +123,11 @@ class JointLane:
             terminated=frozenset(terminated),
             truncated=frozenset(truncated),
         )
+
+    def action_space(self, agent: str) -> spaces.Space[Any]:
+        """Return where a living agent acts."""
+        space: spaces.Space[Any] = self._env.action_space(self._ids[agent])
+        return space
 
     def close(self) -> None:
         """Give the environment back."""
@@ -184,10 +195,10 @@ class JointLanes:
         for lane, (_, seen) in enumerate(self._live):
             for agent, observation in seen.observations.items():
                 policy = self._assignment.policy_of(agent)
-                leaves, mask = self._assignment.roles[policy].split(observation)
-                mask = seen.infos[agent].get("action_mask") if mask is None else mask
+                leaves, _ = self._assignment.roles[policy].split(observation)
+                mask = mask_of(seen, agent)
                 # PettingZoo's turn-based games run in parallel so: whoever is not to move has no legal action.
-                if mask is None or _any_legal(mask):
+                if mask is None or any_legal(mask):
                     self._turns.setdefault(policy, []).append(_Turn(lane=lane, agent=agent, leaves=leaves, mask=mask))
         return {policy: _seen(self._assignment.roles[policy], turns) for policy, turns in self._turns.items()}
 
@@ -236,5 +247,14 @@ def _seen(role: Role, turns: Sequence[_Turn]) -> Seen:
     )
 
 
-def _any_legal(mask: Any) -> bool:
+def mask_of(seen: JointSeen, agent: str) -> Any:
+    """Return an agent's action mask from beside its observation or from its infos; None where there is none."""
+    shown = seen.observations[agent]
+    if isinstance(shown, Mapping) and set(shown) == {"observation", "action_mask"}:
+        return shown["action_mask"]
+    return seen.infos[agent].get("action_mask")
+
+
+def any_legal(mask: Any) -> bool:
+    """Tell whether a mask leaves anything to do."""
     return any(np.any(part) for part in mask) if isinstance(mask, tuple | list) else bool(np.any(mask))

@@ -1,7 +1,8 @@
 """PettingZooGroups: groups of joint episodes of any parallel PettingZoo environment, all members' at once."""
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,10 @@ from evogrpo.envs.control.draws import AgentUniforms, of_entries
 from evogrpo.envs.control.joint.assignment import Assignment, assign
 from evogrpo.envs.control.joint.joint_episodes import JointPlayed, JointRecord
 from evogrpo.envs.control.joint.joint_lanes import JointLane, JointLanes
-from evogrpo.envs.control.making import Distinct
+from evogrpo.envs.control.joint.opposition import STARTS, opposed
+from evogrpo.envs.control.joint.repeating import repeating
+from evogrpo.envs.control.joint.scores import Score, Scoring, scoring, summed
+from evogrpo.envs.control.making import CUT_OFF, Distinct, declared_limit
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
@@ -23,14 +27,6 @@ from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.records import Actor
 
 _LANES = 64
-
-ScoreFunction = Callable[[Mapping[str, float]], float]
-"""(what each agent earned in a joint episode) -> what the episode is worth to whoever selects members."""
-
-
-def summed(returns: Mapping[str, float]) -> float:
-    """Return what all agents earned together."""
-    return float(sum(returns.values()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -103,16 +99,22 @@ class PettingZooGroups(SeededGroups):
     puts them: `infos[agent]["action_mask"]`, or an observation Dict of exactly "observation" and "action_mask". An
     agent whose mask leaves nothing is not asked to act, as happens to whoever is not to move in a turn-based game.
 
-    The environment must be a function of its reset seed. Episodes of a group share that seed and so all later
-    randomness of the environment: common random numbers.
+    An episode must be a function of its reset seed and its actions: one start is played twice by the same actions to
+    see that it is, and a warning says what differs. Episodes of a group share that seed and so all later randomness of
+    the environment: common random numbers.
 
     Args:
         env: Makes a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
         env_kwargs: Its keyword arguments.
-        max_episode_steps: Steps after which all living agents are truncated; None = the environment's own limit.
+        max_episode_steps: Steps after which all living agents are truncated; None = the environment's own limit
+            (its `max_cycles`), or 1,000 where it has none; the first episode that is cut off by this is warned of.
         lanes: Most joint episodes at a time.
-        score: What a joint episode is worth as fitness, from what each agent earned; the sum by default. In a
-            competition, where the sum says nothing, name what counts.
+        score: What a joint episode is worth as fitness: "sum" (the default), "min" or "mean" of what all agents earn;
+            the name of an agent, of a group of agents named alike but for their number, or several of these, whose
+            returns are added up; or a function of what each agent earned. In a competition, where the sum says nothing,
+            name whose returns count.
+        remake: Whether every episode gets an environment made anew, rather than one that is reset; None = where that
+            is found to matter.
         train_size: Number of training starts.
         validation_size: Number of starts for selection.
         test_size: Number of starts for the final report.
@@ -121,8 +123,10 @@ class PettingZooGroups(SeededGroups):
     Attributes:
         seed: As given.
         name: What the environment calls itself.
-        score: As given.
-        max_episode_steps: As given.
+        scoring: The score, with its name.
+        max_episode_steps: Steps after which all living agents are truncated.
+        cut_off: Whether that is this class's own limit, as nothing else says when an episode is to end.
+        remake: Whether every episode gets an environment made anew.
         agents: Names of the agents known beforehand: all where the environment has `possible_agents`, otherwise those
             of the first training start.
         observation_spaces: Of these agents, by name.
@@ -139,7 +143,8 @@ class PettingZooGroups(SeededGroups):
         env_kwargs: Mapping[str, Any] | None = None,
         max_episode_steps: int | None = None,
         lanes: int = _LANES,
-        score: ScoreFunction = summed,
+        score: Score = summed,
+        remake: bool | None = None,
         train_size: int = 100_000,
         validation_size: int = 64,
         test_size: int = 256,
@@ -151,12 +156,14 @@ class PettingZooGroups(SeededGroups):
         if not callable(env):
             raise ValueError(f"env must make environments, such as a module's parallel_env, got {type(env).__name__}")
         super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
-        self.score = score
         self._make, self._kwargs = env, dict(env_kwargs or {})
-        self.max_episode_steps, self._count = max_episode_steps, lanes
+        self._wanted_limit, self._count = max_episode_steps, lanes
         self._lanes: list[JointLane] = []
         self._distinct = Distinct()
+        self._said: set[str] = set()
         example = self._made()
+        declared = _limit(example) if max_episode_steps is None else max_episode_steps
+        self.max_episode_steps, self.cut_off = declared or CUT_OFF, declared is None
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
         if not known:
@@ -172,6 +179,8 @@ class PettingZooGroups(SeededGroups):
         self._code = code_hash(type(example.unwrapped))
         example.close()
         assign(self.observation_spaces, self.action_spaces, "independent")  # refuses spaces no policy can act in
+        self.scoring: Scoring = scoring(score, self.agents)
+        self.remake = self._repeating(remake)
 
     def close(self) -> None:
         """Close environments; the next `play` makes new ones."""
@@ -204,7 +213,7 @@ class PettingZooGroups(SeededGroups):
         Raises:
             ValueError: If `score` gives something that is not finite.
         """
-        values = np.array([self.score(returns) for returns in played.returns], dtype=np.float64)
+        values = np.array([self.scoring.function(returns) for returns in played.returns], dtype=np.float64)
         if not np.isfinite(values).all():
             worst = played.returns[int(np.flatnonzero(~np.isfinite(values))[0])]
             raise ValueError(f"score must return a finite number for every joint episode, not for {dict(worst)}")
@@ -216,8 +225,8 @@ class PettingZooGroups(SeededGroups):
             "environment": f"{self.name}, code {code_hash(self._make)}",
             "code": self._code,
             "env_kwargs": canonical(self._kwargs),
-            "max_episode_steps": str(self.max_episode_steps),
-            "score": f"code {code_hash(self.score)}",
+            "max_episode_steps": str(self._wanted_limit),
+            "score": self.scoring.identity,
             "spaces": short_hash(*spaces),
         }
 
@@ -227,10 +236,50 @@ class PettingZooGroups(SeededGroups):
         lanes = JointLanes(self._lanes, self._lane, assignment)
         spaces = {name: (role.observation_space, role.action_space) for name, role in assignment.roles.items()}
         with self._closed_if_broken():
-            return play_episodes(lanes, self._count, spaces, actors, JointRecord(groups, assignment), wanted)
+            played = play_episodes(lanes, self._count, spaces, actors, JointRecord(groups, assignment), wanted)
+        if self._wanted_limit is None and (played.lengths >= self._last_step).any():
+            self._warn(
+                f"a joint episode of {self.name} was cut off after {self._last_step:,} steps, as neither the "
+                "environment nor anybody else sets a limit: set max_episode_steps to what suits it"
+            )
+        return played
+
+    @property
+    def _last_step(self) -> int:
+        """After which lanes truncate: what an environment says of itself is believed, and made sure of later."""
+        return self.max_episode_steps if self._wanted_limit is not None else max(CUT_OFF, self.max_episode_steps)
 
     def _lane(self) -> JointLane:
-        return JointLane(self._made, self.max_episode_steps)
+        return self._lane_made(self.remake)
+
+    def _lane_made(self, remake: bool) -> JointLane:
+        return JointLane(self._made, self._last_step, remake=remake)
+
+    def _repeating(self, remake: bool | None) -> bool:
+        first, *_, last = self._starts.of("train", [0, self.size("train") - 1])
+        found = repeating(self._lane_made, (first, last), self.seed, remake)
+        if found.words is not None:
+            self._warn(f"{self.name} {found.words}")
+        return found.remake
+
+    def warn_of_opposed(self, *, team_credit: bool) -> None:
+        """Warn, once, if agents' rewards move against each other where learning or fitness adds them up.
+
+        Args:
+            team_credit: Whether an action is worth what all agents earn.
+        """
+        if self.scoring.sum_is_meant or not (team_credit or self.scoring.by_default) or "opposed" in self._said:
+            return
+        self._said.add("opposed")
+        with closing(self._lane()) as lane:
+            found = opposed(lane, self._starts.of("train", range(min(STARTS, self.size("train")))), self.seed)
+        if found is not None:
+            self._warn(f"in {self.name}, {found.advice(learning=team_credit, fitness=self.scoring.by_default)}")
+
+    def _warn(self, words: str) -> None:
+        if words not in self._said:
+            self._said.add(words)
+            warnings.warn(words, stacklevel=3)
 
     def _made(self) -> "ParallelEnv[Any, Any, Any]":
         env = self._make(**self._kwargs)
@@ -240,6 +289,12 @@ class PettingZooGroups(SeededGroups):
                 "pettingzoo.utils.conversions.aec_to_parallel, or turn_based_aec_to_parallel for a turn-based game"
             )
         return self._distinct.added(env)
+
+
+def _limit(env: "ParallelEnv[Any, Any, Any]") -> int | None:
+    """Return the limit that an environment names, or what it is built around."""
+    inner = env.unwrapped
+    return declared_limit(inner) or declared_limit(getattr(inner, "env", None))
 
 
 def _numbered(names: Sequence[tuple[int, int]]) -> NDArray[np.int64]:

@@ -1,0 +1,189 @@
+"""What is found of joint environments before anybody learns: limits, starts that fix all, agents that are opposed."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.envs.control.joint.assignment import assign
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from tests.envs import joint_probes
+from tests.envs.actors import Scrambler
+
+COOPERATIVE = {
+    "favours": joint_probes.Favours,
+    "alike": joint_probes.Alike,
+    "strangers": lambda: joint_probes.Strangers(agents=[f"a_{number}" for number in range(5)], steps=4),
+    "alone": lambda: joint_probes.Alike(agents=("only",)),
+}
+OPPOSED = {
+    "two": lambda: joint_probes.Contest(agents=("red_0", "red_1")),
+    "three": joint_probes.Contest,
+    "many": lambda: joint_probes.Contest(agents=[f"a_{number}" for number in range(6)], steps=3),
+    "seldom": joint_probes.Hunt,
+}
+
+
+def said_of(env, **options):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        env.warn_of_opposed(**{"team_credit": True} | options)
+    return [str(warning.message) for warning in caught]
+
+
+def lengths(env):
+    assignment = assign(env.observation_spaces, env.action_spaces, "shared")
+    actors = {name: Scrambler(role.action_space) for name, role in assignment.roles.items()}
+    return env.open("train", [0]).play(actors, assignment, [0, 0], [0, 0]).lengths.tolist()
+
+
+# ---- opposed agents
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("make", OPPOSED.values(), ids=OPPOSED)
+def test_opposed_agents_are_named_with_both_remedies(make, seed):
+    env = PettingZooGroups(make, seed=seed)
+    (said,) = said_of(env)
+    assert "credit='agent' lets every agent learn from what it earns itself" in said
+    assert "such as score='" in said
+    assert said_of(env) == []  # once
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("make", COOPERATIVE.values(), ids=COOPERATIVE)
+def test_agents_that_share_or_have_nothing_to_do_with_each_other_are_not(make, seed):
+    assert said_of(PettingZooGroups(make, seed=seed)) == []
+
+
+@pytest.mark.parametrize(("game", "opposed"), [("simple_spread_v3", False), ("simple_push_v3", True)])
+def test_published_games_are_told_apart(game, opposed):
+    make = pytest.importorskip(f"mpe2.{game}").parallel_env
+    assert bool(said_of(PettingZooGroups(make))) == opposed
+
+
+@pytest.mark.parametrize(
+    ("score", "team_credit", "said"),
+    [
+        (None, True, ["credit='agent'", "such as score='hunter'"]),
+        (None, False, ["such as score='hunter'"]),
+        ("hunter", True, ["credit='agent'"]),
+        ("hunter", False, []),
+        ("sum", True, []),
+        ("sum", False, []),
+    ],
+)
+def test_what_is_said_depends_on_what_is_added_up(score, team_credit, said):
+    env = PettingZooGroups(joint_probes.Hunt, **({} if score is None else {"score": score}))
+    found = "".join(said_of(env, team_credit=team_credit))
+    for words in ("credit='agent'", "such as score='hunter'"):
+        assert (words in found) == (words in said)
+    assert bool(found) == bool(said)
+
+
+def test_it_is_said_before_anybody_has_learnt():
+    env = PettingZooGroups(joint_probes.Contest)
+    options = {"credit": "team", "group_size": 2, "batch_size": 8}
+    agent = MultiAgentGRPO(env.observation_spaces, env.action_spaces, **options)
+    with pytest.warns(UserWarning, match="moves against what the other agents earn"):
+        agent.collect(env)
+
+
+# ---- scores
+
+
+@pytest.mark.parametrize(
+    ("score", "worth"),
+    [
+        ("sum", 6.0),
+        ("min", 1.0),
+        ("mean", 2.0),
+        ("red", 3.0),
+        ("blue_0", 3.0),
+        (["red_1", "blue"], 5.0),
+        (("red", "red_1"), 3.0),  # nobody counts twice
+        (joint_probes.first_earns, 1.0),
+    ],
+)
+def test_scores_are_named_by_agents_and_groups(score, worth):
+    env = PettingZooGroups(joint_probes.Favours, score=score)
+    assert env.scoring.function({"red_0": 1.0, "red_1": 2.0, "blue_0": 3.0}) == worth
+    # Agents of a group that nobody knew beforehand count with it.
+    assert PettingZooGroups(joint_probes.Favours, score="red").scoring.function({"red_7": 4.0, "blue_1": 1.0}) == 4.0
+
+
+@pytest.mark.parametrize("score", ["green", ["red", "red_9"], [], 3, None])
+def test_scores_that_nobody_earns_are_refused(score):
+    with pytest.raises(ValueError, match=r"score must be one of 'sum', .*\(red_0, red_1, blue_0\).*\(red, blue\)"):
+        PettingZooGroups(joint_probes.Favours, score=score)
+
+
+def test_a_run_knows_that_its_score_was_changed():
+    prints = [PettingZooGroups(joint_probes.Favours, score=score).fingerprint()["score"] for score in ("red", "min")]
+    plain = PettingZooGroups(joint_probes.Favours).fingerprint()["score"]
+    assert len({*prints, plain}) == 3
+    assert PettingZooGroups(joint_probes.Favours, score="sum").fingerprint()["score"] == plain
+
+
+# ---- limits
+
+
+class Endless(joint_probes.Favours):
+    def __init__(self, **declared):
+        super().__init__(steps=10**9)
+        vars(self).update(declared)
+
+
+def test_an_endless_game_is_cut_off_and_said_to_be():
+    env = PettingZooGroups(Endless)
+    assert (env.max_episode_steps, env.cut_off) == (1000, True)
+    with pytest.warns(UserWarning, match=r"was cut off after 1,000 steps, .*: set max_episode_steps"):
+        assert lengths(env) == [1000, 1000]
+    assert lengths(env) == [1000, 1000]  # said once
+
+
+def test_a_limit_that_a_game_names_is_believed_and_made_sure_of():
+    env = PettingZooGroups(Endless, env_kwargs={"max_cycles": 20})
+    assert (env.max_episode_steps, env.cut_off) == (20, False)
+    with pytest.warns(UserWarning, match="cut off after 1,000 steps"):
+        assert lengths(env) == [1000, 1000]
+    assert PettingZooGroups(Endless, env_kwargs={"max_cycles": 3000}).max_episode_steps == 3000
+    inner = PettingZooGroups(Endless, env_kwargs={"env": Endless(max_cycles=30)})  # as SISL's games have it
+    assert inner.max_episode_steps == 30
+
+
+def test_what_ends_by_itself_is_not_touched():
+    env = PettingZooGroups(lambda: joint_probes.Favours(steps=3))
+    assert lengths(env) == [3, 3]
+    assert lengths(PettingZooGroups(Endless, max_episode_steps=7)) == [7, 7]
+
+
+# ---- starts that fix all
+
+
+def test_what_is_carried_over_is_seen_and_mended():
+    with pytest.warns(UserWarning, match=r"the reward of red_0 after 1 steps was 1.0 and then 3.0.*remake=True"):
+        env = PettingZooGroups(joint_probes.Remembering)
+    assert env.remake
+    assignment = assign(env.observation_spaces, env.action_spaces, "shared")
+    actors = {"shared": Scrambler(env.action_spaces["red_0"])}
+    for _ in range(2):
+        played = env.open("train", [0, 1]).play(actors, assignment, [0, 0, 1], [0, 0, 0])
+        assert all(set(returns.values()) == {1.0} for returns in played.returns)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"), [(joint_probes.Unseeded, {}), (joint_probes.Remembering, {"remake": False})]
+)
+def test_what_making_anew_does_not_mend_or_may_not_is_said_with_the_remedy(make, options):
+    with pytest.warns(UserWarning, match=r"is not a function of its reset seed .*reset\(seed=...\) makes"):
+        env = PettingZooGroups(make, **options)
+    assert not env.remake
+
+
+@pytest.mark.parametrize("make", [joint_probes.Lives, joint_probes.Masked, joint_probes.Generated, joint_probes.Hunt])
+def test_games_that_starts_fix_are_left_as_they_are(make):
+    env = PettingZooGroups(make)
+    assert not env.remake
+    assert np.array_equal(lengths(env), lengths(env))
