@@ -66,10 +66,13 @@ class JointLane:
         make: Makes the environment.
         max_episode_steps: Steps after which all living agents are truncated.
         remake: Whether every episode gets an environment made anew.
+
+    Attributes:
+        env: The environment that the present episode runs in.
     """
 
     def __init__(self, make: MakeJointEnv, max_episode_steps: int, *, remake: bool = False) -> None:
-        self._make, self._env = make, make()
+        self._make, self.env = make, make()
         self._limit, self._remake, self._used = max_episode_steps, remake, False
         self._ids: dict[str, Any] = {}
         self._gone: set[str] = set()
@@ -78,12 +81,12 @@ class JointLane:
     def reset(self, seed: int) -> JointSeen:
         """Begin an episode."""
         if self._remake and self._used:
-            self._env.close()
-            self._env = self._make()
+            self.env.close()
+            self.env = self._make()
         self._used = True
-        observations, infos = self._env.reset(seed=seed)
+        observations, infos = self.env.reset(seed=seed)
         self._ids, self._gone, self._steps = {}, set(), 0
-        return self._seen(self._named(self._env.agents), observations, infos)
+        return self._seen(self._named(self.env.agents), observations, infos)
 
     def step(self, actions: Mapping[str, Any]) -> JointSeen:
         """Let every living agent act, in the environment's own actions.
@@ -93,9 +96,9 @@ class JointLane:
         """
         before = set(self._ids)
         given = {self._ids[name]: action for name, action in actions.items()}
-        observations, rewards, terminations, truncations, infos = self._env.step(given)
+        observations, rewards, terminations, truncations, infos = self.env.step(given)
         self._steps += 1
-        living = self._named(self._env.agents)
+        living = self._named(self.env.agents)
         ended = {flag: _flagged(table) for flag, table in (("terminated", terminations), ("truncated", truncations))}
         terminated = before & ended["terminated"]
         truncated = (before & ended["truncated"]) - terminated
@@ -126,12 +129,12 @@ class JointLane:
 
     def action_space(self, agent: str) -> spaces.Space[Any]:
         """Return where a living agent acts."""
-        space: spaces.Space[Any] = self._env.action_space(self._ids[agent])
+        space: spaces.Space[Any] = self.env.action_space(self._ids[agent])
         return space
 
     def close(self) -> None:
         """Give the environment back."""
-        self._env.close()
+        self.env.close()
 
     def _named(self, agents: "list[Any]") -> dict[str, Any]:
         named = {str(agent): agent for agent in agents}
@@ -212,19 +215,12 @@ class JointLanes:
         stepped = []
         for number, (lane, seen) in enumerate(self._live):
             own = {
-                agent: chosen[number, agent] if (number, agent) in chosen else self._nothing(agent)
+                agent: chosen[number, agent] if (number, agent) in chosen else nothing(lane.action_space(agent))
                 for agent in seen.observations
             }
             stepped.append(lane.step(own))
         self._live = [(lane, seen) for (lane, _), seen in zip(self._live, stepped, strict=True)]
         return JointStepped(lanes=stepped)
-
-    def _nothing(self, agent: str) -> Any:
-        """Return an action for an agent that cannot act: the environment takes none, and most want one all the same."""
-        space = self._assignment.roles[self._assignment.policy_of(agent)].action_space
-        blank = np.zeros((1, *policy_action_shape(space)), dtype=space.dtype)
-        action = to_environment(space, blank)[0]
-        return action.item() if np.ndim(action) == 0 else action
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -253,6 +249,13 @@ def mask_of(seen: JointSeen, agent: str) -> Any:
     if isinstance(shown, Mapping) and set(shown) == {"observation", "action_mask"}:
         return shown["action_mask"]
     return seen.infos[agent].get("action_mask")
+
+
+def nothing(space: spaces.Space[Any]) -> Any:
+    """Return an action for an agent that cannot act: the environment takes none, and most want one all the same."""
+    blank = np.zeros((1, *policy_action_shape(space)), dtype=space.dtype)
+    action = to_environment(space, blank)[0]
+    return action.item() if np.ndim(action) == 0 else action
 
 
 def any_legal(mask: Any) -> bool:

@@ -19,6 +19,7 @@ from evogrpo.envs.control.joint.joint_lanes import JointLane, JointLanes
 from evogrpo.envs.control.joint.opposition import STARTS, opposed
 from evogrpo.envs.control.joint.repeating import repeating
 from evogrpo.envs.control.joint.scores import Score, Scoring, scoring, summed
+from evogrpo.envs.control.joint.stage import Stage
 from evogrpo.envs.control.making import CUT_OFF, Distinct, declared_limit
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.starts import SeededGroups
@@ -281,8 +282,18 @@ class PettingZooGroups(SeededGroups):
             self._said.add(words)
             warnings.warn(words, stacklevel=3)
 
-    def _made(self) -> "ParallelEnv[Any, Any, Any]":
-        env = self._make(**self._kwargs)
+    def stage(self, max_episode_steps: int | None = None, **env_kwargs: Any) -> Stage:
+        """Return one such environment that a single player plays for all agents.
+
+        Args:
+            max_episode_steps: Steps after which an episode ends; None = as everywhere here.
+            env_kwargs: Further keyword arguments of the environment, such as its `render_mode`.
+        """
+        limit = max_episode_steps or self._last_step
+        return Stage(partial(self._made, **env_kwargs), limit, self.observation_space, self.action_space)
+
+    def _made(self, **further: Any) -> "ParallelEnv[Any, Any, Any]":
+        env = self._make(**{**self._kwargs, **further})
         if not isinstance(env, ParallelEnv):
             raise ValueError(
                 f"env must make a pettingzoo ParallelEnv, got {type(env).__name__}: for an AECEnv wrap it with "
