@@ -61,11 +61,13 @@ def resume(chosen: argparse.Namespace) -> int:
 
 
 def _packaged(key: str, name: str, overrides: list[str], *, preset: bool) -> AnyConfig:
-    """Return the packaged configuration for an environment; it ends where that counts as solved, if it says so."""
+    """Return the packaged configuration for an environment."""
     if key == "env":
-        from evogrpo.training.front.presets import packaged_values
+        from evogrpo.training.front.presets import packaged_values, with_own_limits
 
-        return parse_config(override(packaged_values(name, with_preset=preset), overrides))
+        values = packaged_values(name, with_preset=preset)
+        values = with_own_limits(values, override({}, overrides).get("schedule") or {})
+        return parse_config(override(values, overrides))
     if preset:
         raise ValueError("--preset is that of a Gymnasium environment: leave it out beside --parallel-env")
     with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:

@@ -1,6 +1,7 @@
 """The configuration of a run, read strictly from YAML and written back with every default."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -9,6 +10,7 @@ import yaml
 import evogrpo
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.persistence.durable import replace_file
+from evogrpo.training.configuration.automatic import without_auto
 from evogrpo.training.configuration.own_strategies import named_strategy
 from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.sources import FILE_KINDS
@@ -29,7 +31,8 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     Raises:
         ValueError: If a key is unknown or missing, or a value is refused; with the key's full path.
     """
-    refuse_unknown_keys(values, Config.__dataclass_fields__, "")
+    refuse_unknown_keys(values, [name for name in Config.__dataclass_fields__ if name != "auto"], "")
+    values, auto = without_auto(values)
     if values.get("task") is None:
         raise ValueError("task must be given")
     space = parse_space(values.get("evolve"))
@@ -44,6 +47,7 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
         "population": build(PopulationConfig, values.get("population"), "population"),
         "schedule": build(Schedule, values.get("schedule"), "schedule"),
         "logging": _logging(values.get("logging"), {}),
+        "auto": auto,
     }
     if values.get("strategy") is not None:
         strategy = mapping(values["strategy"], "strategy")
@@ -55,6 +59,13 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
     parsed["hyperparameters"] = _hyperparameters(values.get("hyperparameters"), space, kind.hyperparameters)
     parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
+    if auto and not kind.chooses_sizes:
+        raise ValueError(
+            f"{min(auto)} must be a number where task.{task.key} is given, got 'auto': sizes are chosen only for runs "
+            "in a Gymnasium environment"
+        )
+    if "schedule.samples_per_step" in auto:  # a number that is checked, and replaced before anything is made of it
+        parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
     config = Config(**parsed)
     kind.check(config)
     return config

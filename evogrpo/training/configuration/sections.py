@@ -147,6 +147,8 @@ class Config(Generic[TaskT, AgentT]):
         agent: What members share.
         logging: What is written.
         run_id: Names the run that this configuration was written into the folder of; a new run gets a new one.
+        auto: Full names of the sizes that are left open, such as "population.size"; they are chosen when the run is
+            prepared, and stand for nothing until then.
     """
 
     model: str | None = None
@@ -162,6 +164,7 @@ class Config(Generic[TaskT, AgentT]):
     agent: AgentT
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run_id: str | None = None
+    auto: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MOST_SEED))
@@ -184,7 +187,7 @@ class Config(Generic[TaskT, AgentT]):
     def to_json(self) -> dict[str, Any]:
         """Return every field as plain values; `parse_config` reads them back."""
         return {
-            **{each.name: plain(getattr(self, each.name)) for each in fields(self)},
+            **{each.name: plain(getattr(self, each.name)) for each in fields(self) if each.name != "auto"},
             "hyperparameters": self.hyperparameters.to_json(),
             "evolve": self.evolve.to_json(),
             "strategy": strategy_record(self.strategy),

@@ -44,6 +44,17 @@ def with_sections(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict
     return both
 
 
+def with_own_limits(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return packaged values without 20 generations and the solved environment as its end, if a budget is given.
+
+    Args:
+        values: Of the packaged configuration.
+        given: What the caller sets in the schedule.
+    """
+    own = any(given.get(limit) is not None for limit in ("max_timesteps", "max_tokens", "max_seconds"))
+    return with_sections(values, {"schedule": {"generations": None, "target_fitness": None}}) if own else dict(values)
+
+
 def packaged_values(env: str | None, *, with_preset: bool) -> dict[str, Any]:
     """Return the plain values of the packaged configuration for an environment.
 

@@ -22,7 +22,7 @@ from evogrpo.training.configuration.sections import AnyConfig, LoggingConfig, Po
 from evogrpo.training.configuration.typed import plain
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.front.presets import packaged_values, with_sections
+from evogrpo.training.front.presets import packaged_values, with_own_limits, with_sections
 from evogrpo.training.kinds.network_runs import PreparedNetworks, prepared_in
 from evogrpo.training.launch import start
 from evogrpo.training.loop.iteration import Callback, Run
@@ -67,13 +67,14 @@ def train(
 ) -> Run:
     """Train a population of small networks in an environment, as `evogrpo train --env` does, to the end.
 
-    What is not set here is as the packaged configuration has it: 8 members that evolve learning rate, clip coefficient
-    and epochs, until the environment counts as solved, where it says when, or the budget is spent.
+    What is not set here is as the packaged configuration has it: up to 8 members that evolve learning rate, clip
+    coefficient and epochs, as many as time and memory allow.
 
     Args:
         env: The id of a registered environment, a callable that makes one, or `GymnasiumGroups` of either.
         total_timesteps: Most steps in the environment, all members' together, those of evaluations not counted; the
-            last learning step is played to its end. None = 20 generations, unless the settings give another limit.
+            last learning step is played to its end. None = until the environment counts as solved, where it says when,
+            or for 20 generations, unless the settings give another limit.
         preset: Whether to begin with the hyperparameters that are known to do better in this environment: see
             `evogrpo tasks`.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
@@ -135,8 +136,7 @@ def _configured(
     }
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
-    if any(given["schedule"].get(limit) is not None for limit in ("max_timesteps", "max_tokens", "max_seconds")):
-        given["schedule"].setdefault("generations", None)
+    values = with_own_limits(values, given["schedule"])
     values = with_sections(values, given) | {key: settings[key] for key in ("seed", "device") if key in settings}
     if "hp_config" in settings:
         space = settings["hp_config"] or HyperparameterConfig()

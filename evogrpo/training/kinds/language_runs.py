@@ -133,6 +133,7 @@ class LanguageKind:
     objective = Objective()
     hyperparameters: Mapping[str, Any] = {}
     completions = 16
+    chooses_sizes = False
     sb3_names = False
 
     def check(self, config: LanguageConfig) -> None:

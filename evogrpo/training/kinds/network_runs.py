@@ -21,6 +21,7 @@ from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
+from evogrpo.training.kinds.fitting import fitted
 from evogrpo.training.kinds.founding import choose_device, founder_options
 from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
@@ -78,6 +79,7 @@ class PreparedNetworks:
         device: Where they will live.
         parameters: Of one member's network, as it starts.
         words: What that is made of.
+        sizes: Which sizes were chosen and why, in words; None where the configuration gives all.
     """
 
     loads_weights: ClassVar[bool] = False
@@ -87,6 +89,7 @@ class PreparedNetworks:
     device: str
     parameters: int
     words: PolicyWords
+    sizes: str | None
 
     @property
     def one_thread(self) -> bool:
@@ -112,6 +115,7 @@ class PreparedNetworks:
             f"({self.words.network}, {count_text(self.parameters)} parameters) on {self.device}",
             "observations": f"{self.words.observations}{normalised_text(config.agent)}",
             "actions": self.words.actions,
+            **({} if self.sizes is None else {"sizes": self.sizes}),
         }
 
     def forecast(self) -> NetworkForecast:
@@ -126,14 +130,7 @@ class PreparedNetworks:
             environment_steps=steps * config.population.size,
             optimizer_steps=epochs * math.ceil(steps / smallest),
             parameters=self.parameters,
-            need=playing_need(
-                [self.env.observation_space],
-                longest=longest,
-                members=config.population.size,
-                samples=config.schedule.samples_per_step,
-                validation=rounds.validation,
-                parameters=self.parameters,
-            ),
+            need=_need(config.schedule, self.env, config.population.size, self.parameters),
         )
 
     def population(self) -> Population:
@@ -154,6 +151,7 @@ class NetworkKind:
     objective = STEPWISE
     hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
     completions = 0
+    chooses_sizes = True
     sb3_names = True
 
     def check(self, config: Config[EnvironmentTask, NetworkAgent]) -> None:
@@ -166,14 +164,7 @@ class NetworkKind:
 
     def need(self, population: Population, env: Any, schedule: Schedule) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
-        return playing_need(
-            [env.observation_space],
-            longest=env.max_episode_steps,
-            members=len(population),
-            samples=schedule.samples_per_step,
-            validation=limited(env.size("validation"), schedule.validation_questions),
-            parameters=parameters_of(population.agents[0].state()),
-        )
+        return _need(schedule, env, len(population), parameters_of(population.agents[0].state()))
 
     def film(
         self, config: Config[EnvironmentTask, NetworkAgent], best: Path, folder: Path, episodes: int
@@ -194,14 +185,39 @@ class NetworkKind:
 
 
 def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGroups) -> PreparedNetworks:
-    """Check a configuration against an environment, whatever its task names, and the device."""
+    """Check a configuration against the device and an environment, whatever its task names; choose what it leaves open.
+
+    Raises:
+        ValueError: If something does not fit.
+    """
+    device = device_of(config)
     (example,) = _members(config, env, 1, "cpu")
+    parameters = parameters_of(example.state())
+    sized = fitted(
+        config,
+        env,
+        longest=None if env.cut_off else env.max_episode_steps,
+        members=lambda rung: _members(rung, env, rung.population.size, device),
+        need=lambda rung: _need(rung.schedule, env, rung.population.size, parameters),
+    )
     return PreparedNetworks(
-        config=config,
+        config=sized.config,
         env=env,
-        device=device_of(config),
-        parameters=parameters_of(example.state()),
+        device=device,
+        parameters=parameters,
         words=words_of_policies(example.members.policies),
+        sizes=sized.remark,
+    )
+
+
+def _need(schedule: Schedule, env: GymnasiumGroups, members: int, parameters: int) -> Need:
+    return playing_need(
+        [env.observation_space],
+        longest=env.max_episode_steps,
+        members=members,
+        samples=schedule.samples_per_step,
+        validation=limited(env.size("validation"), schedule.validation_questions),
+        parameters=parameters,
     )
 
 

@@ -115,6 +115,11 @@ class RunKind(Protocol[TaskT, AgentT]):
         ...
 
     @property
+    def chooses_sizes(self) -> bool:
+        """Whether `auto` may stand for how many members, samples and held-out questions there are."""
+        ...
+
+    @property
     def sb3_names(self) -> bool:
         """Whether a step's numbers are also recorded under the names of Stable-Baselines3."""
         ...

@@ -172,6 +172,7 @@ class TeamKind:
     objective = STEPWISE
     hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
     completions = 0
+    chooses_sizes = False
     sb3_names = True
 
     def check(self, config: Config[ParallelTask, NetworkAgent]) -> None:

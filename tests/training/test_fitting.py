@@ -1,0 +1,172 @@
+"""Sizes that a configuration leaves open. The clock of these tests moves when an environment steps."""
+
+import time
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from evogrpo.training.configuration.reading import CONFIG_FILE, parse_config
+from evogrpo.training.configuration.strict_yaml import read_yaml_file
+from evogrpo.training.kinds.network_runs import prepared_in
+from evogrpo.training.kinds.registry import kind_of
+from evogrpo.training.launch import start
+from tests.envs import probes
+from tests.training.test_time_limit import Clock, costly
+
+AUTO = {
+    "population": {"size": "auto"},
+    "schedule": {"samples_per_step": "auto", "validation_questions": "auto", "test_questions": "auto"},
+}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    return clock
+
+
+def configured(seconds=None, **sections):
+    """Return a configuration in which every size is open but those given."""
+    values = {"task": {"env": "CartPole-v1"}, **AUTO, **sections}
+    values["schedule"] = {
+        **AUTO["schedule"],
+        **({"generations": 2} if seconds is None else {"max_seconds": seconds}),
+        **sections.get("schedule", {}),
+    }
+    return parse_config(values)
+
+
+def sizes(config):
+    schedule = config.schedule
+    return (
+        config.population.size,
+        schedule.samples_per_step,
+        schedule.validation_questions,
+        schedule.test_questions,
+    )
+
+
+FULL = (8, 32, 64, 256)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        # 100 steps of 8 x 32 episodes of 25 steps of 10 ms take 6,400 s
+        (7000.0, FULL),
+        (3500.0, (8, 16, 32, 128)),
+        (1700.0, (4, 16, 32, 128)),
+        (850.0, (4, 8, 32, 64)),
+        (450.0, (2, 8, 32, 64)),
+        (250.0, (1, 8, 32, 64)),
+        (1.0, (1, 8, 32, 64)),
+        (None, FULL),
+    ],
+)
+def test_a_step_is_measured_and_sizes_leave_time_for_a_hundred(clock, seconds, expected):
+    prepared = prepared_in(configured(seconds), costly(clock))
+    assert sizes(prepared.config) == expected
+    assert not prepared.config.auto
+    assert ("so that about 100 learning steps fit" in prepared.facts()["sizes"]) == (expected != FULL)
+    assert prepared.facts()["sizes"].startswith(
+        f"{expected[0]} member{'s' if expected[0] > 1 else ''}, {expected[1]} episodes a step, {expected[2]} starts"
+    )
+
+
+def test_measuring_takes_a_small_part_of_the_time(clock):
+    env = costly(clock, steps=200)
+    for seconds in (20.0, 100.0, 1000.0):
+        before = clock.now
+        prepared_in(configured(seconds), env)
+        assert clock.now - before <= min(0.03 * seconds, 10.0) + 0.011
+
+
+def test_episodes_are_expected_to_become_longer(clock):
+    class Short(probes.Endless):
+        """Ends after 4 of at most 100 steps, for now."""
+
+        def reset(self, *, seed=None, options=None):
+            self.left = 4
+            return super().reset(seed=seed)
+
+        def step(self, action):
+            clock.now += 0.003
+            self.left -= 1
+            seen, reward, *_ = super().step(action)
+            return seen, reward, self.left == 0, False, {}
+
+    from evogrpo import GymnasiumGroups
+
+    # 256 episodes take 3.1 s now, and 15.4 s at the geometric mean of 4 and 100 steps.
+    env = GymnasiumGroups(Short, max_episode_steps=100)
+    assert sizes(prepared_in(configured(15.5 * 100), env).config) == FULL
+    assert sizes(prepared_in(configured(15.3 * 100), env).config) == (8, 16, 32, 128)
+
+
+def test_what_is_given_stays(clock):
+    config = configured(450.0, population={"size": 3}, schedule={"test_questions": 5})
+    prepared = prepared_in(config, costly(clock))
+    assert sizes(prepared.config) == (3, 8, 32, 5)
+    assert "member" not in prepared.facts()["sizes"]
+    given = configured(450.0, population={"size": 3}, schedule=dict.fromkeys(AUTO["schedule"], 16))
+    assert given.auto == frozenset()
+    assert "sizes" not in prepared_in(given, costly(clock)).facts()
+
+
+def test_groups_stay_whole(clock):
+    config = configured(450.0, hyperparameters={"group_size": 12})
+    assert prepared_in(config, costly(clock)).config.schedule.samples_per_step == 12
+
+
+def test_images_are_as_many_as_memory_holds(monkeypatch):
+    class Images(gymnasium.Env):
+        observation_space = spaces.Box(0, 255, (96, 96, 3), np.uint8)
+        action_space = spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return np.zeros((96, 96, 3), np.uint8), {}
+
+        def step(self, action):
+            return np.zeros((96, 96, 3), np.uint8), 0.0, False, False, {}
+
+    from evogrpo import GymnasiumGroups
+
+    env = GymnasiumGroups(Images, max_episode_steps=1000)
+    for there, members, samples in ((200e9, 8, 32), (40e9, 8, 16), (5e9, 1, 8), (1e6, 1, 8)):
+        monkeypatch.setattr("evogrpo.training.kinds.fitting.memory_of", lambda device, there=there: (there, "memory"))
+        prepared = prepared_in(configured(), env)
+        assert (prepared.config.population.size, prepared.config.schedule.samples_per_step) == (members, samples)
+        assert ("half of the memory" in prepared.facts()["sizes"]) == (members < 8 or samples < 32)
+        assert there < 1e9 or prepared.forecast().need.size <= there / 2
+
+
+def test_a_run_keeps_the_sizes_that_were_chosen(clock, tmp_path):
+    config = configured(400.0, task={"env": "CartPole-v1", "max_episode_steps": 10}, population={"size": 2})
+    prepared = kind_of(config.task).prepare(config)
+    start(prepared, tmp_path / "run")
+    stored = read_yaml_file(tmp_path / "run" / CONFIG_FILE)
+    assert "auto" not in stored
+    assert stored["schedule"]["samples_per_step"] == prepared.config.schedule.samples_per_step
+    again = parse_config(stored)
+    assert again.auto == frozenset()
+    assert again.schedule == prepared.config.schedule
+
+
+@pytest.mark.parametrize("task", [{"name": "two_digit_sums"}, {"parallel_env": "mpe2.simple_spread_v3"}])
+def test_other_runs_are_told_to_give_numbers(task):
+    from evogrpo.envs.prompts.builtin import TASKS
+
+    task = {"name": next(iter(TASKS))} if "name" in task else task
+    with pytest.raises(ValueError, match=r"population.size must be a number where task.\w+ is given, got 'auto'"):
+        parse_config({"task": task, "population": {"size": "auto"}, "schedule": {"generations": 2}})
+
+
+def test_auto_is_a_size_and_nothing_else():
+    with pytest.raises(ValueError, match=r"schedule\.generations must be an integer, got 'auto'"):
+        configured(schedule={"generations": "auto"})
+    with pytest.raises(ValueError, match="auto"):
+        parse_config({"task": {"env": "CartPole-v1"}, "schedule": {"generations": 2}, "auto": ["population.size"]})
