@@ -1,26 +1,22 @@
 """Videos of what a member does: whole episodes of a Gymnasium environment, drawn by it and filmed by RecordVideo."""
 
 import math
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import gymnasium
-import numpy as np
 from gymnasium.wrappers import RecordVideo
 
 from evogrpo.agents.grpo import GRPO
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.envs.control.making import EnvMaker
 from evogrpo.installing import extra_command
-
-MODE = "rgb_array"
+from evogrpo.training.drawing import displayless, drawn
 
 _LONGEST = 5_000  # RecordVideo keeps an episode's frames in memory, about 0.7 MB each
 
@@ -44,21 +40,7 @@ class Recorded:
     truncated: bool
 
 
-@contextmanager
-def _displayless() -> Iterator[None]:
-    """Let SDL, with which most environments are drawn, look for no display where there is none: it would complain."""
-    displays = {"SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY"}
-    absent = sys.platform == "linux" and not displays & os.environ.keys()
-    if absent:
-        os.environ["SDL_VIDEODRIVER"] = "dummy"
-    try:
-        yield
-    finally:
-        if absent:
-            os.environ.pop("SDL_VIDEODRIVER", None)
-
-
-@_displayless()
+@displayless()
 def record_video(
     agent: GRPO,
     env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups",
@@ -98,7 +80,8 @@ def record_video(
     targets = _targets(Path(path), len(seeds))
     if find_spec("moviepy") is None:
         raise ImportError(f"videos are written with moviepy, which is not installed: {extra_command('video')}")
-    made = _drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
+    _check_encoder()
+    made = drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
     with closing(made):
         check_spaces(agent, made)
         player = agent.clone()
@@ -122,6 +105,17 @@ def check_spaces(agent: GRPO, made: "gymnasium.Env[Any, Any]") -> None:
                 f"an agent plays in an environment that it was made for: its {name} is {own}, but that of "
                 f"{type(made.unwrapped).__name__} is {given}"
             )
+
+
+def _check_encoder() -> None:
+    """Refuse with an ImportError a machine without ffmpeg, before anything is played."""
+    try:
+        import_module("imageio_ffmpeg").get_ffmpeg_exe()
+    except RuntimeError as error:
+        raise ImportError(
+            "videos are written with ffmpeg, which is not found: install it, as with apt-get install ffmpeg, or name "
+            "the program in IMAGEIO_FFMPEG_EXE"
+        ) from error
 
 
 def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]:
@@ -149,60 +143,6 @@ def _targets(path: Path, count: int) -> list[Path]:
 def _refuse_existing(target: Path) -> None:
     if target.exists():
         raise FileExistsError(f"{target} is already there and is never overwritten: remove it, or choose another path")
-
-
-def _drawn(
-    env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups",
-    env_kwargs: Mapping[str, Any],
-    max_episode_steps: int | None,
-    seed: int,
-) -> "gymnasium.Env[Any, Any]":
-    """Make an environment that draws itself, and see that it does."""
-    if isinstance(env, GymnasiumGroups):
-        base, name = env._make, env.name
-    else:
-        base = EnvMaker(env=env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
-        name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
-    maker = replace(
-        base,
-        env_kwargs={**base.env_kwargs, **env_kwargs, "render_mode": MODE},
-        max_episode_steps=max_episode_steps or base.max_episode_steps,
-    )
-    try:
-        made = maker()
-    except gymnasium.error.DependencyNotInstalled as error:
-        raise ImportError(f"{name} needs a package that is not installed: {error}") from error
-    except TypeError as error:
-        if "render_mode" not in str(error):
-            raise
-        raise ValueError(
-            f"{name} takes no render_mode, so it cannot be recorded: let it take the keyword argument and return an "
-            f'image from render() where it is "{MODE}"'
-        ) from error
-    try:
-        _check_drawing(made, name, seed)
-    except BaseException:
-        made.close()
-        raise
-    return made
-
-
-def _check_drawing(made: "gymnasium.Env[Any, Any]", name: str, seed: int) -> None:
-    if made.render_mode != MODE:
-        modes = list(made.metadata.get("render_modes", ()))
-        raise ValueError(
-            f'{name} cannot be recorded: it must be made with render_mode="{MODE}", but its render_mode is '
-            f"{made.render_mode!r} (it knows {modes})"
-        )
-    made.reset(seed=seed)
-    try:
-        image = made.render()
-    except gymnasium.error.DependencyNotInstalled as error:
-        missing = f"{name} is drawn with a package that is not installed ({error}): {extra_command('video')}"
-        raise ImportError(missing) from error
-    if not isinstance(image, np.ndarray) or image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3:
-        what = f"{image.dtype} {image.shape}" if isinstance(image, np.ndarray) else type(image).__name__
-        raise ValueError(f"{name} cannot be recorded: render() must return uint8 [height, width, 3], got {what}")
 
 
 def _film(made: "gymnasium.Env[Any, Any]", folder: Path, fps: int | None) -> "RecordVideo[Any, Any]":

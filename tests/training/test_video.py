@@ -197,3 +197,111 @@ def test_a_missing_package_is_named_with_its_remedy(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pygame", None)
     with pytest.raises(ImportError, match=r"pip install .*\[video\]"):
         record_video(step_agent(), "CartPole-v1", tmp_path / "best.mp4")
+
+
+class Breaks(Drawn):
+    """Raises while it is drawn, from its third picture on."""
+
+    error = RuntimeError("no context")
+
+    def __init__(self, render_mode=None, *, after=0):
+        super().__init__(render_mode)
+        self.after = after
+
+    def render(self):
+        if self.t >= self.after:
+            raise type(self).error
+        return super().render()
+
+
+class Grows(Drawn):
+    def render(self):
+        return np.zeros((32, 32 + 2 * self.t, 3), np.uint8)
+
+
+class GlutError(Exception):
+    """As libraries of OpenGL have them: no subclass of anything that is usually caught."""
+
+
+def breaking(error):
+    return type("BreaksSo", (Breaks,), {"error": error})
+
+
+@pytest.mark.parametrize("after", [0, 3])
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (
+            RuntimeError("no context"),
+            ValueError,
+            r"cannot be drawn here, RuntimeError: no context: the error is of its",
+        ),
+        (AttributeError("'NoneType' object has no attribute 'glGetError'"), ValueError, "MUJOCO_GL=egl"),
+        (
+            GlutError("an OpenGL platform library has not been loaded"),
+            ValueError,
+            "an OpenGL .*MUJOCO_GL=osmesa",
+        ),
+        (TypeError("a single global glyph"), ValueError, "a single global glyph: the error is of its own code"),
+        (GlutError("The DISPLAY environment variable is missing"), ValueError, "xvfb-run"),
+        (ModuleNotFoundError("No module named 'pyglet'"), ImportError, "not installed .*pyglet.*pip install"),
+        (gymnasium.error.DependencyNotInstalled("pygame is not installed"), ImportError, "pip install"),
+        (OSError("libGL.so.1: cannot open shared object file"), ValueError, "MUJOCO_GL=egl"),
+        (gymnasium.error.Error("no such mode"), ValueError, "Error: no such mode"),
+    ],
+)
+def test_whatever_fails_in_drawing_is_told_with_what_helps(tmp_path, error, kind, message, after):
+    """At the start as in the middle of an episode, and nothing of the video is left."""
+    make = breaking(error)
+    with pytest.raises(kind, match=f"(?s)BreaksSo .*{message}") as caught:
+        record_video(drawn_agent(make), make, tmp_path / "best.mp4", env_kwargs={"after": after})
+    assert caught.value.__cause__ is error  # for whoever wants to see where
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda render_mode=None: Drawn(render_mode, image=[]), "got list"),
+        (type("Nothing", (Drawn,), {"render": lambda self: None}), "got NoneType"),
+        (lambda render_mode=None: Drawn(render_mode, image=np.zeros((8, 8, 3))), r"got float64 \(8, 8, 3\)"),
+        (lambda render_mode=None: Drawn(render_mode, image=np.zeros((8, 8, 4), np.uint8)), r"got uint8 \(8, 8, 4\)"),
+        (Grows, r"one size, got \(32, 34\) after \(32, 32\)"),
+    ],
+)
+def test_what_is_no_picture_of_a_film_is_refused(tmp_path, make, message):
+    with pytest.raises(ValueError, match=message):
+        record_video(drawn_agent(), make, tmp_path / "best.mp4")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_environment_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"Drawnn-v0 cannot be made: .*Drawnn"):
+        record_video(drawn_agent(), "Drawnn-v0", tmp_path / "best.mp4")
+
+
+def test_half_made_viewers_complain_of_nothing(tmp_path, capsys):
+    """Their destructors run when the error is let go of, and would print a traceback of their own."""
+
+    class Viewer:
+        def __init__(self):
+            raise RuntimeError("no OpenGL here")
+
+        def __del__(self):
+            self.context.free()  # which there never was
+
+    make = type("Views", (Drawn,), {"render": lambda self: Viewer()})
+    with pytest.raises(ValueError, match="cannot be drawn here"):
+        record_video(drawn_agent(make), make, tmp_path / "best.mp4")
+    assert "Exception ignored" not in capsys.readouterr().err
+
+
+def test_a_machine_without_ffmpeg_is_told_before_anything_is_played(tmp_path, monkeypatch):
+    import imageio_ffmpeg
+
+    def missing():
+        raise RuntimeError("No ffmpeg exe could be found.")
+
+    monkeypatch.setattr(imageio_ffmpeg, "get_ffmpeg_exe", missing)
+    with pytest.raises(ImportError, match="IMAGEIO_FFMPEG_EXE"):
+        record_video(drawn_agent(), Drawn, tmp_path / "best.mp4")

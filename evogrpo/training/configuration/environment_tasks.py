@@ -9,6 +9,9 @@ import gymnasium
 from evogrpo.envs.control.gymnasium import GymnasiumGroups, Vectorization
 from evogrpo.envs.control.making import registered
 
+# What making an environment raises: a library that draws may fail as soon as it is imported, with errors of any kind.
+_UNMADE = (gymnasium.error.Error, ImportError, TypeError, AttributeError, RuntimeError, OSError)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentTask:
@@ -64,7 +67,7 @@ class EnvironmentTask:
         """
         try:
             return self.groups(self.env, seed=seed)
-        except (gymnasium.error.Error, ImportError, TypeError) as error:
+        except _UNMADE as error:
             raise ValueError(f"task.env: {self.env!r} cannot be made: {error}") from error
 
     def groups(self, env: "str | Callable[..., gymnasium.Env[Any, Any]]", *, seed: int) -> GymnasiumGroups:
