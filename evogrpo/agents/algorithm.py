@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, Unpack
 
+import gymnasium
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -18,7 +19,8 @@ from evogrpo.agents.members.members import TextRequest
 from evogrpo.agents.opening import checked_size, founders_samples, open_members
 from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
-from evogrpo.agents.rollout.collecting import check_groups, commonly_scored, evaluate
+from evogrpo.agents.rollout.collecting import commonly_scored, evaluate
+from evogrpo.agents.rollout.testing import tested_in
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.hyperparameters import HyperparameterConfig, flag
 from evogrpo.records import LearnReport
@@ -244,21 +246,39 @@ class EvolvableAlgorithm(AgileRLAgent):
         self.failed = report.failed
         return report
 
-    def test(self, env: GroupEnvironment, loop: int = 1, split: Split = "validation") -> float:
+    def test(
+        self,
+        env: "GroupEnvironment | gymnasium.Env[Any, Any]",
+        loop: int = 1,
+        split: Split = "validation",
+        *,
+        episodes: int | None = None,
+        render: bool = False,
+    ) -> float:
         """Return the mean greedy reward (or undiscounted return) on a held-out split; training is not touched.
 
         Args:
-            env: Where the starts come from.
+            env: Where the starts come from; or a single environment of Gymnasium, which is reset with seeds 0, 1, ...
+                and stays open. One that was made with render_mode="human" shows itself.
             loop: How often to go through the split. Greedy answers to fixed questions do not vary, so more than once
                 matters for rewards that do.
             split: "validation", or "test" for the final report.
+            episodes: Only the first so many starts; None = all, but 1 of a single environment or with `render`.
+            render: Play one episode after the other in a window, at the environment's own speed.
+
+        Raises:
+            ImportError: If what draws is not installed.
+            ValueError: If an argument is out of range, the environment is not one for this agent, or it cannot be drawn
+                or there is no display.
         """
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
-        check_groups(env)
-        self.members.check(env)
         base = self._evaluated == "base"
-        rounds = [evaluate(self.members, [self.slot], env, split, base=base) for _ in range(loop)]
+        with tested_in(env, episodes=episodes, render=render) as (shown, count):
+            self.members.check(shown)
+            rounds = [
+                evaluate(self.members, [self.slot], shown, split, questions=count, base=base) for _ in range(loop)
+            ]
         return float(np.mean([commonly_scored(rewards, split).mean() for rewards in rounds]))
 
     # ---- the network

@@ -3,8 +3,10 @@
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import gymnasium
 from numpy.typing import ArrayLike
@@ -16,6 +18,7 @@ from evogrpo.envs.control.episodes import EpisodeRecord, Played
 from evogrpo.envs.control.making import CUT_OFF, Distinct, EnvMaker, declared_limit, registered, time_limit
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
+from evogrpo.envs.control.solo.drawing import WINDOW, check_display, made_to_draw, window
 from evogrpo.envs.control.solo.purity import Conduct, choose_conduct
 from evogrpo.envs.control.solo_lanes import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
 from evogrpo.envs.control.starts import SeededGroups
@@ -30,6 +33,17 @@ _NATIVE_LANES = 4096
 _SERIAL_LANES = 64
 
 
+class Plays(Protocol):
+    """Environments in which whole episodes are played."""
+
+    @property
+    def max_episode_steps(self) -> int:
+        """Steps after which an episode is truncated."""
+
+    def play_wanted(self, actor: Actor, wanted: Requested) -> Played:
+        """Play one episode for each row that is wanted."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEpisodes:
     """Opened starts, from each of which any number of episodes can be played.
@@ -39,7 +53,7 @@ class StepEpisodes:
         seeds: Reset seed of each opened start.
     """
 
-    env: "GymnasiumGroups"
+    env: "Plays"
     seeds: tuple[int, ...]
 
     def play(
@@ -85,7 +99,7 @@ class StepEpisodes:
             base=base,
             max_episode_steps=self.env.max_episode_steps,
         )
-        return self.env._play(actor, wanted)
+        return self.env.play_wanted(actor, wanted)
 
 
 class GymnasiumGroups(SeededGroups):
@@ -109,7 +123,8 @@ class GymnasiumGroups(SeededGroups):
 
     Args:
         env: The id of a registered environment, or a callable that makes one.
-        env_kwargs: Keyword arguments of the environment or the callable.
+        env_kwargs: Keyword arguments of the environment or the callable. With render_mode "human" tests are watched
+            in a window, one episode after the other; what is learnt from, and fitness, is played without.
         max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit, or 1,000 where
             it has none; the first episode that is cut off by this is warned of.
         vectorization: "native" (numpy), "serial" (one environment after the other in this process), "processes" (one
@@ -129,6 +144,7 @@ class GymnasiumGroups(SeededGroups):
         seed: As given.
         name: The id, or the name of the callable.
         native: Whether a native environment runs.
+        windowed: Whether tests are watched in a window.
         remake: Whether every episode gets an environment made anew, as given or chosen.
         reseed_noise: Whether the replicas of a start get their own noise after reset, as given or chosen.
         max_episode_steps: Steps after which an episode is truncated.
@@ -159,6 +175,10 @@ class GymnasiumGroups(SeededGroups):
         _check_options(max_episode_steps, vectorization, lanes)
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         kwargs = dict(env_kwargs or {})
+        self.windowed = kwargs.get("render_mode") == WINDOW
+        self._in_window = False
+        if self.windowed:  # episodes side by side are not to be watched; `drawn` is
+            del kwargs["render_mode"]
         self._make = EnvMaker(env=env, env_kwargs=kwargs, max_episode_steps=max_episode_steps, noise_seed=None)
         self._distinct = Distinct()
         example = self._made()
@@ -205,6 +225,21 @@ class GymnasiumGroups(SeededGroups):
         declared = declared_limit(example.unwrapped)  # believed, and made sure of only beyond what is usual
         self._make = replace(self._make, max_episode_steps=max(CUT_OFF, declared or 0))
         return declared or CUT_OFF, declared is None
+
+    def drawn(self) -> "GymnasiumGroups":
+        """Return the same starts in a single environment that shows itself in a window, at its own speed.
+
+        Raises:
+            ImportError: If a package that it needs is missing.
+            ValueError: If it cannot be drawn, or there is no display.
+        """
+        check_display()
+        shown, plain = copy(self), self._make
+        made_to_draw(plain, self.name, WINDOW).close()
+        shown._make = replace(plain, env_kwargs={**plain.env_kwargs, "render_mode": WINDOW})
+        shown._native, shown._processes, shown._count, shown._lanes = None, False, 1, None
+        shown._distinct, shown._in_window = Distinct(), True
+        return shown
 
     def close(self) -> None:
         """Close environments and processes; the next `play` makes new ones."""
@@ -256,12 +291,13 @@ class GymnasiumGroups(SeededGroups):
             "spaces": short_hash(str(self.observation_space), str(self.action_space)),
         }
 
-    def _play(self, actor: Actor, wanted: Requested) -> Played:
+    def play_wanted(self, actor: Actor, wanted: Requested) -> Played:
+        """Play one episode for each row that is wanted; see `StepEpisodes.play`."""
         if self._lanes is None:
             self._lanes = self._open_lanes()
         space, action_space = self.observation_space, self.action_space
         record = EpisodeRecord(space, wanted.member_ids, wanted.statistics)
-        with self._closed_if_broken():
+        with self._closed_if_broken(), window() if self._in_window else nullcontext():
             played = play_episodes(
                 self._lanes, self._count, {ONLY: (space, action_space)}, {ONLY: actor}, record, wanted
             )

@@ -1,0 +1,71 @@
+"""A single Gymnasium environment of the caller's as something to be tested in: one episode after the other."""
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import gymnasium
+from gymnasium.wrappers import TimeLimit
+
+from evogrpo.envs.control.episodes import EpisodeRecord, Played
+from evogrpo.envs.control.gymnasium import StepEpisodes
+from evogrpo.envs.control.making import CUT_OFF, declared_limit, time_limit
+from evogrpo.envs.control.playing import Requested, play_episodes
+from evogrpo.envs.control.solo.drawing import WINDOW, window
+from evogrpo.envs.control.solo_lanes import ONLY, SerialLanes
+from evogrpo.envs.groups import Split
+from evogrpo.records import Actor
+
+
+class GivenEnvironment:
+    """Plays in an environment that is there already, and leaves it open.
+
+    Its starts, the same for every split, are the reset seeds 0, 1, 2 and so on. Episodes of an environment without a
+    limit are cut off after 1,000 steps. One that was made with render_mode="human" is seen in its window.
+
+    Args:
+        env: The environment.
+        episodes: How many starts there are.
+
+    Attributes:
+        max_episode_steps: Steps after which an episode is truncated.
+        observation_space: The environment's.
+        action_space: Likewise.
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]", episodes: int) -> None:
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        own = (time_limit(env), None if env.spec is None else env.spec.max_episode_steps, declared_limit(env))
+        known = next((limit for limit in own if limit is not None), None)
+        self._env = _Borrowed(env if known is not None else TimeLimit(env, CUT_OFF))
+        self.max_episode_steps, self._episodes = known or CUT_OFF, episodes
+        self._drawn = env.render_mode == WINDOW
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        """Return the first so many starts, whatever the step."""
+        return tuple(range(count))
+
+    def size(self, split: Split) -> int:
+        """Return the number of starts."""
+        return self._episodes
+
+    def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
+        """Open starts, which are reset seeds."""
+        return StepEpisodes(env=self, seeds=tuple(starts))
+
+    def play_wanted(self, actor: Actor, wanted: Requested) -> Played:
+        """Play one episode after the other; see `StepEpisodes.play`."""
+        space, action_space = self.observation_space, self.action_space
+        lanes = SerialLanes(
+            lambda: self._env, remake=False, reseed=False, observation_space=space, action_space=action_space
+        )
+        record = EpisodeRecord(space, wanted.member_ids, wanted.statistics)
+        with window() if self._drawn else nullcontext():
+            return play_episodes(lanes, 1, {ONLY: (space, action_space)}, {ONLY: actor}, record, wanted)
+
+
+class _Borrowed(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Stays open when lanes are closed."""
+
+    def close(self) -> None:
+        """Do nothing: the environment is its maker's to close."""
