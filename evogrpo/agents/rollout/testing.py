@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import gymnasium
 
 from evogrpo.agents.rollout.collecting import check_groups
-from evogrpo.envs.control.solo.drawing import WINDOW
 from evogrpo.envs.control.solo.given import GivenEnvironment
+from evogrpo.envs.control.solo.windows import WINDOW
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.hyperparameters import flag, whole_between
 

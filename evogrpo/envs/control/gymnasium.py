@@ -18,8 +18,8 @@ from evogrpo.envs.control.episodes import EpisodeRecord, Played
 from evogrpo.envs.control.making import CUT_OFF, Distinct, EnvMaker, declared_limit, registered, time_limit
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
-from evogrpo.envs.control.solo.drawing import WINDOW, check_display, made_to_draw, window
 from evogrpo.envs.control.solo.purity import Conduct, choose_conduct
+from evogrpo.envs.control.solo.windows import WINDOW, check_shown, window
 from evogrpo.envs.control.solo_lanes import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import leaf_spaces
@@ -233,9 +233,8 @@ class GymnasiumGroups(SeededGroups):
             ImportError: If a package that it needs is missing.
             ValueError: If it cannot be drawn, or there is no display.
         """
-        check_display()
         shown, plain = copy(self), self._make
-        made_to_draw(plain, self.name, WINDOW).close()
+        check_shown(lambda **mode: replace(plain, env_kwargs={**plain.env_kwargs, **mode})(), self.name)
         shown._make = replace(plain, env_kwargs={**plain.env_kwargs, "render_mode": WINDOW})
         shown._native, shown._processes, shown._count, shown._lanes = None, False, 1, None
         shown._distinct, shown._in_window = Distinct(), True

@@ -2,7 +2,8 @@
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from evogrpo.envs.control.joint.scores import Score, Scoring, scoring, summed
 from evogrpo.envs.control.joint.stage import Stage
 from evogrpo.envs.control.making import CUT_OFF, Distinct, declared_limit
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
+from evogrpo.envs.control.solo.windows import WINDOW, check_shown, window
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
@@ -106,7 +108,8 @@ class PettingZooGroups(SeededGroups):
 
     Args:
         env: Makes a parallel environment, e.g. `mpe2.simple_spread_v3.parallel_env`.
-        env_kwargs: Its keyword arguments.
+        env_kwargs: Its keyword arguments. With render_mode "human" tests are watched in a window, one episode after the
+            other; what is learnt from, and fitness, is played without.
         max_episode_steps: Steps after which all living agents are truncated; None = the environment's own limit
             (its `max_cycles`), or 1,000 where it has none; the first episode that is cut off by this is warned of.
         lanes: Most joint episodes at a time.
@@ -158,6 +161,9 @@ class PettingZooGroups(SeededGroups):
             raise ValueError(f"env must make environments, such as a module's parallel_env, got {type(env).__name__}")
         super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
         self._make, self._kwargs = env, dict(env_kwargs or {})
+        self._in_window, self.windowed = False, self._kwargs.get("render_mode") == WINDOW
+        if self.windowed:  # episodes side by side are not to be watched; `drawn` is
+            del self._kwargs["render_mode"]
         self._wanted_limit, self._count = max_episode_steps, lanes
         self._lanes: list[JointLane] = []
         self._distinct = Distinct()
@@ -189,6 +195,19 @@ class PettingZooGroups(SeededGroups):
         with ExitStack() as closing:  # every one, whatever one of them raises
             for lane in lanes:
                 closing.callback(lane.close)
+
+    def drawn(self) -> "PettingZooGroups":
+        """Return the same starts in a single environment that shows itself in a window, at its own speed.
+
+        Raises:
+            ImportError: If a package that it needs is missing.
+            ValueError: If it cannot be drawn, or there is no display.
+        """
+        check_shown(self._made, self.name)
+        shown = copy(self)
+        shown._kwargs = {**self._kwargs, "render_mode": WINDOW}
+        shown._lanes, shown._count, shown._distinct, shown._in_window = [], 1, Distinct(), True
+        return shown
 
     @property
     def observation_space(self) -> gymnasium.spaces.Dict:
@@ -236,7 +255,7 @@ class PettingZooGroups(SeededGroups):
     ) -> JointPlayed:
         lanes = JointLanes(self._lanes, self._lane, assignment)
         spaces = {name: (role.observation_space, role.action_space) for name, role in assignment.roles.items()}
-        with self._closed_if_broken():
+        with self._closed_if_broken(), window() if self._in_window else nullcontext():
             played = play_episodes(lanes, self._count, spaces, actors, JointRecord(groups, assignment), wanted)
         if self._wanted_limit is None and (played.lengths >= self._last_step).any():
             self._warn(

@@ -11,7 +11,7 @@ from evogrpo.envs.control.episodes import EpisodeRecord, Played
 from evogrpo.envs.control.gymnasium import StepEpisodes
 from evogrpo.envs.control.making import CUT_OFF, declared_limit, time_limit
 from evogrpo.envs.control.playing import Requested, play_episodes
-from evogrpo.envs.control.solo.drawing import WINDOW, window
+from evogrpo.envs.control.solo.windows import WINDOW, window
 from evogrpo.envs.control.solo_lanes import ONLY, SerialLanes
 from evogrpo.envs.groups import Split
 from evogrpo.records import Actor

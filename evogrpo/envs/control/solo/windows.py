@@ -1,15 +1,13 @@
-"""Environments that draw themselves: made in a mode of theirs, with the reason where that cannot be."""
+"""Environments that show themselves in a window: made so, with the reason where that cannot be."""
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import gymnasium
 
-from evogrpo.envs.control.making import EnvMaker
 from evogrpo.installing import extra_command
 
 WINDOW = "human"
@@ -31,20 +29,20 @@ def check_display() -> None:
         )
 
 
-def made_to_draw(maker: EnvMaker, name: str, mode: str) -> "gymnasium.Env[Any, Any]":
-    """Make an environment in one of its render modes.
+def check_shown(make: Callable[..., Any], name: str) -> None:
+    """Refuse an environment that does not show itself in a window, and any where there is no display.
 
     Args:
-        maker: Makes it otherwise.
+        make: Makes it, given a `render_mode`.
         name: What it is called.
-        mode: The render mode.
 
     Raises:
         ImportError: If a package that it needs is missing.
-        ValueError: If it does not know that mode.
+        ValueError: If it cannot be shown.
     """
+    check_display()
     try:
-        made = replace(maker, env_kwargs={**maker.env_kwargs, "render_mode": mode})()
+        made = make(render_mode=WINDOW)
     except gymnasium.error.DependencyNotInstalled as error:
         raise ImportError(f"{name} needs a package that is not installed: {error}") from error
     except TypeError as error:
@@ -52,16 +50,14 @@ def made_to_draw(maker: EnvMaker, name: str, mode: str) -> "gymnasium.Env[Any, A
             raise
         raise ValueError(
             f"{name} takes no render_mode, so it cannot be drawn: let it take the keyword argument and draw itself "
-            f'where it is "{mode}"'
+            f'where it is "{WINDOW}"'
         ) from error
-    if made.render_mode != mode:
-        modes = list(made.metadata.get("render_modes", ()))
-        made.close()
+    found, known = getattr(made, "render_mode", None), list(getattr(made, "metadata", {}).get("render_modes", ()))
+    made.close()
+    if found != WINDOW:
         raise ValueError(
-            f'{name} cannot be drawn: it must be made with render_mode="{mode}", but its render_mode is '
-            f"{made.render_mode!r} (it knows {modes})"
+            f'{name} cannot be drawn: made with render_mode="{WINDOW}" its render_mode is {found!r} (it knows {known})'
         )
-    return made
 
 
 @contextmanager
