@@ -107,7 +107,8 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
                 display.show(report)
     except KeyboardInterrupt:
         say_error("aborted; what was learned since the newest checkpoint is lost")
-        show_command(console, "go on", resume_line)
+        if latest_complete(run_dir).folder is not None:  # else there is nothing to go on from
+            show_command(console, "go on", resume_line)
         return INTERRUPTED
     except (RewardError, StrategyError, AllFailedError) as error:
         console.print()
@@ -117,11 +118,13 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
         if not isinstance(error, AllFailedError):  # which would only fail again
             show_command(console, "once mended", mended)
         return FAILED
-    except Exception:
+    except Exception as error:
         if latest_complete(run_dir).folder is None:
             say_error(f"nothing of this run was saved yet: once that is mended, remove {run_dir} and start it again")
-        else:
+        elif isinstance(error, OSError):  # a full disk, say: the run is what it was
             show_command(console, "go on", resume_line)
+        else:  # most often what members act in, and once mended that is another one
+            show_command(console, "once mended", command("resume", run_dir, "--allow-changed-data"))
         raise
     display.say_end()
     if not evolution.result.complete:

@@ -1,6 +1,8 @@
 """Training small networks on a Gymnasium environment from the command line: the same command, records and ending."""
 
+import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import gymnasium
@@ -287,6 +289,54 @@ def test_an_environment_in_a_module_of_the_working_directory_is_found(here, monk
     finally:
         gymnasium.registry.pop("Own-v0", None)
         sys.modules.pop("my_environments", None)
+
+
+def printed_command(label, output):
+    """Return the words of the `evogrpo` command that was printed under a label."""
+    (line,) = [line for line in output.splitlines() if line.startswith(label)]
+    words = shlex.split(line)
+    return words[words.index("resume") :]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, KeyError])
+def test_the_command_that_is_printed_after_a_faulty_environment_goes_on_once_it_is_mended(here, capsys, error):
+    from gymnasium.envs.classic_control import CartPoleEnv
+
+    class Faulty(CartPoleEnv):
+        left = 1000
+
+        def step(self, action):
+            Faulty.left -= 1
+            if Faulty.left < 0:
+                raise error("out of order")
+            return super().step(action)
+
+    class Mended(CartPoleEnv):
+        pass
+
+    words = ["--env", "Faulty-v0", *SHORT, "schedule.generations=3"]
+    try:
+        gymnasium.register("Faulty-v0", entry_point=Faulty, max_episode_steps=10)
+        with pytest.raises(error) if error is not ValueError else nullcontext():
+            assert main(["train", *words]) == 2
+        output = capsys.readouterr().out
+        assert "go on" not in output
+        gymnasium.registry.pop("Faulty-v0")
+        gymnasium.register("Faulty-v0", entry_point=Mended, max_episode_steps=10)
+        assert main(printed_command("once mended", output)) == 0
+    finally:
+        gymnasium.registry.pop("Faulty-v0", None)
+    assert "ended: generations 3 are done" in capsys.readouterr().out
+
+
+def test_a_run_that_time_ended_is_trained_further_by_the_command_that_it_prints(here, capsys):
+    assert main(["train", "--env", "CartPole-v1", "schedule.max_seconds=1", "task.max_episode_steps=20"]) == 0
+    output = capsys.readouterr().out
+    assert "ended: max_seconds 1 are spent" in output
+    assert main(["resume", "runs/CartPole-v1"]) == 0
+    assert "nothing is left to do" in capsys.readouterr().out
+    assert main([*printed_command("train further", output), "test_questions=2"]) == 0
+    assert "ended: generations" in capsys.readouterr().out
 
 
 def test_the_folder_of_a_run_is_not_taken_for_an_agent(finished):
