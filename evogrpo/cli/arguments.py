@@ -187,8 +187,9 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "video",
         "evogrpo.cli.inspect:video",
         "record episodes of a run's best member as MP4 files",
-        "For runs in a Gymnasium environment that can be drawn; needs the extra `video`; `evogrpo doctor` says how to "
-        "install it. Code that the run's config.yaml names is run: only for runs whose config.yaml you trust.",
+        "For runs in a Gymnasium or PettingZoo environment that can be drawn; needs the extra `video`; `evogrpo "
+        "doctor` says how to install it. Code that the run's config.yaml names is run: only for runs whose config.yaml "
+        "you trust.",
     )
     _existing_run(video)
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="how many test starts to play (default 1)")

@@ -71,7 +71,7 @@ def video(chosen: argparse.Namespace) -> int:
         raise ValueError(f"--episodes must be at least 1, got {chosen.episodes}")
     if not (chosen.run_dir / CONFIG_FILE).is_file():
         raise ValueError(
-            f"{chosen.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train --env`; one started "
+            f"{chosen.run_dir} holds no {CONFIG_FILE}: name the folder of a run of `evogrpo train`; one started "
             "by evolve() in Python is recorded with evogrpo.record_video()"
         )
     if not (chosen.run_dir / "best").is_dir():
@@ -86,7 +86,8 @@ def video(chosen: argparse.Namespace) -> int:
         except ImportError as error:
             raise ValueError(str(error)) from error
     for each in recorded:
-        facts = f"  return {number_text(each.episode_return)}, {each.length} steps"
+        own = ", ".join(f"{agent} {number_text(earned)}" for agent, earned in each.returns.items())
+        facts = f"  return {number_text(each.episode_return)}{f' ({own})' if own else ''}, {each.length} steps"
         console.print(Text.assemble(printable(str(each.path)), (facts, "dim")), soft_wrap=True)
     return OK
 

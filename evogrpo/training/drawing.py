@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.making import EnvMaker
 from evogrpo.history.text import shorten
 from evogrpo.installing import extra_command
@@ -108,7 +109,7 @@ class Drawn(gymnasium.Wrapper[Any, Any, Any, Any]):
 
 
 def drawn(
-    env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups",
+    env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups | PettingZooGroups",
     env_kwargs: Mapping[str, Any],
     max_episode_steps: int | None,
     seed: int,
@@ -116,6 +117,8 @@ def drawn(
     """Make an environment that draws itself, and see that it does."""
     if isinstance(env, GymnasiumGroups):
         base, name = env._make, env.name
+    elif isinstance(env, PettingZooGroups):
+        base, name = EnvMaker(env=env.stage, env_kwargs={}, max_episode_steps=None, noise_seed=None), env.name
     else:
         base = EnvMaker(env=env, env_kwargs={}, max_episode_steps=None, noise_seed=None)
         name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)

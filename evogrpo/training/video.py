@@ -1,9 +1,9 @@
-"""Videos of what a member does: whole episodes of a Gymnasium environment, drawn by it and filmed by RecordVideo."""
+"""Videos of what a member does: whole episodes, drawn by the environment and filmed by Gymnasium's RecordVideo."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,9 @@ from gymnasium.wrappers import RecordVideo
 
 from evogrpo.agents.grpo import GRPO
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.joint.stage import REWARDS
+from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.installing import extra_command
 from evogrpo.training.drawing import displayless, drawn
 
@@ -28,9 +31,10 @@ class Recorded:
     Attributes:
         path: The video, with one frame more than the episode has steps: the first shows its start.
         seed: That the environment was reset with.
-        episode_return: Sum of its rewards, undiscounted.
+        episode_return: Sum of its rewards, undiscounted; of several agents all together.
         length: Its steps.
         truncated: Whether it was cut off rather than come to its end.
+        returns: Of several agents, what each of them earned.
     """
 
     path: Path
@@ -38,12 +42,13 @@ class Recorded:
     episode_return: float
     length: int
     truncated: bool
+    returns: Mapping[str, float] = field(default_factory=dict)
 
 
 @displayless()
 def record_video(
     agent: GRPO,
-    env: "str | Callable[..., gymnasium.Env[Any, Any]] | GymnasiumGroups",
+    env: "str | Callable[..., Any] | GymnasiumGroups | PettingZooGroups",
     path: str | Path,
     *,
     env_kwargs: Mapping[str, Any] | None = None,
@@ -58,13 +63,14 @@ def record_video(
     Args:
         agent: A member of small networks, e.g. `population.best` or `GRPO.load(run_dir / "best")`.
         env: The id of a registered environment, a callable that makes one and takes `render_mode`, or what the agent
-            was trained in.
+            was trained in; for a member of several agents a callable that makes a parallel one, or PettingZooGroups.
         path: Where the video goes, an .mp4 file; of several episodes "name-0.mp4", "name-1.mp4", ...
-        env_kwargs: Keyword arguments of the environment or the callable; with GymnasiumGroups added to its own.
+        env_kwargs: Keyword arguments of the environment or the callable; with GymnasiumGroups or PettingZooGroups added
+            to its own.
         max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
         episodes: How many, at least 1.
         seeds: Reset seed of each episode, instead of a number of episodes. None takes the first validation starts of
-            GymnasiumGroups, and 0, 1, ... elsewhere.
+            GymnasiumGroups or PettingZooGroups, and 0, 1, ... elsewhere.
         deterministic: Take the most likely actions, as fitness is measured; False draws them.
         fps: Frames per second; None = the environment's own, or 30.
 
@@ -81,9 +87,14 @@ def record_video(
     if find_spec("moviepy") is None:
         raise ImportError(f"videos are written with moviepy, which is not installed: {extra_command('video')}")
     _check_encoder()
+    if agent.members.kind == "joint" and not isinstance(env, PettingZooGroups):
+        env = PettingZooGroups(env, env_kwargs=env_kwargs)  # type: ignore[arg-type]  # what cannot be one is refused
+    if isinstance(env, PettingZooGroups):
+        agent.members.check(env)
     made = drawn(env, env_kwargs or {}, max_episode_steps, seeds[0])
     with closing(made):
-        check_spaces(agent, made)
+        if not isinstance(env, PettingZooGroups):
+            check_spaces(agent, made)
         player = agent.clone()
         targets[0].parent.mkdir(parents=True, exist_ok=True)
         # Next to the videos, so that each is moved into place whole.
@@ -125,7 +136,7 @@ def _seeds(env: object, episodes: int, seeds: Sequence[int] | None) -> list[int]
         return [int(seed) for seed in seeds]
     if episodes < 1:
         raise ValueError(f"episodes must be at least 1, got {episodes}")
-    if isinstance(env, GymnasiumGroups):
+    if isinstance(env, SeededGroups):
         return [env.reset_seed("validation", start) for start in range(episodes)]
     return list(range(episodes))
 
@@ -153,14 +164,17 @@ def _play(agent: GRPO, film: "RecordVideo[Any, Any]", seed: int, deterministic: 
     """Play one episode to its end."""
     seen, info = film.reset(seed=seed)
     total, length, over = 0.0, 0, False
+    returns: dict[str, float] = {}
     while not over:
         if length >= _LONGEST:
             raise ValueError(f"an episode has not ended after {_LONGEST} steps: give max_episode_steps")
         seen, reward, terminated, truncated, info = film.step(action_of(agent, seen, info, deterministic))
         total, length, over = total + float(reward), length + 1, bool(terminated or truncated)
+        for name, own in info.get(REWARDS, {}).items():
+            returns[name] = returns.get(name, 0.0) + own
     # Before it writes them; declared as an int, but a float is what it is used as.
     film.frames_per_sec = keeping_all(film.frames_per_sec, len(film.recorded_frames))  # type: ignore[assignment]
-    return {"seed": seed, "episode_return": total, "length": length, "truncated": not terminated}
+    return {"seed": seed, "episode_return": total, "length": length, "truncated": not terminated, "returns": returns}
 
 
 def keeping_all(fps: float, frames: int) -> float:

@@ -110,11 +110,30 @@ def test_a_run_goes_on_and_is_reported(finished, capsys):
 def test_what_a_team_is_not_made_for_is_refused_with_the_way_to_use_it(finished, here, capsys):
     assert main(["export", str(finished[0]), "out"]) == 2
     assert "no adapter: load them with MultiAgentGRPO.load(" in one_line(capsys.readouterr().err)
-    assert main(["video", str(finished[0])]) == 2
-    said = one_line(capsys.readouterr().err)
-    assert "a run of several agents" in said
-    assert "MultiAgentGRPO.load(" in said
     assert list(here.iterdir()) == []
+
+
+def test_a_team_that_nobody_can_draw_is_said_to_be_so(finished, capsys):
+    pytest.importorskip("moviepy")
+    assert main(["video", str(finished[0])]) == 2
+    assert "takes no render_mode, so it cannot be recorded" in one_line(capsys.readouterr().err)
+    assert not list((finished[0] / "videos").glob("*.mp4"))
+
+
+def test_a_team_is_filmed_with_what_each_agent_earned(here, capsys):
+    pytest.importorskip("moviepy")
+    values = {
+        "task": {"parallel_env": "tests.envs.joint_probes:Painted", "validation_size": 2, "test_size": 2},
+        "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8},
+        "population": {"size": 1},
+    }
+    Path("paint.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", "paint.yaml"]) == 0
+    assert "evogrpo video runs/paint" in one_line(capsys.readouterr().out)
+    assert main(["video", "runs/paint", "--episodes", "2"]) == 0
+    said = one_line(capsys.readouterr().out)
+    assert "member-0-1.mp4 return 9 (red_0 3, red_1 3, blue_0 3), 3 steps" in said
+    assert len(list(Path("runs/paint/videos").glob("*.mp4"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,22 @@ class Unseeded(Favours):
         return super().show()
 
 
+class Painted(Alike):
+    """Three steps, each drawn in another shade of grey; everybody earns 1 at each."""
+
+    metadata: ClassVar = {"name": "painted_v0", "render_modes": ["rgb_array"], "render_fps": 10}
+
+    def __init__(self, render_mode=None, agents=("red_0", "red_1", "blue_0")):
+        super().__init__(agents, steps=3)
+        self.render_mode = render_mode
+
+    def earned(self, hits):
+        return dict.fromkeys(hits, 1.0)
+
+    def render(self):
+        return np.full((32, 48, 3), 60 * self.time, np.uint8)
+
+
 def first_earns(returns):
     """A score: what the first agent earns."""
     return next(iter(returns.values()))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +34,7 @@ from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.video import Recorded
+from evogrpo.training.video import Recorded, record_video
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,19 +207,19 @@ class TeamKind:
     def film(
         self, config: Config[ParallelTask, NetworkAgent], best: Path, folder: Path, episodes: int
     ) -> tuple[Recorded, ...]:
-        """Refuse: videos are filmed by Gymnasium, which knows no environments of several agents."""
-        raise ValueError(
-            "videos are made of Gymnasium environments only, and this is a run of several agents: let the best member "
-            f"play where you draw, with {self.uses(best)['use it']}"
-        )
+        """Record the best member from the first test starts."""
+        with closing(config.task.environment(seed=config.task_seed)) as env:
+            seeds = [env.reset_seed("test", start) for start in range(min(episodes, env.size("test")))]
+            agent = MultiAgentGRPO.load(best)
+            return record_video(agent, env, folder / f"member-{agent.index}.mp4", seeds=seeds)
 
     def uses(self, best: Path) -> dict[str, str]:
         """Return how the best member acts."""
         return {"use it": f"evogrpo.MultiAgentGRPO.load({str(best)!r}).get_action(observations, training=False)"}
 
     def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
-        """Return nothing: there is nothing to export and nothing to watch."""
-        return {}
+        """Return how to watch the best member."""
+        return {"watch it": ("video", run_dir)}
 
 
 def _members(config: Config[ParallelTask, NetworkAgent], env: PettingZooGroups, size: int, device: str) -> Population:

@@ -8,7 +8,7 @@ import numpy as np
 from gymnasium import spaces
 
 from evogrpo.envs.control.actions import legal_actions, mask_sizes
-from evogrpo.envs.control.joint.joint_lanes import JointLane, JointSeen, any_legal, mask_of
+from evogrpo.envs.control.joint.joint_lanes import JointLane, JointSeen, any_legal, mask_of, nothing
 from evogrpo.randomness import generator
 
 STEPS = 64
@@ -41,7 +41,9 @@ def played_by_chance(lane: JointLane, start: int, seed: int, replica: int) -> It
 
 def _by_chance(space: spaces.Space[Any], mask: Any) -> Any:
     """Return an action as the environment takes it, any of the legal ones alike."""
-    flags = None if mask is None or not any_legal(mask) else legal_actions(space, [mask])
+    if mask is not None and not any_legal(mask):
+        return nothing(space)
+    flags = legal_actions(space, [mask])
     if flags is None:
         action = space.sample()
     elif isinstance(space, spaces.Discrete):

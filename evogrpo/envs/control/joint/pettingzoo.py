@@ -301,15 +301,14 @@ class PettingZooGroups(SeededGroups):
             self._said.add(words)
             warnings.warn(words, stacklevel=3)
 
-    def stage(self, max_episode_steps: int | None = None, **env_kwargs: Any) -> Stage:
+    def stage(self, **env_kwargs: Any) -> Stage:
         """Return one such environment that a single player plays for all agents.
 
         Args:
-            max_episode_steps: Steps after which an episode ends; None = as everywhere here.
             env_kwargs: Further keyword arguments of the environment, such as its `render_mode`.
         """
-        limit = max_episode_steps or self._last_step
-        return Stage(partial(self._made, **env_kwargs), limit, self.observation_space, self.action_space)
+        make = partial(self._made, **env_kwargs)
+        return Stage(make, self._last_step, self.observation_space, self.action_space)
 
     def _made(self, **further: Any) -> "ParallelEnv[Any, Any, Any]":
         env = self._make(**{**self._kwargs, **further})

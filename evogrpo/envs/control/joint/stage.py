@@ -7,13 +7,16 @@ import gymnasium
 
 from evogrpo.envs.control.joint.joint_lanes import JointLane, JointSeen, any_legal, mask_of, nothing
 
+REWARDS = "rewards of agents"
+"""Under this name infos hold what each agent earned."""
+
 ByAgent = dict[str, Any]
 
 
 class Stage(gymnasium.Env[ByAgent, ByAgent]):
     """Shows what every agent sees that is to act, and takes what they do; the reward is what all earn together.
 
-    The infos hold their action masks by agent, and every agent's reward under "rewards". An agent whose mask leaves
+    The infos hold their action masks by agent, and every agent's reward under `REWARDS`. An agent whose mask leaves
     nothing to do is not shown, and does nothing.
 
     Args:
@@ -66,4 +69,4 @@ class Stage(gymnasium.Env[ByAgent, ByAgent]):
         masks = {agent: mask_of(seen, agent) for agent in seen.observations}
         acting = [agent for agent, mask in masks.items() if mask is None or any_legal(mask)]
         given = {agent: masks[agent] for agent in acting if masks[agent] is not None}
-        return {agent: seen.observations[agent] for agent in acting}, {"action_mask": given, "rewards": seen.rewards}
+        return {agent: seen.observations[agent] for agent in acting}, {"action_mask": given, REWARDS: seen.rewards}
