@@ -176,19 +176,19 @@ def train_ppo(seed: int, joint_steps: int, credit: str) -> tuple[ActorCritic, Pe
                 columns[name].append(torch.from_numpy(value))
         table = {name: torch.stack(values) for name, values in columns.items()}
         with torch.no_grad():
-            table["advantage"] = _gae(table, model.critic(torch.from_numpy(rollouts.seen))[:, 0])
+            table["advantage"] = gae(table, model.critic(torch.from_numpy(rollouts.seen))[:, 0])
         table["return"] = table["advantage"] + table["value"]
         flat = {name: values.flatten(0, 1) for name, values in table.items()}
         for _ in range(p["epochs"]):
             for rows in torch.from_numpy(rng.permutation(agents * PPO_STEPS)).chunk(p["minibatches"]):
                 optimizer.zero_grad()
-                _ppo_loss(model, {name: values[rows] for name, values in flat.items()}).backward()
+                ppo_loss(model, {name: values[rows] for name, values in flat.items()}).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 0.5)
                 optimizer.step()
     return model, env, updates * PPO_ENVS * PPO_STEPS
 
 
-def _gae(table: Mapping[str, Tensor], after: Tensor) -> Tensor:
+def gae(table: Mapping[str, Tensor], after: Tensor) -> Tensor:
     """Return generalised advantage estimates `[t, agents]` (Schulman et al. 2016)."""
     discount, result, carried = PPO_SETTINGS["gamma"], torch.zeros_like(table["value"]), torch.zeros_like(after)
     for t in reversed(range(len(result))):
@@ -199,7 +199,7 @@ def _gae(table: Mapping[str, Tensor], after: Tensor) -> Tensor:
     return result
 
 
-def _ppo_loss(model: ActorCritic, rows: Mapping[str, Tensor]) -> Tensor:
+def ppo_loss(model: ActorCritic, rows: Mapping[str, Tensor]) -> Tensor:
     """Return the clipped loss of one minibatch (Schulman et al. 2017)."""
     policy = Categorical(logits=model.policy(rows["seen"]))
     ratio = (policy.log_prob(rows["action"]) - rows["log_prob"]).exp()
