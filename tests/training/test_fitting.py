@@ -1,5 +1,6 @@
 """Sizes that a configuration leaves open. The clock of these tests moves when an environment steps."""
 
+import re
 import time
 
 import gymnasium
@@ -70,7 +71,10 @@ def test_a_step_is_measured_and_sizes_leave_time_for_a_hundred(clock, seconds, e
     prepared = prepared_in(configured(seconds), costly(clock))
     assert sizes(prepared.config) == expected
     assert not prepared.config.auto
-    assert ("so that about 100 learning steps fit" in prepared.facts()["sizes"]) == (expected != FULL)
+    fits = (
+        "though not even one learning step is expected to fit" if seconds == 1 else "so that about 100 learning steps"
+    )
+    assert (fits in prepared.facts()["sizes"]) == (expected != FULL)
     assert prepared.facts()["sizes"].startswith(
         f"{expected[0]} member{'s' if expected[0] > 1 else ''}, {expected[1]} episodes a step, {expected[2]} starts"
     )
@@ -104,6 +108,18 @@ def test_episodes_are_expected_to_become_longer(clock):
     env = GymnasiumGroups(Short, max_episode_steps=100)
     assert sizes(prepared_in(configured(15.5 * 100), env).config) == FULL
     assert sizes(prepared_in(configured(15.3 * 100), env).config) == (8, 16, 32, 128)
+
+
+def test_where_not_even_one_group_fits_groups_are_smaller(clock):
+    small = {"hyperparameters": {"group_size": "auto"}, "schedule": {"validation_questions": 4}}
+    for seconds, group in ((250.0, 8), (150.0, 4), (60.0, 2), (30.0, 2)):
+        prepared = prepared_in(configured(seconds, **small), costly(clock))
+        assert prepared.config.hyperparameters.group_size == prepared.config.schedule.samples_per_step == group
+        steps = min(100, int(seconds / (group * 25 * 0.01)))
+        said = prepared.facts()["sizes"]
+        assert f"{group} episodes a step, in groups of {group}" in said
+        number = int(re.search(r"about (\d+) learning steps fit", said).group(1))
+        assert steps * 0.65 <= number <= steps  # a step of all lanes is taken for what it was when it was broken off
 
 
 def test_what_is_given_stays(clock):

@@ -8,6 +8,7 @@ from evogrpo.training.configuration.sections import AnyConfig
 
 AUTO = "auto"
 OPEN = {
+    "hyperparameters": ("group_size",),
     "population": ("size",),
     "schedule": ("samples_per_step", "validation_questions", "test_questions"),
 }
@@ -20,12 +21,14 @@ class RunSizes:
 
     Attributes:
         members: Of the population.
+        group_size: Episodes from one start.
         samples_per_step: Episodes of every member per learning step.
         validation_questions: Held-out starts that members are compared by.
         test_questions: Those of the test.
     """
 
     members: int
+    group_size: int
     samples_per_step: int
     validation_questions: int
     test_questions: int
@@ -51,6 +54,7 @@ def with_sizes(config: AnyConfig, sizes: RunSizes) -> AnyConfig:
     """
     chosen = {
         "population.size": sizes.members,
+        "hyperparameters.group_size": sizes.group_size,
         "schedule.samples_per_step": sizes.samples_per_step,
         "schedule.validation_questions": sizes.validation_questions,
         "schedule.test_questions": sizes.test_questions,
@@ -61,6 +65,7 @@ def with_sizes(config: AnyConfig, sizes: RunSizes) -> AnyConfig:
         sections[section][key] = chosen[name]
     return replace(
         config,
+        hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
         population=replace(config.population, **sections["population"]),
         schedule=replace(config.schedule, **sections["schedule"]),
         auto=frozenset(),

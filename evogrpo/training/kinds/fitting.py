@@ -19,6 +19,9 @@ from evogrpo.training.memory import Need
 LADDER = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
 """Members, and groups of each in a learning step: from what is chosen where there is time enough to the least."""
 
+SMALLER_GROUPS = (4, 2)
+"""Group sizes of a single member that does not even have time for whole groups, where their size is left open."""
+
 HELD_OUT, LEAST_HELD_OUT = (2, 8), 32
 """Starts that members are compared by, and starts of the test, for each episode of a member's learning step; and the
 fewest: by too few the luckiest member is taken for the best."""
@@ -69,7 +72,9 @@ def fitted(
     if not config.auto:
         return Fitted(config=config, remark=None)
     group = config.hyperparameters.group_size
-    rungs = [with_sizes(config, _sizes(count, groups * group)) for count, groups in LADDER]
+    smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
+    ladder = [(count, groups, group) for count, groups in LADDER] + [(1, 1, size) for size in smaller if size < group]
+    rungs = [with_sizes(config, _sizes(*rung)) for rung in ladder]
     there, _ = memory_of("cpu")
     roomy = [rung for rung in rungs if there is None or need(rung).size <= MEMORY_SHARE * there] or rungs[-1:]
     why = "" if roomy[0] is rungs[0] else "to what fits into half of the memory there is"
@@ -80,14 +85,19 @@ def fitted(
         )
         chosen = next((rung for rung in roomy if limit >= STEPS * seconds * _work(rung) / _work(roomy[0])), roomy[-1])
         if chosen is not roomy[0]:
-            why = f"so that about {STEPS} learning steps fit into {duration_text(limit)}"
+            steps = int(limit / (seconds * _work(chosen) / _work(roomy[0])))
+            number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
+            fits = f"so that about {number}" if steps else "though not even one learning step is expected to fit"
+            why = f"{fits} into {duration_text(limit)}"
     return Fitted(config=chosen, remark=_remark(chosen, config, why))
 
 
-def _sizes(members: int, samples: int) -> RunSizes:
+def _sizes(members: int, groups: int, group_size: int) -> RunSizes:
     validation, test = HELD_OUT
+    samples = groups * group_size
     return RunSizes(
         members=members,
+        group_size=group_size,
         samples_per_step=samples,
         validation_questions=max(LEAST_HELD_OUT, validation * samples),
         test_questions=test * samples,
@@ -125,6 +135,7 @@ def _remark(chosen: AnyConfig, asked: AnyConfig, why: str) -> str:
     texts = {
         "population.size": counted(chosen.population.size, "member"),
         "schedule.samples_per_step": f"{schedule.samples_per_step} episodes a step",
+        "hyperparameters.group_size": f"in groups of {chosen.hyperparameters.group_size}",
         "schedule.validation_questions": f"{schedule.validation_questions} starts for selection",
         "schedule.test_questions": f"{schedule.test_questions} for the test",
     }
