@@ -11,6 +11,7 @@ from typing import Any
 from evogrpo.agents.population import Population
 from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.hyperparameters.synonyms import counterpart
 from evogrpo.objective.neutral import warn_neutral
 from evogrpo.persistence.claim import Claim, holds_nothing
 from evogrpo.persistence.journal import read_journal
@@ -231,6 +232,8 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
             limits[name] = typed(Schedule.__dataclass_fields__[name].type, value, f"schedule.{name}")
         elif keys in (("model",), ("device",)):
             rest.append(text)
+        elif counterpart(name, LIMITS) is not None:
+            raise ValueError(f"unknown limit {name!r}: it is called {counterpart(name, LIMITS)!r} here")
         else:
             raise ValueError(
                 f"a resumed run may change {', '.join(LIMITS)}, model and device, got {'.'.join(keys)!r}: anything "

@@ -1,21 +1,31 @@
 """The configuration of a run, read strictly from YAML and written back with every default."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 import yaml
 
 import evogrpo
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.hyperparameters.synonyms import counterpart
 from evogrpo.persistence.durable import replace_file
 from evogrpo.training.configuration.automatic import without_auto
 from evogrpo.training.configuration.own_strategies import named_strategy
 from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.sources import FILE_KINDS
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, with_value
-from evogrpo.training.configuration.typed import build, inside, mapping, plain, refuse_unknown_keys, typed
+from evogrpo.training.configuration.typed import (
+    UnknownKeyError,
+    build,
+    inside,
+    mapping,
+    plain,
+    refuse_unknown_keys,
+    typed,
+)
 from evogrpo.training.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -31,6 +41,44 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     Raises:
         ValueError: If a key is unknown or missing, or a value is refused; with the key's full path.
     """
+    try:
+        return _parsed(values)
+    except UnknownKeyError as error:
+        place = None if error.answered or error.where.startswith("evolve.") else _place_of(error.name, error.where)
+        if place is None:
+            raise
+        raise ValueError(f"unknown key {inside(error.where, error.name)!r}: it is {place!r} here") from error
+
+
+def _place_of(name: str, where: str) -> str | None:
+    """Return the dotted path of what is called so, here or in other libraries, in another section than `where`."""
+    for section, fields in _sections():
+        own = name if name in fields else counterpart(name, fields)
+        if own is not None and section != where:
+            return inside(section, own)
+    return None
+
+
+def _sections() -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the path and the keys of every section; those that are read without torch first."""
+    sections = {"hyperparameters": Hyperparameters, "schedule": Schedule, "population": PopulationConfig}
+    for path, kind in {**sections, "logging": LoggingConfig}.items():
+        yield path, [field.name for field in dataclasses.fields(kind)]
+    yield "", [field.name for field in dataclasses.fields(Config)]
+    from evogrpo.training.kinds.registry import RUN_KINDS
+
+    for each in RUN_KINDS.values():
+        whole = get_type_hints(each.agent)
+        for name, hint in whole.items():
+            if dataclasses.is_dataclass(hint):
+                yield inside("agent", name), [field.name for field in dataclasses.fields(hint)]
+        yield "agent", list(whole)
+        for task in each.tasks:
+            yield "task", [field.name for field in dataclasses.fields(task) if field.name != "seed"]
+
+
+def _parsed(values: Mapping[str, Any]) -> AnyConfig:
+    """Build the configuration, or raise the error for the first key or value that is refused."""
     refuse_unknown_keys(values, [name for name in Config.__dataclass_fields__ if name != "auto"], "")
     values, auto = without_auto(values)
     if values.get("task") is None:

@@ -1,11 +1,13 @@
 """Frozen records from plain values, strictly: unknown names, missing ones and wrong types are refused by full path."""
 
 import dataclasses
+import difflib
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from evogrpo.hyperparameters import finite_number, unknown_name_error, whole_number
+from evogrpo.hyperparameters.synonyms import counterpart
 
 T = TypeVar("T")
 
@@ -37,11 +39,32 @@ def build(kind: type[T], values: object, where: str) -> T:
         raise ValueError(f"{where}: {error}") from error
 
 
+class UnknownKeyError(ValueError):
+    """A key that its section does not have.
+
+    Args:
+        name: The key.
+        where: The dotted path of the section.
+        valid: The keys that it has.
+
+    Attributes:
+        name: As given.
+        where: As given.
+        answered: Whether the section has what other libraries call so, or something spelt much like it.
+    """
+
+    def __init__(self, name: str, where: str, valid: Iterable[str]) -> None:
+        super().__init__(str(unknown_name_error(f"key in {where}" if where else "key", name, valid)))
+        self.name, self.where = name, where
+        near = any(name in key or key in name for key in valid) or difflib.get_close_matches(name, valid, cutoff=0.8)
+        self.answered = bool(near) or counterpart(name, valid) is not None
+
+
 def refuse_unknown_keys(values: Mapping[str, Any], valid: Mapping[str, Any] | Sequence[str], where: str) -> None:
     """Raise ValueError for the first key that does not exist, with its full path and the nearest key that does."""
     for name in values:
         if name not in valid:
-            raise unknown_name_error(f"key in {where}" if where else "key", name, valid)
+            raise UnknownKeyError(name, where, valid)
 
 
 def mapping(value: object, where: str) -> Mapping[str, Any]:

@@ -1,0 +1,69 @@
+"""A key in the wrong section, or by the name that it has elsewhere, is answered with the place that it has here."""
+
+import pytest
+
+from evogrpo.cli import main
+from evogrpo.training.configuration.reading import override, parse_config
+
+BASE = {"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}}
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ("lr=1e-3", "hyperparameters.lr"),
+        ("learning_rate=1e-3", "hyperparameters.lr"),
+        ("schedule.learning_rate=1e-3", "hyperparameters.lr"),
+        ("agent.gamma=0.9", "hyperparameters.gamma"),
+        ("total_timesteps=1000", "schedule.max_timesteps"),
+        ("hyperparameters.total_timesteps=1000", "schedule.max_timesteps"),
+        ("generations=3", "schedule.generations"),
+        ("pop_size=3", "population.size"),
+        ("schedule.size=3", "population.size"),
+        ("net_arch=[64]", "agent.network.hidden"),
+        ("agent.net_arch=[64]", None),
+        ("hyperparameters.activation_fn=tanh", "agent.network.activation"),
+        ("policy_kwargs={}", "agent.network"),
+        ("agent.weight_decay=0.1", "agent.optimizer.weight_decay"),
+        ("loss_type=grpo", "hyperparameters.loss_type"),
+        ("agent.dynamic_sampling=1", "agent.objective.dynamic_sampling"),
+        ("env=CartPole-v1", "task.env"),
+        ("env_id=CartPole-v1", "task.env"),
+        ("n_envs=4", "task.lanes"),
+        ("max_episode_steps=100", "task.max_episode_steps"),
+        ("task.seed_=1", None),
+        ("agent.seed=1", "seed"),
+        ("max_output_tokens=5", "agent.max_output_tokens"),
+        ("agent.learning_rate_schedule=5", None),
+    ],
+)
+def test_a_key_is_answered_with_its_place(given, place):
+    with pytest.raises(ValueError, match="unknown key") as caught:
+        parse_config(override(BASE, [given]))
+    if place is None:
+        assert "it is '" not in str(caught.value)
+    else:
+        assert f"it is {place!r} here" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("vf_coef=0.5", "there is no critic"),
+        ("hyperparameters.gae_lambda=0.9", "there is no critic"),
+        ("hyperparameters.n_steps=9", "samples_per_step"),
+        ("tensorboard_log=runs", "it is called 'run_dir' here"),
+        ("hyperparameters.learning_rate=1", "it is called 'lr' here"),
+        ("schedule.total_timesteps=1", "it is called 'max_timesteps' here"),
+        ("evolve.lr={low: 1}", "it is called 'min' here"),
+    ],
+)
+def test_what_has_no_place_or_is_in_the_right_one_is_answered_as_elsewhere(given, said):
+    with pytest.raises(ValueError, match=said):
+        parse_config(override(BASE, [given]))
+
+
+def test_the_command_line_answers_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--env", "CartPole-v1", "learning_rate=1e-3"]) == 2
+    assert capsys.readouterr().err == "error: unknown key 'learning_rate': it is 'hyperparameters.lr' here\n"
