@@ -37,7 +37,8 @@ EPISODES = 100
 FIRST_SEED = 2**30  # beyond every training seed of either arm
 CUT_OFF = 1000  # steps, where the environment has no limit of its own
 ARMS = ("evogrpo", "sb3-ppo", "random")
-IMAGES = ("minigrid.wrappers:ImgObsWrapper", "gymnasium.wrappers:FlattenObservation")
+GRID = ("minigrid.wrappers:ImgObsWrapper", "gymnasium.wrappers:FlattenObservation")
+PICTURE = ("minigrid.wrappers:RGBImgPartialObsWrapper", "minigrid.wrappers:ImgObsWrapper")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +82,12 @@ TASKS = {
     ),
     "CliffWalking": Task(id="CliffWalking-v1"),
     "Taxi": Task(id="Taxi-v4"),
-    "Blackjack": Task(id="Blackjack-v1", peer_wrappers=IMAGES[1:]),
+    "Blackjack": Task(id="Blackjack-v1", peer_wrappers=GRID[1:]),
     "MountainCarContinuous": Task(id="MountainCarContinuous-v0"),
     "LunarLander": Task(id="LunarLander-v3"),
     "InvertedPendulum": Task(id="InvertedPendulum-v5"),
-    "MiniGrid-Empty-5x5": Task(id="MiniGrid-Empty-5x5-v0", wrappers=IMAGES),
-    "CarRacing": Task(id="CarRacing-v3", policy="CnnPolicy"),
+    "MiniGrid-Empty-5x5": Task(id="MiniGrid-Empty-5x5-v0", wrappers=GRID),
+    "MiniGrid-Empty-5x5, images": Task(id="MiniGrid-Empty-5x5-v0", wrappers=PICTURE, policy="CnnPolicy"),
 }
 
 
@@ -94,7 +95,7 @@ def returns_of(task: Task, act: Callable[[Any], Any], *, peer: bool = False) -> 
     """Play the fresh episodes."""
     env, returns = task.make(peer=peer), []
     discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
-    for number in range(EPISODES if task.policy == "MlpPolicy" else EPISODES // 5):
+    for number in range(EPISODES):
         seen, over, total = env.reset(seed=FIRST_SEED + number)[0], False, 0.0
         while not over:
             action = act(seen)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -80,12 +80,11 @@ def fitted(
     why = "" if roomy[0] is rungs[0] else "to what fits into half of the memory there is"
     chosen, limit = roomy[0], config.schedule.max_seconds
     if limit is not None:
-        seconds = _measure(
-            members(chosen), chosen, env, longest=longest, at_most=min(TRIAL_SHARE * limit, TRIAL_SECONDS)
-        )
-        chosen = next((rung for rung in roomy if limit >= STEPS * seconds * _work(rung) / _work(roomy[0])), roomy[-1])
+        trial = _Trial(env, members, longest=longest, at_most=min(TRIAL_SHARE * limit, TRIAL_SECONDS))
+        seconds = trial.seconds_of(roomy)
+        chosen = next((rung for rung in roomy if limit >= STEPS * seconds * _work(rung)), roomy[-1])
         if chosen is not roomy[0]:
-            steps = int(limit / (seconds * _work(chosen) / _work(roomy[0])))
+            steps = int(limit / (seconds * _work(chosen)))
             number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
             fits = f"so that about {number}" if steps else "though not even one learning step is expected to fit"
             why = f"{fits} into {duration_text(limit)}"
@@ -108,26 +107,61 @@ def _work(config: AnyConfig) -> int:
     return config.population.size * config.schedule.samples_per_step
 
 
-def _measure(
-    population: Population, config: AnyConfig, env: GroupEnvironment, *, longest: int | None, at_most: float
-) -> float:
-    """Return about how long a learning step is going to take: members that learn mostly play longer episodes.
+class _Trial:
+    """Learning steps that are taken to see how long they take, by members that are thrown away.
 
-    It is taken as a whole if there is time, and else goes by the part of it that was played. The length to come is
-    taken as the geometric mean of today's and the longest, where there is one.
+    Args:
+        env: Where members act.
+        members: Makes them.
+        longest: See `fitted`.
+        at_most: Seconds that all of it may take.
     """
-    samples, parts, began = config.schedule.samples_per_step, [0.0], time.monotonic()
 
-    def hear(work: Work) -> None:
-        parts[0] = max(parts[0], work.part if work.doing == "playing" else 0.0)
+    def __init__(
+        self,
+        env: GroupEnvironment,
+        members: Callable[[AnyConfig], Population],
+        *,
+        longest: int | None,
+        at_most: float,
+    ) -> None:
+        self._env, self._members, self._longest = env, members, longest
+        self._deadline = time.monotonic() + at_most
 
-    with suppress(Interrupted), heard_by(hear), interruptible(lambda: time.monotonic() - began > at_most):
-        collected = population.collect(env, step=0, samples_per_step=samples, block=config.schedule.block(population))
-        population.learn(collected.experience, step=0)
-        taken = time.monotonic() - began
-        length = sum(collected.tokens.values()) / (len(population) * samples)
-        return taken * math.sqrt((longest or length) / max(1.0, length))
-    return at_most / max(parts[0], 1e-3)
+    def seconds_of(self, rungs: Sequence[AnyConfig]) -> float:
+        """Return how long a learning step of the largest size is going to take, by episode.
+
+        The smallest size is tried first. Where it leaves time the largest one is tried too: many episodes side by side
+        may take little longer than few.
+        """
+        seconds, complete = self._measure(rungs[-1])
+        if complete and len(rungs) > 1:
+            large, complete = self._measure(rungs[0])
+            if complete:
+                return large / _work(rungs[0])
+        return seconds / _work(rungs[-1])
+
+    def _measure(self, rung: AnyConfig) -> tuple[float, bool]:
+        """Return about how long a learning step is going to take, and whether it was taken as a whole.
+
+        If not, it goes by the part of it that was played; infinity where that is none. Members that learn mostly play
+        longer episodes: the length to come is taken as the geometric mean of today's and the longest, if there is one.
+        """
+        population, samples = self._members(rung), rung.schedule.samples_per_step
+        began, parts = time.monotonic(), [0.0]
+
+        def hear(work: Work) -> None:
+            parts[0] = max(parts[0], work.part if work.doing == "playing" else 0.0)
+
+        with suppress(Interrupted), heard_by(hear), interruptible(lambda: time.monotonic() > self._deadline):
+            collected = population.collect(
+                self._env, step=0, samples_per_step=samples, block=rung.schedule.block(population)
+            )
+            population.learn(collected.experience, step=0)
+            taken = time.monotonic() - began
+            length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
+            return taken * math.sqrt((self._longest or length) / length), True
+        return (time.monotonic() - began) / parts[0] if parts[0] else math.inf, False
 
 
 def _remark(chosen: AnyConfig, asked: AnyConfig, why: str) -> str:
