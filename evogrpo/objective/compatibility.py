@@ -132,7 +132,8 @@ def check_effect(objective: Switches, hyperparameters: Hyperparameters, space: H
     Raises:
         ValueError: If there are any.
     """
-    for coefficient, names in (("beta", ("kl_target", "reference")), ("entropy_coef", ("entropy_reduction",))):
+    whole = ("kl_estimator",) if objective.kl_estimator in FULL_KLS else ()
+    for coefficient, names in (("beta", ("kl_target", "reference", *whole)), ("entropy_coef", ("entropy_reduction",))):
         for name in names:
             if objective.is_set(name) and highest(coefficient, hyperparameters, space) == 0:
                 raise ValueError(

@@ -106,7 +106,8 @@ def test_the_policy_that_acted_holds_back_from_the_second_optimizer_step_on(kind
 def test_the_gradient_follows_beta_as_it_is_when_it_learns():
     """It is linear in beta, which may change between learning steps."""
     objective = Objective(loss_type="dapo", advantage="return_to_go_timestep", kl_estimator="full")
-    agent, found = step_agent(objective=objective, update_epochs=1, batch_size=10**6, max_grad_norm=1e9), {}
+    plain = {"update_epochs": 1, "batch_size": 10**6, "max_grad_norm": 1e9}
+    agent, found = step_agent(objective=objective, beta=0.5, **plain), {}
     agent.learn(played(agent))  # away from the base
     experiences = played(agent)
     for beta in (0.0, 1.0, 3.0):

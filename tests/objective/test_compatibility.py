@@ -111,6 +111,8 @@ def space(**choices):
         ({"kl_target": 0.1}, {}, {}, "kl_target has no effect while beta is 0"),
         ({"reference": "snapshot"}, {}, {}, "reference has no effect while beta is 0"),
         ({"reference": "old"}, {}, {}, "reference has no effect while beta is 0"),
+        ({"kl_estimator": "full"}, {}, {}, "kl_estimator has no effect while beta is 0 .*got 'full'"),
+        ({"kl_estimator": "full_reversed"}, {}, {"lr": [1e-3, 1e-2]}, "kl_estimator has no effect while beta is 0"),
         (
             {"dual_clip": 3.0},
             {},
