@@ -19,8 +19,10 @@ from evogrpo import (
 from evogrpo.cli.arguments import main
 from evogrpo.evolution import NoEvolution
 from evogrpo.persistence.journal import read_journal
+from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import equal_states
+from tests.tiny_training import equal_states, tiny_env
+from tests.training.test_multi_agent_runs import environment
 
 SMALL = {
     "size": 2, "samples_per_step": 8, "group_size": 4, "steps_per_generation": 2, "max_episode_steps": 20,
@@ -84,6 +86,13 @@ def test_a_run_in_a_folder_is_one_of_the_command_line_too(tmp_path, monkeypatch,
     with pytest.raises(ValueError, match="already holds a run"):
         train("CartPole-v1", 300, run_dir="run", **SMALL)
     capsys.readouterr()
+
+
+class Wait:
+    """No callable, as callbacks of Stable-Baselines3 are none."""
+
+    def on_step(self):
+        return True
 
 
 def make_cart_pole():
@@ -155,7 +164,6 @@ def test_it_computes_in_as_many_threads_as_pay(monkeypatch):
     [
         (("CartPol-v1", 100), {}, "no environment that Gymnasium knows"),
         (("CartPole-v1", 0), {}, "total_timesteps must be at least 1"),
-        (("CartPole-v1", "CartPole-v1"), {}, "total_timesteps must be an integer"),
         (("CartPole-v1", 100), {"max_timesteps": 5}, "it is called 'total_timesteps' here"),
         (("CartPole-v1", 100), {"n_stepz": 5}, "unknown argument of train 'n_stepz'"),
         (("CartPole-v1", 100), {"lr": -1.0}, "hyperparameters: lr"),
@@ -163,6 +171,16 @@ def test_it_computes_in_as_many_threads_as_pay(monkeypatch):
         ((cart_pole(), 100), {"preset": True}, "a preset is that of a registered environment"),
         ((cart_pole(), 100), {"env_kwargs": {}}, "env_kwargs is of the environment: give it to GymnasiumGroups"),
         ((gymnasium.make("CartPole-v1"), 100), {}, r"write train\('CartPole-v1', ...\)"),
+        (("MlpPolicy", "CartPole-v1"), {}, r"write train\('CartPole-v1', total_timesteps=100_000\)"),
+        (("CnnPolicy", 100), {}, r"write train\('CartPole-v1', total_timesteps=100_000\)"),
+        (("Acrobot-v1", "MlpPolicy"), {}, r"write train\('Acrobot-v1', total_timesteps=100_000\)"),
+        (("CartPole-v1", 1e5), {}, "total_timesteps must be an integer, got 100000.0"),
+        (("CartPole-v1", 100), {"callback": [print]}, "callback must be a function of the run"),
+        (("CartPole-v1", 100), {"callback": Wait()}, "callback must be a function of the run, .* got Wait"),
+        (("CartPole-v1", 100), {"preset": "CartPole-v1"}, "preset must be True or False"),
+        ((tiny_env(), 100), {}, r"got HuggingFaceGym: for several agents and for language models .*evolve\("),
+        ((environment(joint_probes.Favours), 100), {}, r"got PettingZooGroups: .*evolve\("),
+        ((gymnasium.make_vec("CartPole-v1", num_envs=2), 100), {}, "an environment that is made already"),
         ((np.zeros(3), 100), {}, "env must be the id of a registered environment"),
         ((5, 100), {}, "env must be the id of a registered environment"),
     ],

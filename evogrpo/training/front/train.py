@@ -11,6 +11,7 @@ from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.hyperparameters import (
     HyperparameterConfig,
     Hyperparameters,
+    flag,
     instance,
     refuse_unknown,
     whole_between,
@@ -49,6 +50,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
 """Where a configuration has each setting, which all go by names of their own."""
 _OTHERS = ("seed", "device", "hp_config", "strategy")
 _OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "allow_memory")
+_POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
 _SPACE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
 
 _KNOWN = (*_OWN, *_OTHERS, *sorted(frozenset().union(*_SECTIONS.values())))
@@ -93,7 +95,12 @@ def train(
         ValueError: If a setting is unknown or out of range, there is no such environment or preset, or more memory is
             needed than is there.
     """
-    _check_env(env)
+    _check_env(env, total_timesteps)
+    if callback is not None and not callable(callback):
+        raise ValueError(
+            f"callback must be a function of the run, or an evogrpo.EvalCallback, got {type(callback).__name__}: "
+            "those of Stable-Baselines3 know its own models only"
+        )
     refuse_unknown("argument of train", settings, _KNOWN)
     console = console_for(progress)
     config = _configured(env, total_timesteps, preset=preset, settings=settings)
@@ -109,25 +116,34 @@ def train(
         prepared.env.close()  # opened anew by whoever plays on
 
 
-def _check_env(env: object) -> None:
+def _check_env(env: object, total_timesteps: object) -> None:
     """Refuse what no environments can be made of, with what is meant."""
+    if isinstance(env, str) and (env in _POLICIES or isinstance(total_timesteps, str)):
+        named = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
+        known = "CartPole-v1" if named in _POLICIES else named
+        raise ValueError(
+            f"train takes an environment and a number of steps, got {env!r} and {total_timesteps!r:.80}: the network "
+            f"follows from the spaces, so write train({known!r}, total_timesteps=100_000)"
+        )
     if isinstance(env, str | GymnasiumGroups) or (callable(env) and not isinstance(env, gymnasium.Env)):
         return
-    spec = getattr(env, "spec", None)
-    name = getattr(spec, "id", None)
-    given = f"an environment that is made already ({type(env).__name__})" if isinstance(env, gymnasium.Env) else ""
-    raise ValueError(
-        "env must be the id of a registered environment, a callable that makes one, or GymnasiumGroups of either, as "
-        f"many episodes are played side by side; got {given or repr(env)[:80]}: write "
-        + (f"train({name!r}, ...)" if name else "train(lambda: MyEnv(...), ...)")
-    )
+    name = getattr(getattr(env, "spec", None), "id", None)
+    rule = "env must be the id of a registered environment, a callable that makes one, or GymnasiumGroups of either, "
+    if hasattr(env, "deal"):
+        raise ValueError(
+            f"{rule}got {type(env).__name__}: for several agents and for language models make a population and write "
+            "evolve(population, env, generations=...)"
+        )
+    given = f"an environment that is made already ({type(env).__name__})" if hasattr(env, "reset") else repr(env)[:80]
+    call = f"train({name!r}, ...)" if name else "train(lambda: MyEnv(...), ...)"
+    raise ValueError(f"{rule}as many episodes are played side by side; got {given}: write {call}")
 
 
 def _configured(
     env: "str | MakesEnv | GymnasiumGroups", total_timesteps: int | None, *, preset: bool, settings: Mapping[str, Any]
 ) -> AnyConfig:
     """Return the packaged configuration with the preset and the settings put on top."""
-    if preset and not isinstance(env, str):
+    if flag("preset", preset) and not isinstance(env, str):
         raise ValueError("a preset is that of a registered environment: give its id, or leave preset out")
     values = packaged_values(env if isinstance(env, str) else None, with_preset=preset)
     values = with_sections(values, {"task": {"env": _name(env)}})
