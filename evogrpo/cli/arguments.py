@@ -101,7 +101,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     train.usage = (
         "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--allow-memory]\n"
-        "                     [--preset] [--traceback]\n"
+        "                     [--preset] [--wrapper MODULE:CLASS] [--traceback]\n"
         "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
     )
     instead = train.add_mutually_exclusive_group()
@@ -117,6 +117,14 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "--preset",
         action="store_true",
         help="with --env: begin with hyperparameters known to do better there; `evogrpo tasks` lists where",
+    )
+    train.add_argument(
+        "--wrapper",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="with --env: put this gymnasium.Wrapper around it, those of gymnasium.wrappers named by the class alone; "
+        "give it again for another one around that",
     )
     _starting(train)
     train.add_argument(

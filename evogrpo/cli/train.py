@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,13 +37,17 @@ def demo(chosen: argparse.Namespace) -> int:
 def train(chosen: argparse.Namespace) -> int:
     """Train on the user's configuration, or on an environment with the packaged one."""
     words = list(chosen.overrides)
+    if chosen.wrapper:
+        if chosen.env is None:
+            raise ValueError("--wrapper goes with --env: in a configuration, write task.wrappers")
+        words.append(f"task.wrappers={json.dumps(chosen.wrapper)}")
     for option, key, name in (("--env", "env", chosen.env), ("--parallel-env", "parallel_env", chosen.parallel_env)):
         if name is not None:
             for word in words:
                 if "=" not in word or word.startswith(f"task.{key}="):
                     raise ValueError(f"{option} {name} already says what to train on: leave out {word!r}")
             folder = re.sub(r"[^\w.-]+", "-", name)
-            return _begin(partial(_packaged, key, name, words, preset=chosen.preset), chosen, folder)
+            return _begin(partial(_packaged, key, name, words, chosen), chosen, folder)
     if chosen.preset:
         raise ValueError("--preset is that of an environment: name it with --env, and give no CONFIG")
     if not words or ("=" in words[0] and not Path(words[0]).exists()):
@@ -60,15 +65,18 @@ def resume(chosen: argparse.Namespace) -> int:
     return go_on(chosen)
 
 
-def _packaged(key: str, name: str, overrides: list[str], *, preset: bool) -> AnyConfig:
+def _packaged(key: str, name: str, overrides: list[str], chosen: argparse.Namespace) -> AnyConfig:
     """Return the packaged configuration for an environment."""
     if key == "env":
+        from evogrpo.training.configuration.environment_tasks import named_wrapper
         from evogrpo.training.front.presets import packaged_values, with_own_limits
 
-        values = packaged_values(name, with_preset=preset)
+        for wrapper in chosen.wrapper:  # their modules may be what registers the environment
+            named_wrapper(wrapper)
+        values = packaged_values(name, with_preset=chosen.preset)
         values = with_own_limits(values, override({}, overrides).get("schedule") or {})
         return parse_config(override(values, overrides))
-    if preset:
+    if chosen.preset:
         raise ValueError("--preset is that of a Gymnasium environment: leave it out beside --parallel-env")
     with as_file(files("evogrpo.training.configuration") / f"{key}.yaml") as path:
         return load_config(path, [*overrides, f"task.{key}={name}"])

@@ -444,7 +444,7 @@ def test_a_configuration_names_a_class_in_a_file(project, tmp_path, monkeypatch)
     for override, message in (
         ("strategy.shrae=1", "strategy: unknown setting of .*mine.py:Clones 'shrae': did you mean 'share'"),
         ("strategy.name=tornament", "did you mean 'tournament'"),
-        (f"strategy.name={tmp_path}/mine.py:Clone", "has no class 'Clone': it has"),
+        (f"strategy.name={tmp_path}/mine.py:Clone", r"has no class 'Clone': did you mean 'Clones'\? It has"),
         ("strategy.name=nowhere.py:Clones", "no file .*nowhere.py to take a strategy from"),
     ):
         with pytest.raises(ValueError, match=message):

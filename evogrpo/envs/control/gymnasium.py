@@ -20,6 +20,7 @@ from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.playing import Requested, play_episodes, requested
 from evogrpo.envs.control.solo.purity import Conduct, choose_conduct
 from evogrpo.envs.control.solo.windows import WINDOW, check_shown, window
+from evogrpo.envs.control.solo.wrapping import Wrap, check_wrappers, identity_of
 from evogrpo.envs.control.solo_lanes import ONLY, NativeLanes, ProcessLanes, SerialLanes, SoloLanes
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import leaf_spaces
@@ -125,6 +126,8 @@ class GymnasiumGroups(SeededGroups):
         env: The id of a registered environment, or a callable that makes one.
         env_kwargs: Keyword arguments of the environment or the callable. With render_mode "human" tests are watched
             in a window, one episode after the other; what is learnt from, and fitness, is played without.
+        wrappers: Classes of `gymnasium.Wrapper`, or other callables that take an environment and return it wrapped, as
+            `functools.partial(TransformReward, func=...)` does; the first one is put on first.
         max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit, or 1,000 where
             it has none; the first episode that is cut off by this is warned of.
         vectorization: "native" (numpy), "serial" (one environment after the other in this process), "processes" (one
@@ -161,6 +164,7 @@ class GymnasiumGroups(SeededGroups):
         env: "str | Callable[..., gymnasium.Env[Any, Any]]",
         *,
         env_kwargs: Mapping[str, Any] | None = None,
+        wrappers: Sequence[Wrap] = (),
         max_episode_steps: int | None = None,
         vectorization: Vectorization = "auto",
         lanes: int | None = None,
@@ -173,26 +177,39 @@ class GymnasiumGroups(SeededGroups):
     ) -> None:
         super().__init__(seed, {"train": train_size, "validation": validation_size, "test": test_size})
         _check_options(max_episode_steps, vectorization, lanes)
+        check_wrappers(wrappers)
         self.name = env if isinstance(env, str) else getattr(env, "__name__", type(env).__name__)
         kwargs = dict(env_kwargs or {})
         self.windowed = kwargs.get("render_mode") == WINDOW
         self._in_window = False
         if self.windowed:  # episodes side by side are not to be watched; `drawn` is
             del kwargs["render_mode"]
-        self._make = EnvMaker(env=env, env_kwargs=kwargs, max_episode_steps=max_episode_steps, noise_seed=None)
+        self._make = EnvMaker(
+            env=env,
+            env_kwargs=kwargs,
+            max_episode_steps=max_episode_steps,
+            noise_seed=None,
+            wrappers=tuple(wrappers),
+        )
         self._distinct = Distinct()
         example = self._made()
         self.observation_space: gymnasium.Space[Any] = example.observation_space
         self.action_space: gymnasium.Space[Any] = example.action_space
         self.max_episode_steps, self.cut_off = self._limit(example, max_episode_steps)
-        native = _native(env, kwargs, self.max_episode_steps) if vectorization in ("auto", "native") else None
+        native = None
+        if vectorization in ("auto", "native") and not wrappers:
+            native = _native(env, kwargs, self.max_episode_steps)
         self._code = code_hash(type(example.unwrapped))
-        leaf_spaces(self.observation_space)
-        check_action_space(self.action_space)
         example.close()
+        try:
+            leaf_spaces(self.observation_space)
+            check_action_space(self.action_space)
+        except ValueError as error:
+            where = 'wrappers=[...], task.wrappers or --wrapper, e.g. "minigrid.wrappers:ImgObsWrapper"'
+            raise ValueError(f"{self.name}: {error} ({where})") from error
         if vectorization == "native" and native is None:
             raise ValueError(
-                f"no native environment equals {self.name} with {kwargs}: "
+                f"no native environment equals {self.name} with {kwargs}{' in wrappers' if wrappers else ''}: "
                 'set vectorization to "auto", "serial" or "processes"'
             )
         self._native = native
@@ -284,6 +301,7 @@ class GymnasiumGroups(SeededGroups):
             "environment": self.name if isinstance(made.env, str) else f"{self.name}, code {code_hash(made.env)}",
             "code": self._code,
             "env_kwargs": canonical(made.env_kwargs),
+            **({"wrappers": identity_of(made.wrappers)} if made.wrappers else {}),
             "max_episode_steps": str(self.max_episode_steps),
             "reseed_noise": str(self.reseed_noise),
             "remake": str(self.remake),

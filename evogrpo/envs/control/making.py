@@ -1,6 +1,7 @@
 """Making environments, and the two wrappers that lanes put around them."""
 
 import importlib
+import pkgutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.envs.control.solo.refusals import refuse_given, refuse_made
+from evogrpo.envs.control.solo.wrapping import Wrap, put_on
 from evogrpo.envs.control.trees import flatten, leaf_spaces, numbers, stack, unflatten
 from evogrpo.randomness import generator
 
@@ -39,7 +41,13 @@ def registered(env: str) -> EnvSpec:
     namespace, plain, version = parse_env_id(name)
     if version is None:
         version = find_highest_version(namespace, plain)
-    return gymnasium.spec(get_env_id(namespace, plain, version))
+    try:
+        return gymnasium.spec(get_env_id(namespace, plain, version))
+    except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
+        first = (namespace or plain).partition("-")[0].lower()
+        packages = [found.name for found in pkgutil.iter_modules() if found.name.lower() == first and not module]
+        meant = f"did you mean {packages[0]}:{name}?" if packages else "write MODULE:ID."
+        raise type(error)(f"{error} Packages register theirs when they are imported: {meant}") from error
 
 
 def time_limit(env: "gymnasium.Env[Any, Any]") -> int | None:
@@ -88,6 +96,7 @@ class EnvMaker:
         env_kwargs: Keyword arguments of either.
         max_episode_steps: Steps after which an episode is truncated; None = the environment's own limit.
         noise_seed: Root seed of noise after reset; None leaves the environment its own.
+        wrappers: Put around each environment, the first one innermost.
 
     Raises:
         ValueError: If `env` is neither.
@@ -97,6 +106,7 @@ class EnvMaker:
     env_kwargs: Mapping[str, Any]
     max_episode_steps: int | None
     noise_seed: int | None
+    wrappers: Sequence[Wrap] = ()
 
     def __post_init__(self) -> None:
         refuse_given(self.env)
@@ -105,9 +115,11 @@ class EnvMaker:
         """Make one environment.
 
         Raises:
-            ValueError: If the callable returns something else, or an environment with a smaller limit of its own.
+            ValueError: If the callable returns something else, or an environment with a smaller limit of its own, or a
+                wrapper does not take it.
         """
         if isinstance(self.env, str):
+            registered(self.env)  # says more of an unknown id
             made = gymnasium.make(self.env, max_episode_steps=self.max_episode_steps, **self.env_kwargs)
         else:
             made = self.env(**self.env_kwargs)
@@ -120,6 +132,7 @@ class EnvMaker:
                         f"{self.max_episode_steps}: raise that limit where the environment is made"
                     )
                 made = TimeLimit(made, self.max_episode_steps)
+        made = put_on(made, self.wrappers)
         return made if self.noise_seed is None else ReseededNoise(made, self.noise_seed)
 
 

@@ -1,5 +1,7 @@
 """Lanes of one agent each, whatever runs them: numpy, one process, or several."""
 
+import os
+import signal
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -201,9 +203,14 @@ class ProcessLanes(SoloLanes):
         observation_space: gymnasium.Space[Any],
         action_space: gymnasium.Space[Any],
     ) -> None:
-        self._vector = AsyncVectorEnv(
-            [lambda: Parked(make, remake=remake)] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED
-        )
+        home = os.getpid()
+
+        def parked() -> Parked:
+            if os.getpid() != home:  # the vector environment also makes one here
+                _forget_signals()
+            return Parked(make, remake=remake)
+
+        self._vector = AsyncVectorEnv([parked] * count, copy=False, autoreset_mode=AutoresetMode.DISABLED)
         self._count = count
         self._reseed = reseed
         self._space = observation_space
@@ -260,6 +267,15 @@ class ProcessLanes(SoloLanes):
             observations=[leaf[lanes] for leaf in flatten(self._space, observations)],
             action_masks=legal_actions(self._action_space, masks),
         )
+
+
+def _forget_signals() -> None:
+    """Let a worker process end when it is told to, and leave Ctrl-C to the process that it works for.
+
+    What it inherits are the handlers of that process, which would stop a run.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextmanager

@@ -1,13 +1,31 @@
 """The task section of a run whose members are small networks: a Gymnasium environment."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import gymnasium
 
 from evogrpo.envs.control.gymnasium import GymnasiumGroups, Vectorization
 from evogrpo.envs.control.making import registered
+from evogrpo.envs.control.solo.wrapping import Wrap, check_wrapper
+from evogrpo.hyperparameters import unknown_name_error
+from evogrpo.training.configuration.sources import load_named
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrapperSection:
+    """A wrapper with options.
+
+    Attributes:
+        name: As in `EnvironmentTask.wrappers`.
+        options: Its keyword arguments besides the environment.
+    """
+
+    name: str
+    options: Mapping[str, Any] | None = None
+
 
 # What making an environment raises: a library that draws may fail as soon as it is imported, with errors of any kind.
 _UNMADE = (gymnasium.error.Error, ImportError, TypeError, AttributeError, RuntimeError, OSError)
@@ -20,6 +38,9 @@ class EnvironmentTask:
     Attributes:
         env: Its id, such as "CartPole-v1"; "module:Name-v0" imports the module that registers it.
         env_kwargs: Keyword arguments of the environment.
+        wrappers: What it is wrapped in, the first one put on first: classes of `gymnasium.Wrapper`, each named as
+            "module:Class" or "path.py:Class", those of gymnasium.wrappers by the class alone; with options as a mapping
+            of `name` and `options`. Their code is run.
         max_episode_steps: Steps after which an episode is truncated; null = the environment's own limit.
         vectorization: "native", "serial", "processes", or "auto": native where there is one, serial otherwise.
         lanes: Most episodes at a time; null = 4096 native, 64 serial, one process per processor.
@@ -36,6 +57,7 @@ class EnvironmentTask:
 
     env: str
     env_kwargs: Mapping[str, Any] | None = None
+    wrappers: Sequence[str | WrapperSection] = ()
     max_episode_steps: int | None = None
     vectorization: Vectorization = "auto"
     lanes: int | None = None
@@ -52,9 +74,11 @@ class EnvironmentTask:
         return self.env
 
     def facts(self) -> dict[str, str]:
-        """Return which module of the user's is imported."""
+        """Return which module of the user's is imported, and what the environment is wrapped in."""
         module, colon, _ = self.env.partition(":")
-        return {"your code": f"module {module}, which registers the environment"} if colon else {}
+        named = [each if isinstance(each, str) else each.name for each in self.wrappers]
+        facts = {"your code": f"module {module}, which registers the environment"} if colon else {}
+        return {**facts, "wrapped in": ", then ".join(named)} if named else facts
 
     def environment(self, *, seed: int) -> GymnasiumGroups:
         """Make one environment to look at its spaces, and be ready to make the others.
@@ -75,6 +99,7 @@ class EnvironmentTask:
         return GymnasiumGroups(
             env,
             env_kwargs=self.env_kwargs,
+            wrappers=[named_wrapper(each) for each in self.wrappers],
             max_episode_steps=self.max_episode_steps,
             vectorization=self.vectorization,
             lanes=self.lanes,
@@ -85,6 +110,27 @@ class EnvironmentTask:
             test_size=self.test_size,
             seed=seed,
         )
+
+
+def named_wrapper(given: str | WrapperSection) -> Wrap:
+    """Return the wrapper that is named, running the code of its module.
+
+    Raises:
+        ValueError: If there is none of that name, or its options do not fit.
+    """
+    name, options = (given, None) if isinstance(given, str) else (given.name, given.options)
+    kind = load_named(name, "wrapper", "class") if ":" in name else _gymnasiums(name)
+    check_wrapper(kind, name, options)
+    return partial(kind, **options) if options else kind
+
+
+def _gymnasiums(name: str) -> Wrap:
+    known = {key: each for key, each in vars(gymnasium.wrappers).items() if isinstance(each, type)}
+    if name not in known:
+        error = unknown_name_error("wrapper of gymnasium.wrappers", name, known)
+        raise ValueError(f'{error}; others are named "module:Class"')
+    found: Wrap = known[name]
+    return found
 
 
 def reward_threshold(env: str) -> float | None:

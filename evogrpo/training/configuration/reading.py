@@ -206,6 +206,8 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         for name in ("parallel_env", "score"):
             if isinstance(task.get(name), str):
                 task[name] = _absolute_reference(task[name], folder)
+        if isinstance(task.get("wrappers"), list):
+            task["wrappers"] = [_absolute_wrapper(each, folder) for each in task["wrappers"]]
         result["task"] = task
     agent = result.get("agent")
     if isinstance(agent, Mapping) and isinstance(agent.get("adapter"), str):
@@ -233,6 +235,12 @@ def _absolute_file(name: str, folder: Path) -> str:
 def _absolute_reference(reference: Any, folder: Path) -> Any:
     place, sign, name = str(reference).rpartition(":")
     return f"{_absolute(place, folder)}{sign}{name}" if place.endswith(".py") else reference
+
+
+def _absolute_wrapper(given: Any, folder: Path) -> Any:
+    if isinstance(given, Mapping) and "name" in given:
+        return {**given, "name": _absolute_reference(given["name"], folder)}
+    return _absolute_reference(given, folder) if isinstance(given, str) else given
 
 
 def write_config(config: AnyConfig, run_dir: Path) -> None:

@@ -1,10 +1,12 @@
 """What a configuration names outside itself: prompt datasets in files, the user's own reward functions and strategy."""
 
 import csv
+import difflib
 import hashlib
 import importlib
 import importlib.util
 import json
+import pkgutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -120,7 +122,9 @@ def load_named(reference: str, what: str, kind: str = "function") -> Callable[..
     fits = callable if kind == "function" else _is_class
     if not fits(function):
         known = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
-        raise ValueError(f"{place} has no {kind} {name!r}: it has {', '.join(known) or 'none'}")
+        close = difflib.get_close_matches(name, known, n=1)
+        meant = f"did you mean {close[0]!r}? It has" if close else "it has"
+        raise ValueError(f"{place} has no {kind} {name!r}: {meant} {', '.join(known) or 'none'}")
     loaded: Callable[..., Any] = function
     return loaded
 
@@ -181,11 +185,19 @@ def _run(load: Callable[[], object], what: str) -> None:
         load()
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}: install the package it is in, "
-            'go to the folder that holds it, or name "path.py:name"'
+            f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}: {_meant(error.name or '')}"
+            'install the package it is in, go to the folder that holds it, or name "path.py:name"'
         ) from error
     except Exception as error:
         raise ValueError(f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}") from error
+
+
+def _meant(missing: str) -> str:
+    """Return a question for the module whose name is nearest to one that is missing; empty if none is near."""
+    parent, _, last = missing.rpartition(".")
+    places = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    near = difflib.get_close_matches(last, [module.name for module in pkgutil.iter_modules(places)], n=1)
+    return f"did you mean {f'{parent}.' if parent else ''}{near[0]}? Otherwise " if near else ""
 
 
 def user_line(error: BaseException) -> str:

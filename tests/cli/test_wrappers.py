@@ -1,0 +1,116 @@
+"""Wrappers named on the command line and in configurations, through a run's whole life."""
+
+import sys
+from pathlib import Path
+
+import gymnasium
+import pytest
+import yaml
+
+from evogrpo.cli import main
+from evogrpo.training.configuration.reading import load_config, parse_config
+from tests.cli.project import command, prepare
+
+OWN = """
+import gymnasium
+
+class Halves(gymnasium.RewardWrapper):
+    def __init__(self, env, parts=2):
+        super().__init__(env)
+        self.parts = parts
+
+    def reward(self, reward):
+        return reward / self.parts
+
+class NoWrapper:
+    pass
+
+gymnasium.register("HalvesPole-v0", entry_point="gymnasium.envs.classic_control:CartPoleEnv", max_episode_steps=9)
+"""
+SHORT = [
+    "schedule.generations=1",
+    "schedule.steps_per_generation=1",
+    "schedule.samples_per_step=8",
+    "task.max_episode_steps=6",
+    "task.validation_size=2",
+    "task.test_size=2",
+    "population.size=2",
+]
+
+
+@pytest.fixture
+def own(here, monkeypatch):
+    """Work in a folder with a module of wrappers, which also registers an environment."""
+    (here / "mywrappers.py").write_text(OWN)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(here))])
+    yield here
+    sys.modules.pop("mywrappers", None)
+    gymnasium.registry.pop("HalvesPole-v0", None)
+
+
+def test_a_run_in_wrappers_goes_on_and_works_in_processes(own):
+    words = ["--env", "HalvesPole-v0", "--wrapper", "mywrappers:Halves", "--wrapper", "TimeAwareObservation", *SHORT]
+    process = command("train", *words, "task.vectorization=processes", "task.lanes=2", cwd=own)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert errors == ""  # whatever workers have to say when they end
+    assert "wrapped in mywrappers:Halves, then TimeAwareObservation" in " ".join(output.split())
+    assert "fitness 3.000 ± 0.000" in output  # half of six steps
+    config = load_config(own / "runs/HalvesPole-v0/config.yaml")
+    assert config.task.wrappers == ("mywrappers:Halves", "TimeAwareObservation")
+    assert main(["resume", "runs/HalvesPole-v0", "--generations", "2"]) == 0
+    text = (own / "mywrappers.py").read_text().replace("parts=2", "parts=3")
+    (own / "mywrappers.py").write_text(text)
+    process = command("resume", "runs/HalvesPole-v0", "--generations", "3", cwd=own)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "wrappers: Halves, code " in errors
+
+
+def test_options_are_given_in_a_configuration(own):
+    values = {
+        "task": {
+            "env": "CartPole-v1",
+            "wrappers": [{"name": "mywrappers.py:Halves", "options": {"parts": 4}}, "TimeAwareObservation"],
+        },
+        "schedule": {"generations": 1, "samples_per_step": 8},
+    }
+    Path("wrapped.yaml").write_text(yaml.safe_dump(values))
+    config = load_config(Path("wrapped.yaml"))
+    assert config.task.wrappers[0].name == f"{own}/mywrappers.py:Halves"  # wherever the run goes on
+    env = prepare(config).env
+    assert env.observation_space.shape == (5,)
+    assert 'Halves {"parts": 4}' in env.fingerprint()["wrappers"]
+    assert parse_config(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--wrapper", "mywrappers:Halvs"], "mywrappers has no class 'Halvs': did you mean 'Halves'?"),
+        (["--wrapper", "mywraper:Halves"], "did you mean mywrappers?"),
+        (["--wrapper", "mywrappers:NoWrapper"], "must be a class of gymnasium.Wrapper, got a class that is none"),
+        (["--wrapper", "FlatenObservation"], "did you mean 'FlattenObservation'?"),
+        (["--wrapper", "TransformReward"], "wrapper TransformReward needs func"),
+        (["task.wrappers=Halves"], "task.wrappers must be a list"),
+        (["task.wrappers=[{name: 'mywrappers:Halves', options: {part: 2}}]"], "did you mean 'parts'?"),
+        (["task.wrappers=[{nme: Halves}]"], "task.wrappers[0]"),
+        (["--wrapper", "FlattenObservation", "task.vectorization=native"], "no native environment equals"),
+    ],
+)
+def test_wrappers_that_do_not_fit_are_refused_before_anything_is_written(own, capsys, words, said):
+    assert main(["train", "--env", "CartPole-v1", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert [each.name for each in own.iterdir() if each.name != "__pycache__"] == ["mywrappers.py"]
+
+
+def test_wrappers_go_with_an_environment(own, capsys):
+    assert main(["train", "--parallel-env", "mpe2.simple_spread_v3", "--wrapper", "FlattenObservation"]) == 2
+    assert "--wrapper goes with --env: in a configuration, write task.wrappers" in capsys.readouterr().err
+
+
+def test_an_id_whose_package_is_not_imported_is_asked_for_with_its_module(own, capsys, monkeypatch):
+    (own / "quarters.py").write_text("")
+    monkeypatch.syspath_prepend(own)
+    assert main(["train", "--env", "Quarters-Pole-v7", "--dry-run"]) == 2
+    assert "did you mean quarters:Quarters-Pole-v7?" in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""Wrappers: put on in order wherever an environment runs, part of what it is, and refused before anything is made."""
+
+import functools
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium.wrappers import FlattenObservation, RescaleAction, TimeAwareObservation, TransformReward
+from gymnasium.wrappers.vector import NormalizeReward as VectorWrapper
+
+from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from tests.envs import probes
+from tests.envs.actors import Rule
+
+
+class Times(gymnasium.RewardWrapper):
+    """Multiplies rewards."""
+
+    def __init__(self, env, factor=2.0):
+        super().__init__(env)
+        self.factor = factor
+
+    def reward(self, reward):
+        return self.factor * reward
+
+
+class Plus(gymnasium.RewardWrapper):
+    """Adds one to rewards."""
+
+    def reward(self, reward):
+        return reward + 1
+
+
+class Needs(Times):
+    """Has to be told its factor."""
+
+    def __init__(self, env, factor, also):
+        super().__init__(env, factor)
+
+
+def returns(**options):
+    with GymnasiumGroups(probes.ConstantReward, **options) as env:
+        return env.play(Rule(lambda seen: np.zeros(len(seen), np.int64)), range(3), range(3), [0] * 3).rewards.tolist()
+
+
+@pytest.mark.parametrize("vectorization", ["serial", "processes"])
+@pytest.mark.parametrize(
+    ("wrappers", "earned"),
+    [
+        ([], 1.0),
+        ([Times], 2.0),
+        ([Times, Plus], 3.0),
+        ((Plus, Times), 4.0),
+        ([functools.partial(Times, factor=5.0)], 5.0),
+        ([lambda env: Plus(Plus(env))], 3.0),
+    ],
+)
+def test_wrappers_are_put_on_in_order_wherever_it_runs(wrappers, earned, vectorization):
+    assert returns(wrappers=wrappers, vectorization=vectorization, lanes=2) == [earned] * 3
+
+
+def test_spaces_are_those_of_the_outermost_and_nothing_native_runs():
+    env = GymnasiumGroups("CartPole-v1", wrappers=[TimeAwareObservation])
+    assert env.observation_space.shape == (5,)
+    assert not env.native
+    assert env.max_episode_steps == 500
+    assert GymnasiumGroups("CartPole-v1", wrappers=[]).native
+    assert GymnasiumGroups(probes.MatchDict, wrappers=[FlattenObservation]).observation_space.shape == (3,)
+    with pytest.raises(ValueError, match=r"no native environment equals CartPole-v1 with \{\} in wrappers"):
+        GymnasiumGroups("CartPole-v1", wrappers=[Times], vectorization="native")
+
+
+def test_wrappers_are_part_of_what_an_environment_is():
+    def identity(*wrappers):
+        return GymnasiumGroups(probes.ConstantReward, wrappers=wrappers).fingerprint()
+
+    class Times3(Times):
+        def reward(self, reward):
+            return 3 * reward
+
+    class Other(Times):
+        def reward(self, reward):
+            return 4 * reward
+
+    Other.__qualname__ = Other.__name__ = "Times3"
+    kinds = [(), (Times,), (Plus,), (Times, Plus), (Plus, Times), (functools.partial(Times, factor=3.0),)]
+    kinds += [(functools.partial(Times, factor=4.0),), (Times3,), (Other,)]
+    told = [identity(*wrappers) for wrappers in kinds]
+    assert "wrappers" not in told[0]  # as in runs of versions that knew none
+    assert len({each.get("wrappers") for each in told}) == len(kinds)
+    assert all({**each, "wrappers": ""} == {**told[0], "wrappers": ""} for each in told)
+    assert identity(Times, Plus) == told[3]
+
+
+@pytest.mark.parametrize(
+    ("wrappers", "said"),
+    [
+        (["FlattenObservation"], "'FlattenObservation' must be a class of gymnasium.Wrapper, got str: in Python give"),
+        ([3], "must be a class of gymnasium.Wrapper, got int"),
+        ([gymnasium.Env], "wrapper Env must be a class of gymnasium.Wrapper, got a class that is none"),
+        ([VectorWrapper], "wrapper NormalizeReward must be a class of gymnasium.Wrapper, got a class that is none"),
+        ([TransformReward], r"wrapper TransformReward needs func: .*options: {func: \.\.\.}"),
+        ([Times, Needs], "wrapper Needs needs factor and also"),
+        (Times, r"wrappers must be a list of wrappers, .*write \[...\] around it"),
+        ("Times", "wrappers must be a list of wrappers"),
+        ([functools.partial(RescaleAction, min_action=-1.0, max_action=1.0)], "RescaleAction does not take .*Error"),
+        ([lambda env: 3], r"must return a gymnasium\.Env, got int"),
+    ],
+)
+def test_what_does_not_wrap_is_refused(wrappers, said):
+    with pytest.raises(ValueError, match=said):
+        GymnasiumGroups(probes.ConstantReward, wrappers=wrappers)
+
+
+def test_a_space_that_no_policy_can_act_in_names_the_remedy():
+    class Told(probes.ConstantReward):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = gymnasium.spaces.Dict(seen=self.observation_space, task=gymnasium.spaces.Text(9))
+
+    with pytest.raises(ValueError, match=r"Told: observations must be of .* got Text: wrap .*--wrapper"):
+        GymnasiumGroups(Told)
