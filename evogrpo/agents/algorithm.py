@@ -22,7 +22,7 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import commonly_scored, evaluate
 from evogrpo.agents.rollout.testing import tested_in
 from evogrpo.envs.groups import GroupEnvironment, Split
-from evogrpo.hyperparameters import HyperparameterConfig, flag
+from evogrpo.hyperparameters import HyperparameterConfig, flag, refuse_unknown
 from evogrpo.records import LearnReport
 
 
@@ -325,6 +325,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         device: str | torch.device | None = None,
         accelerator: Accelerator | None = None,
         actor_network: nn.Module | None = None,
+        **elsewhere: Any,
     ) -> Self:
         """Bring a saved agent back, in a bank of its own.
 
@@ -335,11 +336,13 @@ class EvolvableAlgorithm(AgileRLAgent):
             actor_network: The base model; by default the saved base, or the one named in the checkpoint if that is
                 the demo model or a hub id. A folder named in a checkpoint is never followed. For small networks only a
                 module of your own has to be given.
+            elsewhere: None; what other libraries' `load` takes is answered.
 
         Raises:
             CheckpointError: If the checkpoint is damaged, or the base model is not the one it was trained on.
             ValueError: If the base model cannot be found, or a module is missing.
         """
+        refuse_unknown("argument of load", elsewhere, ["path", "device", "accelerator", "actor_network"])
         return load_agent(cls, path, device=device, accelerator=accelerator, actor_network=actor_network)
 
     def load_checkpoint(self, path: str | Path) -> None:

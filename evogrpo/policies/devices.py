@@ -21,6 +21,8 @@ def check_device(device: "str | torch.device") -> None:
     """
     import torch
 
+    if device == "auto":
+        raise ValueError("device 'auto' is what is taken where none is named: leave it out")
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # torch asserts that it was built with CUDA

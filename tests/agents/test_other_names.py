@@ -123,3 +123,13 @@ def test_their_methods_are_answered(name, own):
     assert callable(getattr(agent, own))
     with pytest.raises(AttributeError, match=f"it is called '{own}' here"):
         getattr(agent, name)
+
+
+def test_what_their_load_and_their_devices_take_is_answered(tmp_path):
+    agent = step_agent()
+    agent.save_checkpoint(tmp_path / "saved")
+    with pytest.raises(ValueError, match="unknown argument of load 'env': an agent is made for spaces"):
+        GRPO.load(tmp_path / "saved", env="CartPole-v1")
+    for call in (lambda: step_agent(device="auto"), lambda: train("CartPole-v1", 100, device="auto")):
+        with pytest.raises(ValueError, match="device 'auto' is what is taken where none is named: leave it out"):
+            call()
