@@ -39,14 +39,13 @@ class Stateful(Tournament):
 """
 EVERYWHERE = [
     "strategy.name=strategies.py:Inner",
-    "strategy.name=strategies.py:Named",
-    "strategy.name=strategies.py:Stateful",
-    "task.validation_size=1",
     "task.test_size=1",
     "device=cuda:99",
-    "hyperparameters.group_size=3",
 ]
 OF_NETWORKS = [
+    "strategy.name=strategies.py:Named",
+    "strategy.name=strategies.py:Stateful",
+    "hyperparameters.group_size=3",
     "agent.objective.loss_type=grpo",
     "hyperparameters.loss_type=grpo",
     "evolve.loss_type.choices=[dapo,grpo]",
@@ -55,6 +54,8 @@ OF_NETWORKS = [
     "logging.completions=3",
 ]
 OF_MODELS = [
+    "strategy.name=strategies.py:Stateful",
+    "task.validation_size=1",
     "agent.eos_token_ids=[99999]",
     "agent.eos_token_ids=[]",
     "agent.objective.kl_estimator=full",
