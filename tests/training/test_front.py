@@ -4,6 +4,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from gymnasium.wrappers import TimeAwareObservation
 
 from evogrpo import (
     GRPO,
@@ -195,3 +196,15 @@ def test_no_member_is_the_best_before_the_first_generation():
     run = evolve(step_population(2, env), env, generations=1, samples_per_step=8)
     with pytest.raises(ValueError, match="there is no best member yet"):
         _ = run.best
+
+
+@pytest.mark.parametrize("wrapper", [TimeAwareObservation, "TimeAwareObservation", {"name": "TimeAwareObservation"}])
+def test_wrappers_are_classes_or_their_names(wrapper):
+    brief = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "size": 1, "max_episode_steps": 5}
+    run = train("CartPole-v1", wrappers=[wrapper], validation_size=2, test_size=2, progress=False, **brief)
+    assert run.best.observation_space.shape == (5,)
+
+
+def test_wrappers_without_a_name_are_sent_to_where_they_can_be_given():
+    with pytest.raises(ValueError, match=r"GymnasiumGroups\(env, wrappers=\[...\]\)\), got function"):
+        train("CartPole-v1", wrappers=[lambda env: env], generations=1)

@@ -20,6 +20,7 @@ from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import AnyConfig, LoggingConfig, PopulationConfig
+from evogrpo.training.configuration.sources import reference_to
 from evogrpo.training.configuration.typed import plain
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
@@ -150,6 +151,8 @@ def _configured(
     given: dict[str, dict[str, Any]] = {
         section: {key: plain(settings[key]) for key in names if key in settings} for section, names in _SECTIONS.items()
     }
+    if isinstance(settings.get("wrappers"), list | tuple):
+        given["task"]["wrappers"] = [_named(wrapper) for wrapper in settings["wrappers"]]
     if total_timesteps is not None:
         given["schedule"]["max_timesteps"] = whole_between("total_timesteps", total_timesteps, 1)
     values = with_own_limits(values, given["schedule"])
@@ -159,6 +162,18 @@ def _configured(
         values["evolve"] = instance("hp_config", space, HyperparameterConfig, _SPACE).to_json()
     config = parse_config(values)
     return replace(config, strategy=settings["strategy"]) if settings.get("strategy") is not None else config
+
+
+def _named(wrapper: object) -> object:
+    """Return a wrapper as a configuration names it, so that the run can go on from its folder."""
+    if isinstance(wrapper, str | Mapping):
+        return wrapper
+    if not isinstance(wrapper, type):
+        raise ValueError(
+            "wrappers must be classes, or their names, for train to record them: give others as in "
+            f"train(GymnasiumGroups(env, wrappers=[...])), got {type(wrapper).__name__}"
+        )
+    return reference_to(wrapper)
 
 
 def _name(env: "str | MakesEnv | GymnasiumGroups") -> str:
