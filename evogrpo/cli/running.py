@@ -24,7 +24,8 @@ from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, start
 from evogrpo.training.launch import resume as resume_run
-from evogrpo.training.loop.run import AllFailedError, Evolution, StrategyError
+from evogrpo.training.loop.planning import StrategyError
+from evogrpo.training.loop.run import AllFailedError, Evolution
 from evogrpo.training.loop.stopping import stopping_on_signals
 from evogrpo.training.memory import check_memory
 from evogrpo.training.rundir import RunDir

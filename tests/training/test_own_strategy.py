@@ -25,7 +25,7 @@ from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
-from evogrpo.training.loop.run import StrategyError
+from evogrpo.training.loop.planning import StrategyError
 from evogrpo.training.saved import open_run
 from tests.cli.project import prepare, write_project
 from tests.strategies.gaussian_process import GaussianProcess

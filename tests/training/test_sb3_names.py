@@ -8,7 +8,7 @@ from evogrpo.history.records import StepReport
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.loop.sb3_names import names_of
+from evogrpo.training.loop.reports.sb3_names import names_of
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import finish

@@ -27,8 +27,9 @@ class Watched(Stateless):
 
     mutates = True
 
-    def __init__(self, population):
-        self.population = population
+    population = ()  # whose states are noted
+
+    def __init__(self):
         self.tournament = Tournament(z=0.0, mutation=Mutation(probability=1.0))
         self.states = []
 
@@ -41,8 +42,9 @@ class Watched(Stateless):
 
 
 def test_the_elite_is_untouched_and_children_are_their_parents_copies():
-    run = tiny_run(None, size=4, generations=4)
-    run.strategy = watched = Watched(run.population)
+    watched = Watched()
+    run = tiny_run(None, size=4, generations=4, strategy=watched)
+    watched.population = run.population
     replaced = 0
     for report in run.reports():
         if not isinstance(report, GenerationReport) or report.plan is None:

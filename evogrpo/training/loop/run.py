@@ -9,7 +9,6 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.envs.groups import GroupEnvironment
-from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.history.records import BaselineReport, GenerationReport, Report, StepReport, TestReport
 from evogrpo.history.results import Result
@@ -21,7 +20,10 @@ from evogrpo.training.configuration.own_strategies import check_resumable, check
 from evogrpo.training.loop.acting import Acting
 from evogrpo.training.loop.clock import OutOfTime
 from evogrpo.training.loop.equal_rewards import EqualRewards
-from evogrpo.training.loop.observing import (
+from evogrpo.training.loop.planning import Planning, StrategyError
+from evogrpo.training.loop.progress import Best, Progress
+from evogrpo.training.loop.remarks import remark
+from evogrpo.training.loop.reports.observing import (
     description_of,
     estimate,
     generation_of,
@@ -29,16 +31,10 @@ from evogrpo.training.loop.observing import (
     result_of,
     test_report,
 )
-from evogrpo.training.loop.progress import Best, Progress
-from evogrpo.training.loop.remarks import remark
-from evogrpo.training.loop.step_closing import close_step
+from evogrpo.training.loop.reports.step_closing import close_step
 from evogrpo.training.loop.stopping import STOPPED, Stopping
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.schedule import Schedule
-
-
-class StrategyError(RuntimeError):
-    """A strategy raised, or its plan cannot be carried out."""
 
 
 class AllFailedError(RuntimeError):
@@ -88,7 +84,7 @@ class Evolution:
         schedule.check_counted(plays=population.plays, counted=self.progress.timesteps is not None)
         self.acting = Acting(population, env, schedule, self.progress)
         self._given_up = False
-        self._set_budgets(None, None)
+        self._planning = Planning(population, strategy, schedule, self.progress)
         self._description = description or {}
         self._ended: str | None = None
         self._tested: TestReport | None = None
@@ -141,7 +137,7 @@ class Evolution:
         self._open()
         while not self.finished():
             self.stopping.check()
-            self._next_generation()
+            self._planning.catch_up()
             yield from self._steps()
             if self.progress.step_in_generation:
                 yield from self._evaluation()
@@ -275,32 +271,6 @@ class Evolution:
             fitness=None if progress.best is None else progress.best.fitness.mean,
         )
 
-    def _next_generation(self) -> None:
-        """Carry out the plan that the last generation is still waiting for, if there is one to make."""
-        progress = self.progress
-        if progress.unplanned:
-            if not progress.history:  # a checkpoint of an earlier version, which kept none
-                progress.history.append(generation_of(self.population, progress))
-            plan = self._planned()
-            assert plan is not None  # asked only where the run goes on
-            self._carry_out(plan)
-
-    def _carry_out(self, plan: Plan) -> None:
-        self.population.apply(plan)
-        self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
-        self.progress.unplanned = False
-
-    def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
-        """Set what the next generations spend; None = as before, at first as scheduled."""
-        progress, schedule = self.progress, self.schedule
-        progress.samples_per_step = samples_per_step or progress.samples_per_step or schedule.samples_per_step
-        progress.steps_per_generation = (
-            steps_per_generation or progress.steps_per_generation or schedule.steps_per_generation
-        )
-        # Kept when members with the smallest groups are gone: it decides the order of questions.
-        needed = replace(schedule, samples_per_step=progress.samples_per_step).block(self.population)
-        progress.block = max(progress.block, needed)
-
     def _collect(self) -> Collected:
         """Let the members act; if that fails, what they have learnt so far is kept."""
         self._require_healthy()
@@ -354,7 +324,7 @@ class Evolution:
             questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
         )
         try:
-            plan = self._planned()
+            plan = None if self.finished() else self._planning.plan()
         except StrategyError:
             self._write(report)
             progress.start_generation()
@@ -367,25 +337,9 @@ class Evolution:
             self.run_dir.log_scalars(progress.step - 1, generation_curves(members, self.population.space))
         progress.start_generation()
         if plan is not None:
-            self._carry_out(plan)
+            self._planning.carry_out(plan)
         self._save()
         return report
-
-    def _planned(self) -> Plan | None:
-        """Let the strategy plan what follows the generation that was evaluated; None if nothing does.
-
-        Raises:
-            StrategyError: If it cannot; it remembers nothing of that, and a run that goes on asks again.
-        """
-        if self.finished():
-            return None
-        progress, remembered = self.progress, self.strategy.state()
-        try:
-            return self.population.plan(self.strategy, progress.history)
-        except Exception as error:
-            self.strategy.load_state(remembered)  # what it noted half-way is forgotten
-            name = type(self.strategy).__name__
-            raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error
 
     def _require_healthy(self) -> None:
         """Stop the run if no member is left that others could be cloned from."""

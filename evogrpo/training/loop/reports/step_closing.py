@@ -10,7 +10,7 @@ from evogrpo.history.records import Example, MemberStep, StepReport
 from evogrpo.records import LearnReport
 from evogrpo.training.completions import examples_of, first_of_each
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.loop.sb3_names import sb3_names
+from evogrpo.training.loop.reports.sb3_names import sb3_names
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,69 @@
+"""What comes after a generation: the strategy's plan, carried out, and what the next generations spend."""
+
+from dataclasses import replace
+
+from evogrpo.agents.population import Population
+from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.strategies import Strategy
+from evogrpo.training.loop.progress import Progress
+from evogrpo.training.loop.reports.observing import generation_of
+from evogrpo.training.schedule import Schedule
+
+
+class StrategyError(RuntimeError):
+    """A strategy raised, or its plan cannot be carried out."""
+
+
+class Planning:
+    """Asks the strategy of a run, and does as it says.
+
+    Args:
+        population: The members; changed in place.
+        strategy: Who decides.
+        schedule: What a learning step and a generation are at first.
+        progress: Where the run stands; its budgets are set.
+    """
+
+    def __init__(self, population: Population, strategy: Strategy, schedule: Schedule, progress: Progress) -> None:
+        self._population, self._strategy = population, strategy
+        self._schedule, self._progress = schedule, progress
+        self._set_budgets(None, None)
+
+    def plan(self) -> Plan:
+        """Let the strategy plan what follows the generation that was evaluated.
+
+        Raises:
+            StrategyError: If it cannot; it remembers nothing of that, and a run that goes on asks again.
+        """
+        remembered = self._strategy.state()
+        try:
+            return self._population.plan(self._strategy, self._progress.history)
+        except Exception as error:
+            self._strategy.load_state(remembered)  # what it noted half-way is forgotten
+            name = type(self._strategy).__name__
+            raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error
+
+    def carry_out(self, plan: Plan) -> None:
+        """Do what a plan says."""
+        self._population.apply(plan)
+        self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
+        self._progress.unplanned = False
+
+    def catch_up(self) -> None:
+        """Carry out the plan that the last generation is still waiting for, if there is one to make."""
+        progress = self._progress
+        if progress.unplanned:
+            if not progress.history:  # a checkpoint of an earlier version, which kept none
+                progress.history.append(generation_of(self._population, progress))
+            self.carry_out(self.plan())
+
+    def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
+        """Set what the next generations spend; None = as before, at first as scheduled."""
+        progress, schedule = self._progress, self._schedule
+        progress.samples_per_step = samples_per_step or progress.samples_per_step or schedule.samples_per_step
+        progress.steps_per_generation = (
+            steps_per_generation or progress.steps_per_generation or schedule.steps_per_generation
+        )
+        # Kept when members with the smallest groups are gone: it decides the order of questions.
+        needed = replace(schedule, samples_per_step=progress.samples_per_step).block(self._population)
+        progress.block = max(progress.block, needed)
