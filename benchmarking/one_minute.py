@@ -30,7 +30,7 @@ import gymnasium
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "classic"))
-from intervals import stratified_bootstrap
+from intervals import interquartile_mean, stratified_bootstrap
 
 SECONDS = 60
 EPISODES = 100
@@ -187,18 +187,34 @@ def run_one(given: argparse.Namespace) -> None:
     out.with_suffix(".tmp").replace(out)
 
 
+def verdict(ours: Sequence[float], theirs: Sequence[float], draws: int = 10_000) -> str:
+    """Compare two arms by their interquartile means over seeds, with a 95 % bootstrap interval of the difference."""
+    rng = np.random.default_rng(0)
+    drawn = [
+        [interquartile_mean(rng.choice(means, len(means))) for _ in range(draws)]
+        for means in (np.asarray(ours), np.asarray(theirs))
+    ]
+    low, high = np.quantile(np.subtract(*drawn), (0.025, 0.975))
+    return "better" if low > 0 else "worse" if high < 0 else "not told apart"
+
+
 def table(given: argparse.Namespace) -> str:
     """Return the interquartile mean over seeds of every arm, with its interval, and the longest wall clock."""
-    lines = ["| environment | " + " | ".join(given.arms) + " | evogrpo's longest wall clock |", "|---" * 5 + "|"]
+    lines = [
+        f"| environment | {' | '.join(given.arms)} | evogrpo is | its learning steps | its longest wall clock |",
+        "|---" * (4 + len(given.arms)) + "|",
+    ]
     for name in given.tasks:
-        cells, longest = [], "–"
-        for arm in given.arms:
-            runs = [json.loads(path.read_text()) for path in sorted((given.folder / arm).glob(f"{name}-*.json"))]
-            means = [float(np.mean(run["returns"])) for run in runs]
-            cells.append(f"{stratified_bootstrap({name: means})}, n = {len(means)}" if means else "–")
-            if arm == "evogrpo" and runs:
-                longest = f"{max(run['wall'] for run in runs):.0f} s"
-        lines.append(f"| {name} | {' | '.join(cells)} | {longest} |")
+        runs = {arm: [json.loads(path.read_text()) for path in sorted((given.folder / arm).glob(f"{name}-[0-9]*.json"))]
+                for arm in given.arms}  # fmt: skip
+        means = {arm: [float(np.mean(run["returns"])) for run in of] for arm, of in runs.items()}
+        cells = [f"{stratified_bootstrap({arm: of})}, n = {len(of)}" if of else "–" for arm, of in means.items()]
+        ours, both = runs.get("evogrpo"), means.get("evogrpo") and means.get("sb3-ppo")
+        cells.append(verdict(means["evogrpo"], means["sb3-ppo"]) if both else "–")
+        steps = sorted(run["learning_steps"] for run in ours or [])
+        cells.append(f"{steps[0]} to {steps[-1]}" if steps else "–")
+        cells.append(f"{max(run['wall'] for run in ours):.0f} s" if ours else "–")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -26,10 +26,11 @@ HELD_OUT, LEAST_HELD_OUT = (2, 8), 32
 """Starts that members are compared by, and starts of the test, for each episode of a member's learning step; and the
 fewest: by too few the luckiest member is taken for the best."""
 
-STEPS = 100
-"""Learning steps that a time limit shall leave room for: fewer teach little, however large they are."""
+STEPS, STEPS_OF_ONE = 100, 20
+"""Learning steps that a time limit shall leave room for, with several members and with one: fewer teach little, however
+large they are."""
 
-TRIAL_SHARE, TRIAL_SECONDS = 0.03, 10.0
+TRIAL_SHARE, TRIAL_SECONDS = 0.05, 10.0
 """The part of a time limit that the measurement takes at most, and the most seconds."""
 
 MEMORY_SHARE = 0.5
@@ -82,7 +83,7 @@ def fitted(
     if limit is not None:
         trial = _Trial(env, members, longest=longest, at_most=min(TRIAL_SHARE * limit, TRIAL_SECONDS))
         seconds = trial.seconds_of(roomy)
-        chosen = next((rung for rung in roomy if limit >= STEPS * seconds * _work(rung)), roomy[-1])
+        chosen = next((rung for rung in roomy if limit >= _least_steps(rung) * seconds * _work(rung)), roomy[-1])
         if chosen is not roomy[0]:
             steps = int(limit / (seconds * _work(chosen)))
             number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
@@ -101,6 +102,10 @@ def _sizes(members: int, groups: int, group_size: int) -> RunSizes:
         validation_questions=max(LEAST_HELD_OUT, validation * samples),
         test_questions=test * samples,
     )
+
+
+def _least_steps(config: AnyConfig) -> int:
+    return STEPS if config.population.size > 1 else STEPS_OF_ONE
 
 
 def _work(config: AnyConfig) -> int:
@@ -131,14 +136,13 @@ class _Trial:
     def seconds_of(self, rungs: Sequence[AnyConfig]) -> float:
         """Return how long a learning step of the largest size is going to take, by episode.
 
-        The smallest size is tried first. Where it leaves time the largest one is tried too: many episodes side by side
-        may take little longer than few.
+        The smallest size is tried first, and once more, as the first learning step of a process takes longer. Where it
+        leaves time the largest one is tried too: many episodes side by side may take little longer than few.
         """
         seconds, complete = self._measure(rungs[-1])
-        if complete and len(rungs) > 1:
-            large, complete = self._measure(rungs[0])
-            if complete:
-                return large / _work(rungs[0])
+        for rung in (rungs[-1], rungs[0]) if complete else ():
+            again, complete = self._measure(rung)
+            seconds = min(seconds, again * _work(rungs[-1]) / _work(rung)) if complete else seconds
         return seconds / _work(rungs[-1])
 
     def _measure(self, rung: AnyConfig) -> tuple[float, bool]:

@@ -26,6 +26,9 @@ VALIDATION_SHARE = 0.15
 TEST_SHARE = 0.1
 """The same of the test at the run's end."""
 
+LEAST_TEST_SHARE = 0.01
+"""What is left for it at least: it takes a moment to begin."""
+
 
 class Acting:
     """Lets the members of a run act in its environment, as its schedule and its progress say.
@@ -43,11 +46,12 @@ class Acting:
         schedule: As given, but for fewer validation questions where all of them would take too much of `max_seconds`.
         stopping: Whether a stop has been asked for, and why.
         clock: How much time is left.
+        evaluation_seconds: What the latest evaluation of all members took.
     """
 
     def __init__(self, population: Population, env: GroupEnvironment, schedule: Schedule, progress: Progress) -> None:
         self._population, self._env, self._progress = population, env, progress
-        self._learning_seconds = 0.0
+        self._learning_seconds = self.evaluation_seconds = 0.0
         self.schedule = schedule
         self.stopping, self.clock = Stopping(), Clock(schedule.max_seconds, progress)
 
@@ -81,9 +85,7 @@ class Acting:
             collected = self._population.collect(
                 self._env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
             )
-        self.clock.took(
-            "collecting", time.monotonic() - began, len(self._population.healthy) * progress.samples_per_step
-        )
+        self.clock.took_samples(time.monotonic() - began, len(self._population.healthy) * progress.samples_per_step)
         return collected
 
     def learn(self, collected: Collected, *, collecting: float) -> dict[int, LearnReport]:
@@ -142,20 +144,24 @@ class Acting:
         return available if limit is None else min(limit, available)
 
     def _testing(self) -> float:
-        return min(self.clock.expected(2 * self.questions("test")), self.clock.share(TEST_SHARE))
+        expected = self.clock.expected(2 * self.questions("test"))
+        if not self.questions("test") or self.schedule.max_seconds is None:
+            return expected
+        return min(max(expected, self.clock.share(LEAST_TEST_SHARE)), self.clock.share(TEST_SHARE))
 
     def _base(self, questions: int) -> Fitness:
         began = time.monotonic()
         with self._abandonable(leaving=0.0):
             fitness = self._population.baseline(self._env, "validation", questions=questions)
-        self.clock.took("validating", time.monotonic() - began, questions)
+        self.clock.took_answers(time.monotonic() - began, questions)
         return fitness
 
     def _evaluate(self) -> None:
         began, questions = time.monotonic(), self.questions("validation")
         with self._abandonable(leaving=self._testing()):
             self._population.evaluate(self._env, "validation", questions=questions)
-        self.clock.took("validating", time.monotonic() - began, len(self._population.healthy) * questions)
+        self.evaluation_seconds = time.monotonic() - began
+        self.clock.took_answers(self.evaluation_seconds, len(self._population.healthy) * questions)
 
     def _ask_fewer(self, questions: int, why: str) -> None:
         self.schedule = replace(self.schedule, validation_questions=questions)

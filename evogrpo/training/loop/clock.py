@@ -25,8 +25,9 @@ class Clock:
     def __init__(self, limit: float | None, progress: Progress) -> None:
         self._limit, self._progress = limit, progress
         self._since = time.monotonic()
-        self._per_answer: dict[str, float] = {}
-        self._step = 0.0
+        self._per_answer, self._closing, self._step = 0.0, 0.0, 0.0
+        self._per_sample: float | None = None
+        self._per_sample_then: float | None = None
 
     def start(self) -> None:
         """Count from now on: the run has control."""
@@ -60,17 +61,35 @@ class Clock:
 
     # ---- what parts take
 
-    def took(self, part: str, seconds: float, answers: int) -> None:
-        """Note how long members took for so many answers, or episodes; the latest of each part counts."""
-        self._per_answer[part] = seconds / max(1, answers)
+    def took_answers(self, seconds: float, answers: int) -> None:
+        """Note how long so many answers to held-out questions took."""
+        self._per_answer = seconds / max(1, answers)
+        self._per_sample_then = None
+
+    def took_samples(self, seconds: float, samples: int) -> None:
+        """Note how long so many samples to learn from took: what grows from one step to the next grows for all."""
+        latest = seconds / max(1, samples)
+        self._per_sample = latest if self._per_sample is None else (latest + self._per_sample) / 2  # they are ragged
+        if self._per_sample_then is None:
+            self._per_sample_then = self._per_sample = latest
 
     def took_step(self, seconds: float) -> None:
         """Note how long a learning step took."""
         self._step = seconds
 
+    def took_closing(self, seconds: float) -> None:
+        """Note how long the end of a generation took, apart from its evaluation."""
+        self._closing = seconds
+
     def expected(self, answers: int) -> float:
-        """Return about how many seconds so many answers are going to take, by the slowest of what was measured."""
-        return CAUTION * max(self._per_answer.values(), default=0.0) * answers
+        """Return about how many seconds so many answers are going to take.
+
+        By the latest evaluation, and by how much longer samples take now than right after it.
+        """
+        growth = 1.0
+        if self._per_sample and self._per_sample_then:
+            growth = max(growth, self._per_sample / self._per_sample_then)
+        return CAUTION * self._per_answer * growth * answers
 
     def answers_within(self, seconds: float) -> float:
         """Return how many answers are expected to fit; infinity where nothing says how long they take."""
@@ -78,4 +97,4 @@ class Clock:
 
     def step_fits(self, closing: float) -> bool:
         """Tell whether a learning step like the last one leaves so many seconds for what follows it."""
-        return self.left() - closing >= self._step
+        return self.left() - closing - self._closing >= self._step

@@ -181,14 +181,16 @@ class Evolution:
 
     def _evaluation(self) -> Iterator[GenerationReport]:
         """Close the generation under way, unless time runs out before everybody was evaluated."""
+        clock, began = self.acting.clock, time.monotonic()
         try:
             report = self._close_generation()
         except OutOfTime:
-            self.acting.clock.end()
+            clock.end()
             self._given_up = True
             steps = self.progress.step_in_generation
             remark(f"what the last {counted(steps, 'learning step')} taught was not evaluated, as no time was left")
         else:
+            clock.took_closing(time.monotonic() - began - self.acting.evaluation_seconds)
             yield report
 
     def __iter__(self) -> Iterator[GenerationReport]:
