@@ -68,7 +68,9 @@ class Acting:
         tried = min(2, asked)
         while True:
             fitness = self._base(tried)
-            fitting = self.clock.answers_within(self.clock.share(VALIDATION_SHARE) / len(self._population))
+            fitting = self.clock.fitting(
+                self.clock.share(VALIDATION_SHARE) / len(self._population), self.clock.expected
+            )
             if tried >= min(fitting, asked):
                 break
             tried = min(asked, math.ceil(min(fitting, 8 * tried)))
@@ -124,7 +126,7 @@ class Acting:
         """Return what the untrained base and a learner state earn on as many questions of the test as time allows."""
         self._tell_pace()
         asked = self.questions("test")
-        questions = int(min(asked, self.clock.answers_within(self.clock.left() / 2)))
+        questions = int(min(asked, self.clock.fitting(self.clock.left(), self.clock.expected_of_test)))
         if questions < 2:
             raise OutOfTime
         if questions < asked:
@@ -144,7 +146,7 @@ class Acting:
         return available if limit is None else min(limit, available)
 
     def _testing(self) -> float:
-        expected = self.clock.expected(2 * self.questions("test"))
+        expected = self.clock.expected_of_test(self.questions("test"))
         if not self.questions("test") or self.schedule.max_seconds is None:
             return expected
         return min(max(expected, self.clock.share(LEAST_TEST_SHARE)), self.clock.share(TEST_SHARE))
@@ -153,7 +155,7 @@ class Acting:
         began = time.monotonic()
         with self._abandonable(leaving=0.0):
             fitness = self._population.baseline(self._env, "validation", questions=questions)
-        self.clock.took_answers(time.monotonic() - began, questions)
+        self.clock.took_answers(time.monotonic() - began, questions, base=True)
         return fitness
 
     def _evaluate(self) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 from evogrpo.interruption import Interrupted
 from evogrpo.training.loop.progress import Progress
@@ -26,6 +27,7 @@ class Clock:
         self._limit, self._progress = limit, progress
         self._since = time.monotonic()
         self._per_answer, self._closing, self._step = 0.0, 0.0, 0.0
+        self._per_base_answer: float | None = None
         self._per_sample: float | None = None
         self._per_sample_then: float | None = None
 
@@ -61,10 +63,12 @@ class Clock:
 
     # ---- what parts take
 
-    def took_answers(self, seconds: float, answers: int) -> None:
-        """Note how long so many answers to held-out questions took."""
+    def took_answers(self, seconds: float, answers: int, *, base: bool = False) -> None:
+        """Note how long so many answers to held-out questions took, members' or the untrained base's."""
         self._per_answer = seconds / max(1, answers)
         self._per_sample_then = None
+        if base:
+            self._per_base_answer = self._per_answer
 
     def took_samples(self, seconds: float, samples: int) -> None:
         """Note how long so many samples to learn from took: what grows from one step to the next grows for all."""
@@ -91,9 +95,14 @@ class Clock:
             growth = max(growth, self._per_sample / self._per_sample_then)
         return CAUTION * self._per_answer * growth * answers
 
-    def answers_within(self, seconds: float) -> float:
-        """Return how many answers are expected to fit; infinity where nothing says how long they take."""
-        return math.inf if not self.expected(1) else seconds / self.expected(1)
+    def expected_of_test(self, questions: int) -> float:
+        """Return about how many seconds a test takes, in which a member and the base answer so many questions each."""
+        base = self._per_answer if self._per_base_answer is None else self._per_base_answer
+        return self.expected(questions) + CAUTION * base * questions
+
+    def fitting(self, seconds: float, expected: Callable[[int], float]) -> float:
+        """Return how many answers or questions fit into so many seconds; infinity where nothing says what they take."""
+        return math.inf if not expected(1) else seconds / expected(1)
 
     def step_fits(self, closing: float) -> bool:
         """Tell whether a learning step like the last one leaves so many seconds for what follows it."""
