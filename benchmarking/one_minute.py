@@ -91,15 +91,15 @@ TASKS = {
 }
 
 
-def returns_of(task: Task, act: Callable[[Any], Any], *, peer: bool = False) -> list[float]:
-    """Play the fresh episodes."""
+def returns_of(task: Task, act: Callable[[Any, Any], Any], *, peer: bool = False) -> list[float]:
+    """Play the fresh episodes, with what acts on an observation and the environment's mask of legal actions, if any."""
     env, returns = task.make(peer=peer), []
     discrete = isinstance(env.action_space, gymnasium.spaces.Discrete)
     for number in range(EPISODES):
-        seen, over, total = env.reset(seed=FIRST_SEED + number)[0], False, 0.0
+        (seen, info), over, total = env.reset(seed=FIRST_SEED + number), False, 0.0
         while not over:
-            action = act(seen)
-            seen, reward, terminated, truncated, _ = env.step(int(action) if discrete else action)
+            action = act(seen, info.get("action_mask"))
+            seen, reward, terminated, truncated, info = env.step(int(action) if discrete else action)
             total, over = total + float(reward), terminated or truncated
         returns.append(total)
     env.close()
@@ -125,7 +125,7 @@ def run_evogrpo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any
         "processor": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
         "learning_steps": sum(event["event"] == "step" for event in events),
         "generations": sum(event["event"] == "generation" for event in events),
-        "returns": returns_of(task, lambda seen: agent.predict(seen, deterministic=True)[0]),
+        "returns": returns_of(task, lambda seen, mask: agent.predict(seen, deterministic=True, action_masks=mask)[0]),
     }
 
 
@@ -144,7 +144,7 @@ def run_ppo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]:
 
     model = PPO(task.policy, task.make(peer=True), seed=seed, device="cpu").learn(10**9, callback=Spent())
     spent = {"wall": time.monotonic() - wall, "processor": time.process_time() - began}
-    returns = returns_of(task, lambda seen: model.predict(seen, deterministic=True)[0], peer=True)
+    returns = returns_of(task, lambda seen, _: model.predict(seen, deterministic=True)[0], peer=True)
     return {**spent, "steps": model.num_timesteps, "returns": returns}
 
 
@@ -152,7 +152,7 @@ def run_random(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any]
     """Play without learning anything."""
     space = task.make().action_space
     space.seed(seed)
-    return {"wall": 0.0, "processor": 0.0, "returns": returns_of(task, lambda _: space.sample())}
+    return {"wall": 0.0, "processor": 0.0, "returns": returns_of(task, lambda *_: space.sample())}
 
 
 RUNNERS = {"evogrpo": run_evogrpo, "sb3-ppo": run_ppo, "random": run_random}
@@ -187,15 +187,22 @@ def run_one(given: argparse.Namespace) -> None:
     out.with_suffix(".tmp").replace(out)
 
 
-def verdict(ours: Sequence[float], theirs: Sequence[float], draws: int = 10_000) -> str:
-    """Compare two arms by their interquartile means over seeds, with a 95 % bootstrap interval of the difference."""
-    rng = np.random.default_rng(0)
-    drawn = [
-        [interquartile_mean(rng.choice(means, len(means))) for _ in range(draws)]
-        for means in (np.asarray(ours), np.asarray(theirs))
-    ]
-    low, high = np.quantile(np.subtract(*drawn), (0.025, 0.975))
-    return "better" if low > 0 else "worse" if high < 0 else "not told apart"
+def verdict(ours: np.ndarray, theirs: np.ndarray, scale: float, draws: int = 5000) -> str:
+    """Compare two arms by their interquartile means, with a 95 % bootstrap interval of the difference.
+
+    Args:
+        ours: `[seeds, episodes]` returns; the episodes are the same for every run.
+        theirs: Likewise.
+        scale: Differences below half a percent of it are none.
+        draws: Of seeds, and of episodes.
+    """
+    rng, differences = np.random.default_rng(0), []
+    for _ in range(draws):
+        played = rng.integers(ours.shape[1], size=ours.shape[1])
+        one, other = (arm[rng.integers(len(arm), size=len(arm))][:, played].mean(1) for arm in (ours, theirs))
+        differences.append(interquartile_mean(one) - interquartile_mean(other))
+    low, high = np.quantile(differences, (0.025, 0.975))
+    return "better" if low > 0.005 * scale else "worse" if high < -0.005 * scale else "not told apart"
 
 
 def table(given: argparse.Namespace) -> str:
@@ -207,10 +214,16 @@ def table(given: argparse.Namespace) -> str:
     for name in given.tasks:
         runs = {arm: [json.loads(path.read_text()) for path in sorted((given.folder / arm).glob(f"{name}-[0-9]*.json"))]
                 for arm in given.arms}  # fmt: skip
-        means = {arm: [float(np.mean(run["returns"])) for run in of] for arm, of in runs.items()}
-        cells = [f"{stratified_bootstrap({arm: of})}, n = {len(of)}" if of else "–" for arm, of in means.items()]
-        ours, both = runs.get("evogrpo"), means.get("evogrpo") and means.get("sb3-ppo")
-        cells.append(verdict(means["evogrpo"], means["sb3-ppo"]) if both else "–")
+        played = {arm: np.array([run["returns"] for run in of]) for arm, of in runs.items() if of}
+        cells = [
+            f"{stratified_bootstrap({arm: played[arm].mean(1)})}, n = {len(of)}" if of else "–"
+            for arm, of in runs.items()
+        ]
+        ours, told = runs.get("evogrpo"), "–"
+        if len(played) == len(ARMS):
+            means = [float(each.mean()) for each in played.values()]
+            told = verdict(played["evogrpo"], played["sb3-ppo"], max(means) - min(means))
+        cells.append(told)
         steps = sorted(run["learning_steps"] for run in ours or [])
         cells.append(f"{steps[0]} to {steps[-1]}" if steps else "–")
         cells.append(f"{max(run['wall'] for run in ours):.0f} s" if ours else "–")

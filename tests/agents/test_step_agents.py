@@ -1,6 +1,7 @@
 """The methods of an agent that is a small network, and what its constructor accepts and refuses."""
 
 import math
+import warnings
 
 import gymnasium
 import numpy as np
@@ -13,7 +14,7 @@ from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, ST
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.randomness import generator
-from tests.envs.probes import Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete
+from tests.envs.probes import DelayedCredit, Masked, MatchBox, MatchDict, MatchDiscrete, MatchMultiDiscrete
 from tests.tiny_steps import LIMITS, STEP_SPACE, OwnNetwork, cart_pole, played, step_agent
 from tests.tiny_training import equal_states, shared_model, state_of, tiny_agent, tiny_env
 
@@ -388,3 +389,30 @@ def test_a_mutation_can_change_the_network():
     seen = [both.mutate(generator(number, "test")).keys() for number in range(12)]
     assert any("network" in keys for keys in seen)
     assert all(set(keys) - {"network"} for keys in seen)
+
+
+def test_an_agent_that_learnt_under_masks_says_once_that_it_is_given_none(tmp_path):
+    env = GymnasiumGroups(Masked, validation_size=2, test_size=2)
+    population = GRPO.population(2, env.observation_space, env.action_space, group_size=2)
+    seen, given = Masked().reset(seed=0)
+
+    def said(agent, **masks):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            agent.predict(seen, deterministic=True, **masks)
+            agent.get_action(seen, training=False, **({"action_mask": masks["action_masks"]} if masks else {}))
+        return [warning for warning in caught if "without action_masks=info['action_mask']" in str(warning.message)]
+
+    assert not said(population[0])  # nothing is known of masks yet
+    run = evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=2, run_dir=tmp_path / "run")
+    list(run)
+    run.best.save_checkpoint(tmp_path / "best")
+    for agent in (population[0], run.best, GRPO.load(tmp_path / "best"), GRPO.load(tmp_path / "run" / "best")):
+        assert not said(agent, action_masks=given["action_mask"])
+        (warning,) = said(agent)
+        assert warning.filename == __file__
+        assert not said(agent)
+    unmasked = GymnasiumGroups(DelayedCredit)
+    other = GRPO.population(1, unmasked.observation_space, unmasked.action_space, group_size=2)
+    other.learn(other.collect(unmasked, step=0, samples_per_step=2, block=1).experience, step=0)
+    assert not other.members.masked

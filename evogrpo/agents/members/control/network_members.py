@@ -1,5 +1,6 @@
 """Members that are small networks: played by a Gymnasium environment, one action at a time."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -44,6 +45,7 @@ class NetworkMembers:
         settings: What does not evolve.
         policies: The one policy.
         banks: Its bank.
+        masked: Whether they have learnt where some actions were illegal, told by masks.
     """
 
     kind: ClassVar[str] = "networks"
@@ -55,6 +57,7 @@ class NetworkMembers:
         self.banks = Banks({DEFAULT: networks.bank})
         self.observation_space, self.action_space = networks.observation_space, networks.action_space
         self.weights = networks.weights
+        self.masked = self._said_masked = False
 
     @property
     def device(self) -> torch.device:
@@ -64,8 +67,10 @@ class NetworkMembers:
     def alone(self, *, wrap: bool = True) -> "NetworkMembers":
         """Return one fresh member; there is nothing to wrap."""
         spaces_ = self.observation_space, self.action_space
-        alone = StackedPolicy(*spaces_, 1, self.settings, module=self.networks.custom, device=self.device)
-        return NetworkMembers(alone, self.hp_config)
+        policy = StackedPolicy(*spaces_, 1, self.settings, module=self.networks.custom, device=self.device)
+        alone = NetworkMembers(policy, self.hp_config)
+        alone.masked = self.masked
+        return alone
 
     def arguments(self) -> dict[str, Any]:
         """Return the constructor arguments that are not among the settings, or differ from them."""
@@ -126,6 +131,7 @@ class NetworkMembers:
 
     def _batch(self, played: Played, wanted: Wanted) -> Batch:
         present, truncated = torch.from_numpy(played.present), torch.from_numpy(played.truncated)
+        self.masked = self.masked or played.action_masks is not None
         return Batch(
             inputs=ObservationInputs(
                 observations=tensors_of(played.observations),
@@ -192,6 +198,13 @@ class NetworkMembers:
         masks = None
         if action_mask is not None:
             masks = [action_mask] if count is None else _rows_of(action_mask, m)
+        elif self.masked and not self._said_masked:
+            self._said_masked = True
+            warnings.warn(
+                "this agent learnt where some actions are illegal, and was told which: without action_masks=info"
+                "['action_mask'] it may choose what it never tried, and does not act as it was tested",
+                stacklevel=4,
+            )
         acted = self.networks.act(
             arrays,
             np.full(m, learner.slot),
@@ -244,6 +257,7 @@ class NetworkMembers:
             "observation_space": space_to_json(self.observation_space),
             "action_space": space_to_json(self.action_space),
             "module": None if module is None else type(module).__qualname__,
+            "masked": self.masked,
         }
 
     def check_record(self, record: Mapping[str, Any], where: object) -> None:
@@ -304,7 +318,9 @@ class NetworkMembers:
             module=actor_network,
             device=device_of(accelerator, device) or "cpu",
         )
-        return cls(networks, hp_config)
+        members = cls(networks, hp_config)
+        members.masked = bool(record.get("masked"))  # earlier versions did not say
+        return members
 
 
 def _rows_of(action_mask: Any, count: int) -> list[Any]:
