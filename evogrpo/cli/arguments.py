@@ -116,7 +116,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     train.add_argument(
         "--preset",
         action="store_true",
-        help="with --env: begin with hyperparameters known to do better there; `evogrpo tasks` lists where",
+        help="with --env: begin with hyperparameters tuned there; `evogrpo tasks` lists where",
     )
     train.add_argument(
         "--wrapper",

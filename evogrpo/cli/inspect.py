@@ -50,7 +50,7 @@ def tasks(chosen: argparse.Namespace) -> int:
     console.print()
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
     console.print(Text(f"  {', '.join(native_ids())} vectorised natively; any other environment as it is"))
-    console.print(Text(f"  with --preset, hyperparameters known to do better: {', '.join(preset_ids())}"))
+    console.print(Text(f"  with --preset, hyperparameters tuned for it: {', '.join(preset_ids())}"))
     console.print()
     console.print(
         Text.assemble(("PettingZoo", "bold"), "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE")

@@ -94,11 +94,12 @@ def _figure(run: Drawing) -> "Figure":
         beside = grid[1, :].subgridspec(1, len(curves))
         for position, name in enumerate(curves):
             draw_measure(figure.add_subplot(beside[0, position]), name, run)
+    most = 12 if run.last_generation < 100 else 6  # of numbers below small panels
     for position, name in enumerate(names):
         axes = figure.add_subplot(grid[1 + len(steps) + position // columns, position % columns])
         draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
         axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
-        axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation))
+        axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation, most))
         if position + columns >= len(names):
             axes.set_xlabel("generation")
     _draw_title(figure, run.summary, height)

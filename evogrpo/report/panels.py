@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 _Point = tuple[float, float, float]  # generation, fitness, standard error
 
 
+MOST_MARKED = 80
+"""Generations up to which each result has a mark of its own."""
+
+
 def draw_fitness(axes: "Axes", run: Drawing) -> None:
     """Draw the fitness of every member per generation, the untrained base and the test scores.
 
@@ -45,17 +49,18 @@ def draw_fitness(axes: "Axes", run: Drawing) -> None:
     axes.set_xlabel("generation")
 
 
-def generation_ticks(first: int, last: int) -> list[float]:
-    """Return whole generations to mark on an axis, at most about a dozen."""
+def generation_ticks(first: int, last: int, most: int = 12) -> list[float]:
+    """Return whole generations to mark on an axis, at most about so many."""
     from matplotlib.ticker import MaxNLocator
 
-    ticks = MaxNLocator(nbins=12, integer=True, min_n_ticks=1).tick_values(first, last)
+    ticks = MaxNLocator(nbins=most, integer=True, min_n_ticks=1).tick_values(first, last)
     return [float(tick) for tick in ticks if first <= tick <= last and tick == round(tick)]
 
 
 def _draw_fitness_line(axes: "Axes", run: Drawing, line: LineageLine) -> None:
     colour, until = run.colour(line.results[0].slot), run.lineage.get(line.index)
     width, alpha, shade = (0.8, 0.5, 0.03) if run.crowded else (1.4, 0.9, 0.10)
+    dense = run.last_generation - run.first_generation >= MOST_MARKED  # edges of marks would cover the line
     for stretch in _stretches(run, line):
         on_lineage = [] if until is None else [point for point in stretch if point[0] <= until]
         if on_lineage:
@@ -71,7 +76,7 @@ def _draw_fitness_line(axes: "Axes", run: Drawing, line: LineageLine) -> None:
             across = axes.get_xaxis_transform()
             axes.plot([result.generation], [0.03], "x", transform=across, color=colour, ms=7, mew=2, zorder=4)
         else:
-            size = 7.5 if best else 2.5 if run.crowded else 4.5
+            size = (3.0 if best else 1.0) if dense else 7.5 if best else 2.5 if run.crowded else 4.5
             axes.plot(
                 [result.generation],
                 [result.fitness],
@@ -79,7 +84,7 @@ def _draw_fitness_line(axes: "Axes", run: Drawing, line: LineageLine) -> None:
                 color=BEST if best else colour,
                 markersize=size,
                 markeredgecolor="white",
-                markeredgewidth=1 if best else 0.4,
+                markeredgewidth=0 if dense else 1 if best else 0.4,
                 zorder=4 if best else 2.5,
             )
 

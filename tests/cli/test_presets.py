@@ -81,7 +81,7 @@ def test_where_there_is_none_those_that_exist_are_named(arguments, message, tmp_
 def test_tasks_lists_where_there_is_one(capsys):
     assert main(["tasks"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"--preset, hyperparameters known to do better: {', '.join(preset_ids())}" in shown
+    assert f"--preset, hyperparameters tuned for it: {', '.join(preset_ids())}" in shown
 
 
 def test_sections_are_put_together_key_by_key():

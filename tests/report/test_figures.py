@@ -158,6 +158,7 @@ def test_ticks_are_whole_generations():
     assert generation_ticks(4, 5) == [4, 5]
     assert all(tick == int(tick) and 0 <= tick <= 97 for tick in generation_ticks(0, 97))
     assert 5 <= len(generation_ticks(0, 97)) <= 13
+    assert 4 <= len(generation_ticks(0, 634, most=6)) <= 7
 
 
 def test_labels_spread_as_little_as_needed():

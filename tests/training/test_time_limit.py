@@ -149,6 +149,12 @@ def test_the_callers_own_time_between_reports_is_not_counted(clock):
     assert going.result.generations == 2
     assert going.result.seconds < 1000.0
 
+    again = evolve(members(env), env, generations=2, steps_per_generation=3, samples_per_step=8, max_seconds=1000.0)
+    for _ in again.evolution.reports():  # after every step, too
+        clock.now += 5000.0
+    assert again.result.steps == 6
+    assert again.result.reason == "generations 2 are done"
+
 
 def test_members_that_write_keep_to_the_limit_too(clock):
     def reward(completion, answer, question):

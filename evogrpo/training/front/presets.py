@@ -1,4 +1,4 @@
-"""Presets: hyperparameters that were found to do better than the packaged ones in environments that many begin with."""
+"""Presets: hyperparameters that were tuned in environments that many begin with."""
 
 from collections.abc import Mapping
 from importlib.resources import files

@@ -78,8 +78,7 @@ def train(
         total_timesteps: Most steps in the environment, all members' together, those of evaluations not counted; the
             last learning step is played to its end. None = until the environment counts as solved, where it says when,
             or for 20 generations, unless the settings give another limit.
-        preset: Whether to begin with the hyperparameters that are known to do better in this environment: see
-            `evogrpo tasks`.
+        preset: Whether to begin with the hyperparameters that were tuned in this environment: see `evogrpo tasks`.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         progress: Whether the run is shown while it goes on; None = on a terminal and in a notebook.
         callback: Called with the run after every generation, e.g. an `EvalCallback`; False from it ends the run.

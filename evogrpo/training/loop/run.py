@@ -174,8 +174,9 @@ class Evolution:
             except OutOfTime:  # what was sampled is dropped
                 clock.end()
                 return
-            yield self._close_step(collected, learned, began)
-            clock.took_step(time.monotonic() - began)
+            report = self._close_step(collected, learned, began)
+            clock.took_step(time.monotonic() - began)  # not what whoever has the report does with it
+            yield report
             self._save_between()
             self.stopping.check()
 
