@@ -20,7 +20,7 @@ def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
     """Train `size` members for a few steps in this process and return its peak memory."""
     from evogrpo import GRPO, evolve
     from evogrpo.envs.prompts.builtin import TASKS
-    from evogrpo.evolution.strategies import NoEvolution
+    from evogrpo.evolution.strategies import Fixed
     from evogrpo.policies.tokens.models import load_base
 
     base = load_base("smollm2-135m")
@@ -39,7 +39,7 @@ def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
             population,
             env,
             progress=False,
-            strategy=NoEvolution(),
+            strategy=Fixed(),
             generations=1,
             steps_per_generation=3,
             samples_per_step=16,

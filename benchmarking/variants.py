@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from evogrpo import GRPO, evolve
 from evogrpo.agents.rollout.collecting import evaluate
 from evogrpo.envs.prompts.builtin import TASKS
-from evogrpo.evolution.strategies import NoEvolution
+from evogrpo.evolution.strategies import Fixed
 from evogrpo.policies.tokens.models import demo_model_folder
 
 PLAIN = "grpo"
@@ -66,7 +66,7 @@ def run(seed: int, steps: int) -> dict[str, list[float]]:
             population,
             env,
             progress=False,
-            strategy=NoEvolution(),
+            strategy=Fixed(),
             generations=1,
             steps_per_generation=steps,
             samples_per_step=SAMPLES_PER_STEP,

@@ -12,7 +12,7 @@ import pytest
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
 from evogrpo.agents.options import Options, TeamOptions
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.strategies import NoEvolution
+from evogrpo.evolution.strategies import Fixed
 from evogrpo.objective import Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.agent_sections import LanguageAgent, NetworkAgent
@@ -36,7 +36,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Optimizer, {}),
     (Optimizer, {"schedule": "cosine", "total_steps": 9}),
     (Tournament, {}),
-    (NoEvolution, {}),
+    (Fixed, {}),
     (Mutation, {}),
     (Schedule, {"generations": 2}),
     (PopulationConfig, {}),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter
 from evogrpo.agents.agent import Agent
-from evogrpo.evolution import Child, NoEvolution, Plan
+from evogrpo.evolution import Child, Fixed, Plan
 from evogrpo.hyperparameters import Hyperparameters
 from tests.tiny_training import (
     graded,
@@ -83,7 +83,7 @@ def _restored(name: str, value: Any, folder: Path, options: dict[str, Any]) -> A
 
 
 def _resumed(name: str, value: Any, folder: Path, options: dict[str, Any]) -> Agent:
-    run = tiny_run(folder / "run", size=2, strategy=NoEvolution(), options={"hp_config": None} | options)
+    run = tiny_run(folder / "run", size=2, strategy=Fixed(), options={"hp_config": None} | options)
     setattr(run.population[1], name, value)
     steps: Iterator[Any] = run.reports()
     next(steps)

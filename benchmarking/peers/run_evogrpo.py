@@ -17,7 +17,7 @@ from peft import LoraConfig  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from evogrpo import GRPO, HuggingFaceGym, evolve  # noqa: E402
-from evogrpo.evolution.strategies import NoEvolution  # noqa: E402
+from evogrpo.evolution.strategies import Fixed  # noqa: E402
 from evogrpo.persistence.journal import read_journal  # noqa: E402
 
 
@@ -82,7 +82,7 @@ def main() -> None:
             population,
             env,
             progress=False,
-            strategy=NoEvolution(),
+            strategy=Fixed(),
             generations=1,
             steps_per_generation=arguments.steps + 1,
             samples_per_step=workload.SAMPLES_PER_STEP,

@@ -90,7 +90,7 @@ def _all_alike(config: AnyConfig) -> bool:
 def _evolving(prepared: PreparedRun) -> str:
     config = prepared.config
     strategy = strategy_record(config.strategy)
-    if strategy["name"] == "no_evolution":
+    if strategy["name"] == "fixed":
         return "nothing: the control, without selection and mutation"
     if config.population.size == 1 and strategy["name"] in BUILT_IN:
         return "nothing, as there is only one member"

@@ -11,7 +11,7 @@ from importlib.resources import as_file, files
 from pathlib import Path
 
 import evogrpo
-from evogrpo.evolution.strategies import NoEvolution
+from evogrpo.evolution.strategies import Fixed
 from evogrpo.training.configuration.reading import load_config, override, parse_config
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.display.console import make_console, working
@@ -29,7 +29,7 @@ def demo(chosen: argparse.Namespace) -> int:
         if not chosen.fixed:
             return config
         population = dataclasses.replace(config.population, spread=False)
-        return dataclasses.replace(config, population=population, strategy=NoEvolution())
+        return dataclasses.replace(config, population=population, strategy=Fixed())
 
     return _begin(read, chosen, "demo-fixed" if chosen.fixed else "demo")
 

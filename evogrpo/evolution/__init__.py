@@ -6,7 +6,7 @@ from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecor
 from evogrpo.evolution.mutation import Changes, Mutation, neighbour, quantile, spread_members
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
-from evogrpo.evolution.strategies import NoEvolution, Stateless, Strategy, Tournament, strategy_from_json
+from evogrpo.evolution.strategies import Fixed, Stateless, Strategy, Tournament, strategy_from_json
 
 __all__ = [
     "Birth",
@@ -15,12 +15,12 @@ __all__ = [
     "Child",
     "Choice",
     "Fitness",
+    "Fixed",
     "Generation",
     "History",
     "Lineage",
     "MemberRecord",
     "Mutation",
-    "NoEvolution",
     "Plan",
     "Seat",
     "Stateless",

@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv
 
 from evogrpo import GRPO, evolve
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Fixed
 from tests.envs.probes import MatchDict
 from tests.tiny_steps import cart_pole, step_agent
 
@@ -67,7 +67,7 @@ def test_identity_environments_are_solved(make, options):
     env = GymnasiumGroups(lambda: Repeatable(make()), validation_size=2)
     population = GRPO.population(1, env.observation_space, env.action_space, group_size=8, gamma=0.0, **options)
     run = evolve(
-        population, env, strategy=NoEvolution(), generations=12, steps_per_generation=6, samples_per_step=16,
+        population, env, strategy=Fixed(), generations=12, steps_per_generation=6, samples_per_step=16,
         test_questions=0, target_fitness=95,
     )  # fmt: skip
     assert [report.generation for report in run]

@@ -4,7 +4,7 @@ import pytest
 
 from evogrpo import GRPO, evolve
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Fixed
 from evogrpo.policies.control.architecture import NetworkConfig
 from tests.envs.probes import (
     DelayedCredit,
@@ -27,7 +27,7 @@ def trained(make, *, seed=0, generations=10, target, **options):
     settings = {"group_size": 16, "batch_size": 128, "network": SMALL, "seed": seed} | options
     population = GRPO.population(1, env.observation_space, env.action_space, **settings)
     run = evolve(
-        population, env, strategy=NoEvolution(), generations=generations, steps_per_generation=10,
+        population, env, strategy=Fixed(), generations=generations, steps_per_generation=10,
         samples_per_step=128, target_fitness=target, test_questions=0,
     )  # fmt: skip
     assert [report.generation for report in run]

@@ -296,7 +296,7 @@ def test_the_control_differs_from_the_demo_in_evolution_alone(here, project, cap
     for arguments in (["demo", "--seed", "3"], ["demo", "--fixed", "--seed", "3"]):
         assert main([*arguments, *short]) == 0
     evolved, fixed = (yaml.safe_load(Path(f"runs/{name}/config.yaml").read_text()) for name in ("demo", "demo-fixed"))
-    assert fixed["strategy"] == {"name": "no_evolution"}
+    assert fixed["strategy"] == {"name": "fixed"}
     assert (evolved["population"]["spread"], fixed["population"]["spread"]) == (True, False)
     for values in (evolved, fixed):
         del values["strategy"], values["population"], values["run_dir"], values["run_id"]

@@ -8,10 +8,10 @@ import pytest
 from evogrpo.evolution import (
     Child,
     Choice,
+    Fixed,
     Generation,
     History,
     Mutation,
-    NoEvolution,
     Plan,
     Seat,
     Tournament,
@@ -26,7 +26,7 @@ COSTLY = HyperparameterConfig(group_size=RLParameter(choices=[4, 5]))
 class BuiltInTestCase(StrategyTestCase):
     """What the package's own strategies promise beyond that."""
 
-    strategy = NoEvolution()
+    strategy = Fixed()
 
     def make_strategy(self):
         return self.strategy
@@ -100,8 +100,8 @@ class TestSelectionOnly(BuiltInTestCase):
             assert not any(child.changes for child in plan.children)
 
 
-class TestNoEvolution(BuiltInTestCase):
-    strategy = NoEvolution()
+class TestFixed(BuiltInTestCase):
+    strategy = Fixed()
 
     def test_healthy_members_all_stay_and_clones_of_failed_ones_are_exact(self):
         for history, plan in self.lives():
@@ -139,7 +139,7 @@ def test_tournament_settings_out_of_range_are_refused(settings, message):
         ({"name": "turnament"}, "did you mean 'tournament'"),
         ({}, "unknown strategy None"),
         ({"name": "tournament", "sise": 2}, "did you mean 'size'"),
-        ({"name": "no_evolution", "size": 2}, "unknown setting of no_evolution 'size'"),
+        ({"name": "fixed", "size": 2}, "unknown setting of fixed 'size'"),
         ({"name": "tournament", "mutation": {"rate": 0.1}}, "unknown field of Mutation 'rate'"),
         ({"name": "tests.strategies.halving:Halving"}, "unknown strategy 'tests.strategies.halving:Halving'"),
     ],
@@ -153,8 +153,12 @@ def test_settings_left_out_of_json_take_their_defaults():
     assert strategy_from_json({"name": "tournament", "size": 3}) == Tournament(size=3)
 
 
+def test_what_was_written_under_an_earlier_name_is_still_read():
+    assert strategy_from_json({"name": "no_evolution"}) == Fixed()
+
+
 @dataclasses.dataclass(frozen=True)
-class Own(NoEvolution):
+class Own(Fixed):
     width: float
     depth: int = 1
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, EvalCallback, evolve, train
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Fixed
 from evogrpo.training.loop.iteration import Run
 from tests.tiny_steps import QUICK, cart_pole, step_population
 from tests.tiny_training import equal_states, tiny_run
@@ -121,7 +121,7 @@ def test_it_is_called_in_a_loop_over_evolve_and_changes_nothing_there():
     for evaluation in (None, EvalCallback(limited, eval_freq=1, deterministic=False)):
         env = cart_pole()
         populations.append(step_population(2, env))
-        run = evolve(populations[-1], env, strategy=NoEvolution(), **QUICK | {"generations": 2})
+        run = evolve(populations[-1], env, strategy=Fixed(), **QUICK | {"generations": 2})
         for _ in run:
             if evaluation is not None and not evaluation(run):
                 run.stop()

@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo import Tournament
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Fixed
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.journal import read_journal
 from tests.tiny_training import (
@@ -39,7 +39,7 @@ def with_rates(folder, rates, **choices):
 
 
 @pytest.mark.parametrize("deadly", [DEADLY, 1e38])
-@pytest.mark.parametrize("strategy", [Tournament(z=0.0), NoEvolution()], ids=["tournament", "none"])
+@pytest.mark.parametrize("strategy", [Tournament(z=0.0), Fixed()], ids=["tournament", "none"])
 def test_a_member_that_breaks_is_replaced_by_a_healthy_clone(tmp_path, strategy, deadly):
     run = with_rates(tmp_path / "run", [1e-3, deadly, 2e-3], strategy=strategy)
     reports = run.reports()
@@ -83,7 +83,7 @@ def test_what_follows_is_the_same_up_to_rounding(tmp_path):
     """Once it is known, the others' batches are smaller: the same numbers, except for how they are rounded."""
     histories = []
     for rate in (DEADLY, 1e-3):
-        reports = finish(with_rates(None, [1e-3, rate, 2e-3], strategy=NoEvolution(), generations=1))
+        reports = finish(with_rates(None, [1e-3, rate, 2e-3], strategy=Fixed(), generations=1))
         (generation,) = [report for report in reports if isinstance(report, GenerationReport)]
         steps = [report.learned for report in reports if isinstance(report, StepReport)]
         histories.append(

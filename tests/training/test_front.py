@@ -18,7 +18,7 @@ from evogrpo import (
     train,
 )
 from evogrpo.cli.arguments import main
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Fixed
 from evogrpo.persistence.journal import read_journal
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_population
@@ -62,7 +62,7 @@ def test_it_is_the_run_that_its_parts_would_be():
     space = HyperparameterConfig(gamma=RLParameter(min=0.9, max=1.0))
     network = NetworkConfig(hidden=(5,), activation="relu")
     short = train(
-        "CartPole-v1", None, generations=2, seed=4, network=network, hp_config=space, strategy=NoEvolution(),
+        "CartPole-v1", None, generations=2, seed=4, network=network, hp_config=space, strategy=Fixed(),
         **{**SMALL, **settings},
     )  # fmt: skip
     env = GymnasiumGroups("CartPole-v1", max_episode_steps=20, validation_size=4, test_size=4, seed=4)
@@ -70,7 +70,7 @@ def test_it_is_the_run_that_its_parts_would_be():
         2, env.observation_space, env.action_space, seed=4, network=network, hp_config=space, **settings
     )
     by_hand = evolve(
-        population, env, strategy=NoEvolution(), generations=2, steps_per_generation=2, samples_per_step=8
+        population, env, strategy=Fixed(), generations=2, steps_per_generation=2, samples_per_step=8
     ).finish()
     assert by_hand.result.test == short.result.test
     for one, other in zip(population, short.population, strict=True):

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from evogrpo import Tournament, evolve, resume
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Fixed
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.journal import read_journal
@@ -266,7 +266,7 @@ def test_evaluating_and_the_best_leave_retired_slots_out(halving):
 
 
 def test_a_class_that_cannot_be_found_again_is_refused_before_anything_is_recorded(tmp_path):
-    class Local(NoEvolution):
+    class Local(Fixed):
         pass
 
     with pytest.raises(ValueError, match=r"must be found by its name.*Local.*define it at the top of a module"):
@@ -276,7 +276,7 @@ def test_a_class_that_cannot_be_found_again_is_refused_before_anything_is_record
     assert report.generation == 1
 
 
-class Forgetful(NoEvolution):
+class Forgetful(Fixed):
     """Its settings do not say what it was made with."""
 
     def __init__(self, width=1.0):
@@ -286,14 +286,14 @@ class Forgetful(NoEvolution):
         return {"width": 2 * self.width}
 
 
-class Opaque(NoEvolution):
+class Opaque(Fixed):
     """Its state is not plain."""
 
     def state(self):
         return {"seen": {1, 2}}
 
 
-class Named(NoEvolution):
+class Named(Fixed):
     """One of its settings is called like what its class is stored under."""
 
     def __init__(self, name="mine"):
@@ -323,9 +323,9 @@ def test_what_could_not_be_brought_back_is_refused(tmp_path, strategy, message):
 
 def test_a_script_that_holds_its_strategy_is_told_to_put_it_into_a_module(tmp_path):
     script = """
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Fixed
 from evogrpo.training.configuration.own_strategies import check_resumable
-class Mine(NoEvolution):
+class Mine(Fixed):
     pass
 check_resumable(Mine())
 """
@@ -359,9 +359,9 @@ def test_a_name_in_a_checkpoint_is_never_imported(tmp_path, monkeypatch):
     ("begin", "given"),
     [
         (Halving(survivors=2), Halving()),
-        (Halving(), NoEvolution),
-        (Tournament(), NoEvolution()),
-        (Tournament(), NoEvolution),
+        (Halving(), Fixed),
+        (Tournament(), Fixed()),
+        (Tournament(), Fixed),
         (Tournament(), Relative),
         (Tournament(z=0.5), Tournament(z=1.0)),
     ],

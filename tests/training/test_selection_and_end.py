@@ -5,7 +5,7 @@ import math
 import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve
-from evogrpo.evolution import Mutation, NoEvolution, Stateless
+from evogrpo.evolution import Fixed, Mutation, Stateless
 from evogrpo.history.records import GenerationReport, StepReport, TestReport
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.loop.run import Evolution
@@ -100,7 +100,7 @@ def test_a_winner_can_come_from_a_mutated_ancestor(tmp_path):
 
 def test_without_evolution_members_train_apart():
     """The control: nobody is replaced, and nothing mutates."""
-    run = tiny_run(None, strategy=NoEvolution())
+    run = tiny_run(None, strategy=Fixed())
     hyperparameters = [agent.hyperparameters for agent in run.population]
     finish(run)
     assert [agent.index for agent in run.population] == [0, 1, 2]

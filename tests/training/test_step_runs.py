@@ -9,7 +9,7 @@ import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.agents.members.control.network_settings import STEPWISE
-from evogrpo.evolution import NoEvolution
+from evogrpo.evolution import Fixed
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint
 from evogrpo.persistence.journal import read_journal
@@ -89,7 +89,7 @@ def test_networks_change_in_the_plan_the_lineage_and_the_bank(whole):
 
 
 def test_children_without_mutation_keep_their_parents_networks():
-    for strategy in (Tournament(z=0.0, mutation=None), NoEvolution()):
+    for strategy in (Tournament(z=0.0, mutation=None), Fixed()):
         run = step_run(None, strategy=strategy, size=4)
         finish(run)
         assert {run.population.members.banks["default"].architecture(slot).hidden for slot in range(4)} == {(6, 5)}
@@ -110,7 +110,7 @@ def test_the_elite_keeps_its_network_and_its_weights():
 
 
 def test_a_member_that_fails_is_replaced_by_a_healthy_one():
-    run = step_run(None, size=3, options={"hp_config": None, "evolve_network": None}, strategy=NoEvolution())
+    run = step_run(None, size=3, options={"hp_config": None, "evolve_network": None}, strategy=Fixed())
     bank = run.population.members.banks["default"]
     state = bank.state(1)
     bank.load_state(1, state | {"weights": state["weights"] * float("nan")})

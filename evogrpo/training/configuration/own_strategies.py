@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
+from evogrpo.evolution.strategies import BUILT_IN, EARLIER_NAMES, Strategy, strategy_from_json
 from evogrpo.persistence.strict_json import dump_json, load_json
 from evogrpo.training.configuration.sources import load_named, reference_to
 
@@ -77,7 +77,7 @@ def restored_strategy(
     Raises:
         ValueError: If it is missing or another one.
     """
-    name = str(record["name"])
+    name = EARLIER_NAMES.get(str(record["name"]), str(record["name"]))
     if given is None and name not in BUILT_IN:
         raise ValueError(
             f"the strategy of this run is {name}, a class that is not imported merely because a checkpoint names it: "

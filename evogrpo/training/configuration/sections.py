@@ -142,7 +142,7 @@ class Config(Generic[TaskT, AgentT]):
         hyperparameters: The first member's; everyone's where nothing evolves.
         evolve: What evolution may change and between which values.
         population: How many members and how they start.
-        strategy: The rule of selection and mutation: "tournament", "no_evolution", or a class of your own as
+        strategy: The rule of selection and mutation: "tournament", "fixed", or a class of your own as
             "path.py:Class" or "module:Class"; and its settings.
         agent: What members share.
         logging: What is written.

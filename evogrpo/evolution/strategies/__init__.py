@@ -1,0 +1,8 @@
+"""Strategies: one file each, from the history of a run to a plan for what follows."""
+
+from evogrpo.evolution.strategies.fixed import Fixed
+from evogrpo.evolution.strategies.registry import BUILT_IN, EARLIER_NAMES, strategy_from_json
+from evogrpo.evolution.strategies.strategy import Stateless, Strategy
+from evogrpo.evolution.strategies.tournament import Tournament
+
+__all__ = ["BUILT_IN", "EARLIER_NAMES", "Fixed", "Stateless", "Strategy", "Tournament", "strategy_from_json"]

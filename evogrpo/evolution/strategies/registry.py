@@ -1,0 +1,44 @@
+"""The strategies of this package by name, and a strategy from its name and settings."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.strategies.fixed import Fixed
+from evogrpo.evolution.strategies.strategy import Strategy
+from evogrpo.evolution.strategies.tournament import Tournament
+from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
+
+BUILT_IN: Mapping[str, type[Tournament] | type[Fixed]] = {"tournament": Tournament, "fixed": Fixed}
+"""The strategies of this package by name."""
+
+EARLIER_NAMES: Mapping[str, str] = {"no_evolution": "fixed"}
+"""What they were called when some runs and configurations were written."""
+
+
+def strategy_from_json(values: Mapping[str, Any], own: Callable[..., Strategy] | None = None) -> Strategy:
+    """Build a strategy from its name and its settings; settings left out take their defaults.
+
+    Args:
+        values: The settings, as `Strategy.to_json` returns them, and "name".
+        own: The class to build where the name is not of `BUILT_IN`. Names are never imported here: a file that says
+            one may come from anybody.
+
+    Raises:
+        ValueError: If the name or a setting is unknown, missing or refused.
+    """
+    name, settings = values.get("name"), {key: value for key, value in values.items() if key != "name"}
+    name = EARLIER_NAMES.get(name, name) if isinstance(name, str) else name
+    kind = BUILT_IN.get(name, own) if isinstance(name, str) else own
+    if kind is None:
+        raise unknown_name_error("strategy", name, BUILT_IN)
+    if isinstance(kind, type) and issubclass(kind, Tournament) and isinstance(settings.get("mutation"), Mapping):
+        settings["mutation"] = Mutation.from_json(settings["mutation"])
+    accepted = inspect.signature(kind)
+    refuse_unknown(f"setting of {name}", settings, accepted.parameters)
+    try:
+        accepted.bind(**settings)
+    except TypeError as error:
+        raise ValueError(f"the settings of {name} are not complete: {error}") from error
+    return kind(**settings)
