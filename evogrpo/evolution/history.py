@@ -1,7 +1,7 @@
 """What a strategy sees: every generation's members, what they earned and what they cost."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
 
@@ -16,9 +16,12 @@ class Seat:
 
     Attributes:
         member: Who lived there; None where nobody did.
-        fitness: What the member earned, question by question; None if it failed.
-        tokens: Tokens (or environment steps) it processed in this generation, updates included.
-        seconds: Its share of the generation's time, by tokens.
+        fitness: What the member earned, question by question: what selection goes by; None if it failed.
+        tokens: Tokens (or environment steps) it processed in this generation, updates included, evaluations left out.
+        seconds: Its share of the generation's time, by tokens; likewise.
+        measured: What it earned as measured in other ways, by their names in `evogrpo.evolution.fitness.MEASURES`.
+        evaluation_tokens: Tokens (or environment steps) that its evaluation took.
+        evaluation_seconds: Its share of the time that the evaluation took.
 
     Raises:
         ValueError: If an empty slot has a fitness.
@@ -28,6 +31,9 @@ class Seat:
     fitness: Fitness | None = None
     tokens: int = 0
     seconds: float = 0.0
+    measured: Mapping[str, Fitness] = field(default_factory=dict)
+    evaluation_tokens: int = 0
+    evaluation_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         if self.member is None and self.fitness is not None:
@@ -37,20 +43,26 @@ class Seat:
         """Return the fields as plain JSON values."""
         return {
             "member": None if self.member is None else self.member.to_json(),
-            "scores": None if self.fitness is None else list(self.fitness.scores),
+            "scores": None if self.fitness is None else self.fitness.to_json(),
             "tokens": self.tokens,
             "seconds": self.seconds,
+            "measured": {name: fitness.to_json() for name, fitness in self.measured.items()},
+            "evaluation_tokens": self.evaluation_tokens,
+            "evaluation_seconds": self.evaluation_seconds,
         }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned."""
+        """Build from what `to_json` returned; earlier versions measured in one way and counted no evaluations."""
         member, scores = values["member"], values["scores"]
         return cls(
             member=None if member is None else MemberRecord.from_json(member),
-            fitness=None if scores is None else Fitness.from_scores(scores),
+            fitness=None if scores is None else Fitness.from_json(scores),
             tokens=values["tokens"],
             seconds=values["seconds"],
+            measured={name: Fitness.from_json(each) for name, each in values.get("measured", {}).items()},
+            evaluation_tokens=values.get("evaluation_tokens", 0),
+            evaluation_seconds=values.get("evaluation_seconds", 0.0),
         )
 
 

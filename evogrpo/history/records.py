@@ -4,36 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.plans import Plan
 from evogrpo.history.checked_fields import REMEDY, JournalFields
+from evogrpo.history.estimates import Estimate, EvaluationCost
 from evogrpo.history.text import number_text, score_text
 from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.outline import outline
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """A mean and how sure it is.
-
-    Attributes:
-        mean: Mean raw reward over questions or starts; higher is better.
-        standard_error: Of that mean, in reward units.
-    """
-
-    mean: float
-    standard_error: float
-
-    def __repr__(self) -> str:
-        return f"Estimate({score_text(self.mean, self.standard_error)})"
-
-    def to_json(self) -> dict[str, float]:
-        """Return plain JSON values."""
-        return {"fitness": self.mean, "standard_error": self.standard_error}
-
-    @classmethod
-    def from_json(cls, fields: JournalFields) -> Self:
-        """Read what `to_json` returned."""
-        return cls(mean=fields.number("fitness"), standard_error=fields.number("standard_error"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +65,39 @@ class BaselineReport:
     """What the untrained base earned before anything was learnt.
 
     Attributes:
-        questions: Of the validation split.
+        questions: Of the validation split; where fitness is measured by training rewards, starts of the first step.
         fitness: On them.
+        measure: How it was measured, as for members; None in the journal of an earlier version.
+        cost: What measuring it took; likewise.
     """
 
     event: ClassVar[str] = "baseline"
 
     questions: int
     fitness: Estimate
+    measure: str | None = None
+    cost: EvaluationCost | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {"split": "validation", "questions": self.questions, **self.fitness.to_json()}
+        return {
+            "split": "train" if self.measure == ROLLOUTS else "validation",
+            "questions": self.questions,
+            **self.fitness.to_json(),
+            "measure": self.measure,
+            "cost": None if self.cost is None else self.cost.to_json(),
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
         fields = JournalFields(values, "the baseline event")
-        return cls(questions=fields.whole("questions"), fitness=Estimate.from_json(fields))
+        return cls(
+            questions=fields.whole("questions"),
+            fitness=Estimate.from_json(fields),
+            measure=fields.text_or_none("measure"),
+            cost=EvaluationCost.read(fields, "cost"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +174,7 @@ class MemberReport:
         parent: Whom it was cloned from; None for a founder.
         born: Generation of its birth.
         hyperparameters: What it trained with.
-        fitness: Mean raw reward on the validation questions; None when it failed.
+        fitness: Mean raw reward per question, as selection goes by it; None when it failed.
         standard_error: Of that mean, over questions.
         failed: Why it failed; None when all is well.
         tokens: Tokens it processed in this generation, updates included.
@@ -190,6 +182,10 @@ class MemberReport:
         changes: How it differed from its parent at birth, by name: (old, new).
         reason: Why it was born.
         metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
+        measured: What it earned, by how that was measured: "greedy" and "sampled" answers to validation questions, and
+            "rollouts", its training rewards. One of them is `fitness`. Empty in the journal of an earlier version.
+        questions: How many validation questions it was asked; None in the journal of an earlier version.
+        evaluation: What its evaluation took; likewise.
     """
 
     generation: int
@@ -206,6 +202,9 @@ class MemberReport:
     changes: Mapping[str, tuple[Value, Value]]
     reason: str
     metrics: Mapping[str, float | None] = field(default_factory=dict)
+    measured: Mapping[str, Estimate] = field(default_factory=dict)
+    questions: int | None = None
+    evaluation: EvaluationCost | None = None
 
     def __repr__(self) -> str:
         score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
@@ -217,6 +216,8 @@ class MemberReport:
         values["hyperparameters"] = self.hyperparameters.to_json()
         values["changes"] = {name: list(change) for name, change in self.changes.items()}
         values["metrics"] = dict(self.metrics)
+        values["measured"] = {name: estimate.to_json() for name, estimate in self.measured.items()}
+        values["evaluation"] = None if self.evaluation is None else self.evaluation.to_json()
         return values
 
     @classmethod
@@ -237,6 +238,9 @@ class MemberReport:
             changes=fields.changes("changes"),
             reason=fields.text("reason"),
             metrics=fields.inner("metrics").numbers(),
+            measured=Estimate.read_each(fields, "measured"),
+            questions=fields.whole_or_none("questions"),
+            evaluation=EvaluationCost.read(fields, "evaluation"),
         )
 
 
@@ -256,8 +260,10 @@ class GenerationReport:
         timesteps: Steps in the environment that all members have learnt from so far, likewise; None where they take
             none, and in the journal of an earlier version.
         examples: One completion of each member, from the last learning step.
-        questions: Validation questions (or starts) that members were compared by; None in the journal of an earlier
-            version.
+        questions: Questions (or starts) that members were compared by, the most that anyone had; None in the journal of
+            an earlier version.
+        evaluation: What all evaluations of the run took so far, that of the untrained base included; None in the
+            journal of an earlier version.
     """
 
     event: ClassVar[str] = "generation"
@@ -272,6 +278,7 @@ class GenerationReport:
     timesteps: int | None = None
     examples: tuple[Example, ...] = ()
     questions: int | None = None
+    evaluation: EvaluationCost | None = None
 
     def __repr__(self) -> str:
         scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
@@ -290,6 +297,7 @@ class GenerationReport:
             "plan": None if self.plan is None else self.plan.to_json(),
             "examples": [example.to_json() for example in self.examples],
             "questions": self.questions,
+            "evaluation": None if self.evaluation is None else self.evaluation.to_json(),
         }
 
     @classmethod
@@ -316,6 +324,7 @@ class GenerationReport:
             timesteps=fields.whole_or_none("timesteps"),
             examples=tuple(Example.from_json(each) for each in fields.each("examples", f"an example of {where}")),
             questions=fields.whole_or_none("questions"),
+            evaluation=EvaluationCost.read(fields, "evaluation"),
         )
 
 
@@ -330,6 +339,8 @@ class TestReport:
         after: What the member earned.
         gain: What the member earned more, question by question, so that its standard error is that of paired
             differences; None in the journal of an earlier version.
+        measure: How the answers were given, "greedy" or "sampled"; likewise.
+        cost: What the test took; likewise.
     """
 
     __test__ = False  # the name is not pytest's
@@ -340,6 +351,8 @@ class TestReport:
     before: Estimate
     after: Estimate
     gain: Estimate | None = None
+    measure: str | None = None
+    cost: EvaluationCost | None = None
 
     @property
     def beyond_noise(self) -> bool | None:
@@ -355,6 +368,8 @@ class TestReport:
             "before": self.before.to_json(),
             "after": self.after.to_json(),
             "gain": None if self.gain is None else self.gain.to_json(),
+            "measure": self.measure,
+            "cost": None if self.cost is None else self.cost.to_json(),
         }
 
     @classmethod
@@ -367,6 +382,8 @@ class TestReport:
             before=Estimate.from_json(fields.inner("before", "before of the test")),
             after=Estimate.from_json(fields.inner("after", "after of the test")),
             gain=None if values.get("gain") is None else Estimate.from_json(fields.inner("gain", "gain of the test")),
+            measure=fields.text_or_none("measure"),
+            cost=EvaluationCost.read(fields, "cost"),
         )
 
 

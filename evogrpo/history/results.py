@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from evogrpo.history.records import Estimate, TestReport
+from evogrpo.history.estimates import Estimate
+from evogrpo.history.records import TestReport
 from evogrpo.history.text import number_text
 from evogrpo.hyperparameters import Hyperparameters
 

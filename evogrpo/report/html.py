@@ -8,7 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from evogrpo.history.records import Estimate, Example, GenerationReport
+from evogrpo.history.estimates import Estimate
+from evogrpo.history.records import Example, GenerationReport
 from evogrpo.history.text import changes_text, count_text, duration_text, number_text, printable, score_text, shorten
 from evogrpo.history.words import processed, verdict
 from evogrpo.persistence.durable import replace_file

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from evogrpo.history.records import Estimate
+from evogrpo.history.estimates import Estimate
 from evogrpo.history.text import score_text
 from evogrpo.report.family import LineageLine
 from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch

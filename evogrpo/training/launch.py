@@ -10,6 +10,7 @@ from typing import Any
 
 from evogrpo.agents.population import Population
 from evogrpo.envs.comparing import fingerprint_of
+from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.hyperparameters.synonyms import counterpart
 from evogrpo.objective.neutral import warn_neutral
@@ -160,7 +161,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         **{name: progress[name] for name in ("generation", "tokens")},
         seconds=max(progress["seconds"], progress.get("out_of_time", 0.0)),  # earlier versions knew no such thing
         timesteps=sum(progress.get("slot_timesteps", ())),
-        fitness=None if scores is None else sum(scores) / len(scores),
+        fitness=None if scores is None else Fitness.from_json(scores).mean,
     )
     tested = schedule.test_questions == 0 or _tested(run_dir)
     return Resumable(

@@ -117,7 +117,7 @@ class Saved:
             progress.best = Best(
                 index=member["index"],
                 generation=record["note"]["generation"],
-                fitness=Fitness.from_scores(member["scores"]),
+                fitness=Fitness.from_json(member["scores"]),
                 state=learnt(tensors),
                 digest=digest_of(self.folder.parents[1] / BEST),
             )

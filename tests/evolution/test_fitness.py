@@ -1,6 +1,8 @@
 """Fitness and paired differences against closed forms."""
 
+import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -46,9 +48,33 @@ def test_a_paired_difference_is_antisymmetric_and_its_mean_is_the_difference_of_
     assert forward[0] == pytest.approx(a.mean - b.mean, abs=1e-9)
 
 
-def test_members_with_different_questions_cannot_be_compared():
-    with pytest.raises(ValueError, match="got 2 scores for one and 3 for the other"):
-        paired_difference(Fitness.from_scores([0, 1]), Fitness.from_scores([0, 1, 1]))
+@given(data=st.data(), scores=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), min_size=2, max_size=30))
+def test_members_are_compared_by_the_questions_that_both_answered(data, scores):
+    other = data.draw(st.dictionaries(st.sampled_from(sorted(scores)), st.floats(-100, 100), min_size=2))
+    extra = {key + 100: 1.0 for key in data.draw(st.sets(st.integers(0, 9)))}
+    a, b = (
+        Fitness.from_scores(list(each.values()), keys=list(each))
+        for each in (scores, dict(sorted({**other, **extra}.items())))
+    )
+    alone = Fitness.from_scores([scores[key] - other[key] for key in sorted(other)])
+    found = paired_difference(a, b)
+    assert found == pytest.approx((alone.mean, alone.standard_error), abs=1e-9)
+
+
+def test_members_with_too_few_questions_in_common_cannot_be_compared():
+    with pytest.raises(ValueError, match="at least 2 of them, got 1 that both answered, of 2 and 3"):
+        paired_difference(Fitness.from_scores([0, 1]), Fitness.from_scores([0, 1, 1], keys=[1, 2, 3]))
+    with pytest.raises(ValueError, match="got 1 different ones among 2 for 2 scores"):
+        Fitness.from_scores([0, 1], keys=[3, 3])
+
+
+@pytest.mark.parametrize("keys", [None, [0, 1, 2], [4, 2, 9]])
+@pytest.mark.parametrize("shift", [0.0, 1.5])
+def test_a_fitness_comes_back_from_json_and_scores_alone_are_read_as_earlier_versions_wrote_them(keys, shift):
+    plain = Fitness.from_scores([1.0, 0.25, 3.0], keys=keys)
+    fitness = replace(plain, mean=plain.mean + shift)
+    assert Fitness.from_json(json.loads(json.dumps(fitness.to_json()))) == fitness
+    assert Fitness.from_json([1.0, 0.25, 3.0]) == Fitness.from_scores([1.0, 0.25, 3.0])
 
 
 @pytest.mark.parametrize("scores", [[], [1.0], [1.0, float("nan")], [1.0, float("inf")], [1.0, None], [1.0, "1"]])

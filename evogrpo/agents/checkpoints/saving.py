@@ -220,7 +220,7 @@ def _member_record(agent: "Agent") -> dict[str, Any]:
     return {
         **{name: getattr(agent, name) for name in COUNTERS},
         "hyperparameters": agent.hyperparameters.to_json(),
-        "scores": None if agent.fitness is None else list(agent.fitness.scores),
+        "scores": None if agent.fitness is None else agent.fitness.to_json(),
     }
 
 
@@ -230,7 +230,7 @@ def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Te
     counters = {name: {"retired": False, **member}[name] for name in COUNTERS if name != "slot"}
     try:
         hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
-        fitness = None if member["scores"] is None else Fitness.from_scores(member["scores"])
+        fitness = None if member["scores"] is None else Fitness.from_json(member["scores"])
         agent.load_state(tensors)
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error

@@ -153,7 +153,7 @@ class Progress:
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("best", "baseline")}
         values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
         values["examples"] = [example.to_json() for example in self.examples]
-        values["baseline"] = None if self.baseline is None else list(self.baseline.scores)
+        values["baseline"] = None if self.baseline is None else self.baseline.to_json()
         values["history"] = [generation.to_json() for generation in self.history]
         return values
 
@@ -163,6 +163,6 @@ class Progress:
         plain = dict(values)
         plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
         plain["examples"] = tuple(Example(**example) for example in plain["examples"])
-        plain["baseline"] = None if plain["baseline"] is None else Fitness.from_scores(plain["baseline"])
+        plain["baseline"] = None if plain["baseline"] is None else Fitness.from_json(plain["baseline"])
         plain["history"] = [Generation.from_json(generation) for generation in plain.get("history", [])]
         return cls(**plain)

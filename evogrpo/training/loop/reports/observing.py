@@ -6,7 +6,8 @@ from typing import Any
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.evolution.history import Generation, Seat
-from evogrpo.history.records import Estimate, MemberReport, TestReport
+from evogrpo.history.estimates import Estimate
+from evogrpo.history.records import MemberReport, TestReport
 from evogrpo.history.results import BestMember, Result
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.schedule import Schedule
