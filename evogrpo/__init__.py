@@ -25,6 +25,7 @@ __all__ = [
     "Tournament",
     "evolve",
     "record_video",
+    "replay",
     "resume",
     "train",
 ]
@@ -46,9 +47,10 @@ _HOMES = {
     "Population": "evogrpo.agents.population",
     "RLParameter": "evogrpo.hyperparameters.space",
     "StepRewards": "evogrpo.envs.prompts.rewards.step_rewards",
-    "Tournament": "evogrpo.evolution.strategies",
+    "Tournament": "evogrpo.evolution.strategies.tournament",
     "evolve": "evogrpo.training.evolve",
     "record_video": "evogrpo.training.video",
+    "replay": "evogrpo.training.front.replaying",
     "resume": "evogrpo.training.evolve",
     "train": "evogrpo.training.front.train",
 }
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.training.evolve import evolve, resume
     from evogrpo.training.front.eval_callback import EvalCallback
+    from evogrpo.training.front.replaying import replay
     from evogrpo.training.front.train import train
     from evogrpo.training.video import record_video
 else:  # hidden from type checkers, which would otherwise accept any misspelt name

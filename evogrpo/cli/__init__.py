@@ -1,4 +1,4 @@
-"""The command line: `evogrpo demo`, `train`, `resume`, `report`, `export`, `video`, `tasks`, `doctor`."""
+"""The command line: `evogrpo demo`, `train`, `resume`, `replay`, `report`, `export` and so on."""
 
 from evogrpo.cli.arguments import main
 

@@ -155,6 +155,20 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         help="generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions, model or device",
     )
 
+    replay = _command(
+        commands,
+        "replay",
+        "evogrpo.cli.train:replay",
+        "train one fresh agent under the hyperparameter schedule that a run has found",
+        "A run of its own, with everything else as it was there. The code that the configuration names is run: replay "
+        "only runs and schedules that you trust.",
+    )
+    replay.add_argument(
+        "source", type=Path, metavar="RUN|SCHEDULE", help="a run's folder, or what `evogrpo export --schedule` wrote"
+    )
+    _starting(replay)
+    replay.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="such as seed=1")
+
 
 def _starting(parser: argparse.ArgumentParser) -> None:
     """Declare what a run that begins takes, whatever it is of."""
@@ -209,11 +223,24 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     export = _command(
         commands,
         "export",
-        "evogrpo.cli.inspect:export",
-        "copy a run's best adapter to a folder that PEFT loads",
+        "evogrpo.cli.exporting:export",
+        "write out of a run its best adapter, or the schedule that led to its best member",
+        "Any of these; nothing is overwritten.",
     )
     _existing_run(export)
-    export.add_argument("folder", type=Path, metavar="FOLDER", help="a new or empty folder")
+    export.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        metavar="FOLDER",
+        help="a new or empty folder, for the best adapter as PEFT loads it",
+    )
+    export.add_argument(
+        "--schedule",
+        type=Path,
+        metavar="FILE",
+        help="a new YAML file, for what the best member's whole line of descent learnt with: see `evogrpo replay`",
+    )
 
 
 def _command(

@@ -92,6 +92,8 @@ def _evolving(prepared: PreparedRun) -> str:
     strategy = strategy_record(config.strategy)
     if strategy["name"] == "fixed":
         return "nothing: the control, without selection and mutation"
+    if strategy["name"] == "replay":
+        return f"nothing: it follows a schedule of {counted(len(strategy['stages']), 'stage')}"
     if config.population.size == 1 and strategy["name"] in BUILT_IN:
         return "nothing, as there is only one member"
     spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.evolve.items())

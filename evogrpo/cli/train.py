@@ -1,4 +1,4 @@
-"""The commands that train: demo, train and resume; what can be refused without torch is refused before its import."""
+"""The commands that train, from demo to resume; what can be refused without torch is refused before its import."""
 
 import argparse
 import dataclasses
@@ -56,6 +56,17 @@ def train(chosen: argparse.Namespace) -> int:
         )
     path = Path(words[0])
     return _begin(partial(load_config, path, words[1:]), chosen, path.stem)
+
+
+def replay(chosen: argparse.Namespace) -> int:
+    """Train one agent under the schedule that a run has found."""
+
+    def read() -> AnyConfig:
+        from evogrpo.training.front.replaying import HyperparameterSchedule
+
+        return HyperparameterSchedule.read(chosen.source).config(chosen.overrides)
+
+    return _begin(read, chosen, f"{chosen.source.resolve().stem}-replay")
 
 
 def resume(chosen: argparse.Namespace) -> int:

@@ -6,7 +6,15 @@ from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecor
 from evogrpo.evolution.mutation import Changes, Mutation, neighbour, quantile, spread_members
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
-from evogrpo.evolution.strategies import Fixed, Stateless, Strategy, Tournament, strategy_from_json
+from evogrpo.evolution.strategies import (
+    Fixed,
+    Replay,
+    ScheduleStage,
+    Stateless,
+    Strategy,
+    Tournament,
+    strategy_from_json,
+)
 
 __all__ = [
     "Birth",
@@ -22,6 +30,8 @@ __all__ = [
     "MemberRecord",
     "Mutation",
     "Plan",
+    "Replay",
+    "ScheduleStage",
     "Seat",
     "Stateless",
     "Strategy",

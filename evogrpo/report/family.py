@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evogrpo.history.descent import winner_of
 from evogrpo.history.records import MemberReport
 from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.report.summary import RunSummary
@@ -86,13 +87,7 @@ def winner(summary: RunSummary) -> int | None:
     """
     if summary.test is not None:
         return summary.test.index
-    best: MemberReport | None = None
-    for generation in summary.generations:
-        for member in generation.members:
-            if member.index != generation.best.index or member.fitness is None:
-                continue
-            if best is None or best.fitness is None or member.fitness > best.fitness:
-                best = member
+    best = winner_of(summary.generations)
     return None if best is None else best.index
 
 

@@ -2,7 +2,18 @@
 
 from evogrpo.evolution.strategies.fixed import Fixed
 from evogrpo.evolution.strategies.registry import BUILT_IN, EARLIER_NAMES, strategy_from_json
+from evogrpo.evolution.strategies.replay import Replay, ScheduleStage
 from evogrpo.evolution.strategies.strategy import Stateless, Strategy
 from evogrpo.evolution.strategies.tournament import Tournament
 
-__all__ = ["BUILT_IN", "EARLIER_NAMES", "Fixed", "Stateless", "Strategy", "Tournament", "strategy_from_json"]
+__all__ = [
+    "BUILT_IN",
+    "EARLIER_NAMES",
+    "Fixed",
+    "Replay",
+    "ScheduleStage",
+    "Stateless",
+    "Strategy",
+    "Tournament",
+    "strategy_from_json",
+]

@@ -6,11 +6,16 @@ from typing import Any
 
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies.fixed import Fixed
+from evogrpo.evolution.strategies.replay import Replay
 from evogrpo.evolution.strategies.strategy import Strategy
 from evogrpo.evolution.strategies.tournament import Tournament
 from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
 
-BUILT_IN: Mapping[str, type[Tournament] | type[Fixed]] = {"tournament": Tournament, "fixed": Fixed}
+BUILT_IN: Mapping[str, type[Tournament] | type[Fixed] | type[Replay]] = {
+    "tournament": Tournament,
+    "fixed": Fixed,
+    "replay": Replay,
+}
 """The strategies of this package by name."""
 
 EARLIER_NAMES: Mapping[str, str] = {"no_evolution": "fixed"}

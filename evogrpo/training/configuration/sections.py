@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
-from evogrpo.evolution.strategies import Strategy, Tournament
+from evogrpo.evolution.strategies import Replay, Strategy, Tournament
 from evogrpo.hyperparameters import (
     MOST_MEMBERS,
     MOST_SEED,
@@ -142,7 +142,7 @@ class Config(Generic[TaskT, AgentT]):
         hyperparameters: The first member's; everyone's where nothing evolves.
         evolve: What evolution may change and between which values.
         population: How many members and how they start.
-        strategy: The rule of selection and mutation: "tournament", "fixed", or a class of your own as
+        strategy: The rule of selection and mutation: "tournament", "fixed", "replay", or a class of your own as
             "path.py:Class" or "module:Class"; and its settings.
         agent: What members share.
         logging: What is written.
@@ -168,6 +168,8 @@ class Config(Generic[TaskT, AgentT]):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MOST_SEED))
+        if isinstance(self.strategy, Replay):
+            self._check_replay(self.strategy)
         samples, size = self.schedule.samples_per_step, self.hyperparameters.group_size
         self.evolve.for_samples_per_step(samples)
         try:
@@ -178,6 +180,17 @@ class Config(Generic[TaskT, AgentT]):
             self.agent.objective.check(self.hyperparameters, self.evolve)
         except ValueError as error:
             raise ValueError(f"agent.objective: {error}") from error
+
+    def _check_replay(self, replay: Replay) -> None:
+        """Refuse a run that would begin otherwise than the schedule that it is to follow."""
+        first = replay.stages[0]
+        due = (first.hyperparameters, first.samples_per_step, first.generations[0])
+        found = (self.hyperparameters, self.schedule.samples_per_step, self.schedule.steps_per_generation)
+        if due != found:
+            raise ValueError(
+                "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation must be those of the "
+                f"first stage that strategy replays, {due}, got {found}: leave them to `evogrpo replay`"
+            )
 
     @property
     def task_seed(self) -> int:

@@ -1,0 +1,95 @@
+"""What is written out of a run: its best adapter, and the hyperparameter schedule that led to its best member."""
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from evogrpo.cli.arguments import OK
+from evogrpo.cli.ending import command, show_command
+from evogrpo.history.text import counted, printable
+from evogrpo.training.display.console import make_console, working
+
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def export(chosen: argparse.Namespace) -> int:
+    """Write what was asked for: the best adapter, the schedule that led to it."""
+    wanted = {name: getattr(chosen, name) for name in _EXPORTS if getattr(chosen, name) is not None}
+    if not wanted:
+        raise ValueError("say what to export: a FOLDER for the best adapter, or --schedule FILE")
+    for name, target in wanted.items():
+        _EXPORTS[name](chosen.run_dir, target)
+    return OK
+
+
+def _schedule(run_dir: Path, file: Path) -> None:
+    from evogrpo.training.front.replaying import HyperparameterSchedule
+
+    console = make_console()
+    schedule = HyperparameterSchedule.read(run_dir)
+    schedule.write(file)
+    stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
+    words = f"{counted(stages, 'stage')} over {counted(steps, 'learning step')} are in {file}"
+    console.print(Text(printable(words)), soft_wrap=True)
+    show_command(console, "replay it", command("replay", file))
+
+
+def _adapter(run_dir: Path, folder: Path) -> None:
+    """Copy the two files that PEFT needs, after checking that they are whole."""
+    from evogrpo.persistence.placement import stored_at
+
+    best = stored_at(run_dir / "best")
+    if not best.is_dir():
+        raise ValueError(f"{run_dir} has no best member yet: it appears after a run's first generation")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
+    console = make_console()
+    with working(console, "reading and checking the adapter"):
+        from evogrpo.agents.members.by_kind import MEMBERS
+        from evogrpo.persistence.checkpoint import read_checkpoint
+        from evogrpo.persistence.durable import make_folder, write_synced
+
+        _, record = read_checkpoint(run_dir / "best", kind="agent")
+        if not (best / PEFT_FILES[0]).is_file():
+            loading = f"{MEMBERS[record['shared']['kind']].agent_class}.load({str(best)!r})"
+            raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
+        checked = _checked(run_dir, best, str(record["shared"]["source"]))
+    make_folder(folder)
+    for name in PEFT_FILES:
+        write_synced(folder / name, (best / name).read_bytes())
+    member, base = record["member"], record["shared"]["source"]
+    console.print(Text(f"member #{member['index']} is in {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
+    loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
+    if json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]:
+        loading = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
+    console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
+
+
+def _checked(run_dir: Path, best: Path, source: str) -> str:
+    """Let PEFT load an adapter's names and shapes onto the outline of its base model, and say what came of it.
+
+    Raises:
+        ValueError: If PEFT does not load it.
+    """
+    from evogrpo.agents.checkpoints.stored_base import is_path
+    from evogrpo.policies.tokens.exports import check_export
+    from evogrpo.policies.tokens.models import load_outline
+    from evogrpo.training.configuration.reading import CONFIG_FILE, load_config
+
+    if (run_dir / CONFIG_FILE).is_file():
+        source = load_config(run_dir / CONFIG_FILE).model or source
+    elif is_path(source):  # found in a checkpoint, so it is not followed
+        return "not tried with PEFT, as its base model came from a folder"
+    try:
+        outline = load_outline(source).model
+    except ValueError:
+        return f"not tried with PEFT, as {source} cannot be loaded here"
+    return f"PEFT loads all {check_export(best, outline)} tensors"
+
+
+_EXPORTS: Mapping[str, Callable[[Path, Any], None]] = {"folder": _adapter, "schedule": _schedule}
+"""By the argument that asks for it."""

@@ -1,0 +1,136 @@
+"""Replay: no search at all, but a hyperparameter schedule that an earlier run has found, step by step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from evogrpo.evolution.history import History
+from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.selection import Choice
+from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.hyperparameters import Hyperparameters, answering, check_group_size, refuse_unknown, whole_between
+
+
+@answering
+@dataclass(frozen=True, kw_only=True)
+class ScheduleStage:
+    """A part of a hyperparameter schedule, in which nothing changes.
+
+    Attributes:
+        hyperparameters: What is learnt with.
+        generations: Learning steps of each generation; an evaluation follows each.
+        samples_per_step: Samples of a learning step.
+
+    Raises:
+        ValueError: If a number is out of range, or groups do not divide a step's samples.
+    """
+
+    hyperparameters: Hyperparameters
+    generations: tuple[int, ...]
+    samples_per_step: int
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.generations, Sequence) or isinstance(self.generations, str) or not self.generations:
+            raise ValueError(f"generations must list the learning steps of each generation, got {self.generations!r}")
+        counts = tuple(whole_between("each of generations", each, 1) for each in self.generations)
+        object.__setattr__(self, "generations", counts)
+        object.__setattr__(self, "samples_per_step", whole_between("samples_per_step", self.samples_per_step, 2))
+        check_group_size(self.hyperparameters.group_size, self.samples_per_step)
+
+    @property
+    def steps(self) -> int:
+        """Learning steps in all."""
+        return sum(self.generations)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "generations": list(self.generations),
+            "samples_per_step": self.samples_per_step,
+            "hyperparameters": self.hyperparameters.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, values: object) -> Self:
+        """Build from what `to_json` returned.
+
+        Raises:
+            ValueError: If a field is unknown, missing or refused.
+        """
+        names = tuple(cls.__dataclass_fields__)
+        if not isinstance(values, Mapping) or not isinstance(values.get("hyperparameters"), Mapping):
+            raise ValueError(f"a stage must be a mapping with hyperparameters, got {values!r:.80}")
+        refuse_unknown("field of a stage", values, names)
+        if missing := [name for name in names if name not in values]:
+            raise ValueError(f"a stage must have {', '.join(names)}, got one without {', '.join(missing)}")
+        return cls(**{**values, "hyperparameters": Hyperparameters.from_json(values["hyperparameters"])})
+
+
+@answering
+@dataclass(frozen=True, kw_only=True)
+class Replay(Stateless):
+    """Train members under a given hyperparameter schedule, and leave out everything else that evolution does.
+
+    Every member follows the schedule by itself; one of a single member shows what the schedule is worth without the
+    search that found it. Changes come between generations, which are those of the run that the schedule is from.
+    Members that fail are retired.
+
+    Attributes:
+        stages: One after another, as `ScheduleStage` or its plain values; the first one's hyperparameters, samples and
+            steps are what the run begins with. After the last one nothing changes any more.
+
+    Raises:
+        ValueError: If there is no stage, or one is refused.
+
+    Source: the schedules of Jaderberg et al., Population Based Training of Neural Networks (arXiv:1711.09846); Ray Tune
+    replays them as PopulationBasedTrainingReplay.
+    """
+
+    stages: tuple[ScheduleStage, ...]
+
+    mutates = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.stages, Sequence) or isinstance(self.stages, str) or not self.stages:
+            raise ValueError(f"stages must list at least one stage of a schedule, got {self.stages!r:.80}")
+        stages = tuple(
+            each if isinstance(each, ScheduleStage) else ScheduleStage.from_json(each) for each in self.stages
+        )
+        object.__setattr__(self, "stages", stages)
+
+    @property
+    def generations(self) -> int:
+        """Generations of the whole schedule."""
+        return sum(len(stage.generations) for stage in self.stages)
+
+    def planned(self, generation: int) -> tuple[ScheduleStage, int]:
+        """Return the stage of a generation, counted from 1, and its learning steps; after the end those of the last."""
+        flat = [(stage, steps) for stage in self.stages for steps in stage.generations]
+        return flat[min(generation, len(flat)) - 1]
+
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        """Give every member the hyperparameters of the next generation; one that has them already is kept.
+
+        Raises:
+            ValueError: If every member failed.
+        """
+        last = history.last
+        stage, steps = self.planned(last.number + 1)
+        choices, changed = [], {}
+        for slot, seat in enumerate(last.seats):
+            if seat.member is None or seat.fitness is None:
+                choices.append(Choice(parent=None, reason="empty" if seat.member is None else "retired: failed"))
+                continue
+            if seat.member.hyperparameters != stage.hyperparameters:
+                changed[slot] = stage.hyperparameters
+            reason = f"kept: stage of {stage.steps} learning steps" if slot not in changed else "next stage"
+            choices.append(Choice(parent=slot, reason=reason))
+        samples = None if stage.samples_per_step == last.samples_per_step else stage.samples_per_step
+        length = None if steps == last.steps_per_generation else steps
+        return Plan.from_choices(history, choices, changed, samples_per_step=samples, steps_per_generation=length)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return {"stages": [stage.to_json() for stage in self.stages]}

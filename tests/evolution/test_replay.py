@@ -1,0 +1,69 @@
+"""Replaying a hyperparameter schedule: the suite of every strategy, and that the schedule is followed to the step."""
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution import Replay, ScheduleStage
+from evogrpo.hyperparameters import Hyperparameters
+from tests.conformance.strategy import GENERATIONS, SAMPLES_PER_STEP, STEPS_PER_GENERATION, Life, StrategyTestCase
+
+RATES = [1e-4 * 1.4**number for number in range(GENERATIONS + 1)]
+STAGES = tuple(
+    ScheduleStage(
+        hyperparameters=Hyperparameters(lr=rate, group_size=4),
+        generations=(STEPS_PER_GENERATION + number % 3,),
+        samples_per_step=SAMPLES_PER_STEP // (1 + number % 2),
+    )
+    for number, rate in enumerate(RATES)
+)
+
+
+class TestReplay(StrategyTestCase):
+    keeps_elite = False
+
+    def make_strategy(self):
+        return Replay(stages=STAGES)
+
+    def test_every_healthy_member_has_what_the_schedule_says_and_nobody_copies_anybody(self):
+        for size, failures in ((1, 0.0), (4, 0.3)):
+            life = Life(size, failures=failures)
+            for history, plan in self.follow(self.make_strategy(), life):
+                due = STAGES[history.last.number]
+                assert all(parent in (slot, None) for slot, parent in enumerate(plan.parents))
+                assert all(child.hyperparameters == due.hyperparameters for child in plan.children)
+                assert set(plan.vacant) == {*history.last.failed, *history.last.empty}
+                samples = plan.samples_per_step or history.last.samples_per_step
+                steps = plan.steps_per_generation or history.last.steps_per_generation
+                assert (samples, (steps,)) == (due.samples_per_step, due.generations)
+
+    def test_after_the_last_stage_nothing_changes_any_more(self):
+        short = Replay(stages=STAGES[:2])
+        plans = [plan for _, plan in self.follow(short, Life(1))]
+        assert [len(plan.children) for plan in plans] == [1] + [0] * (GENERATIONS - 1)
+        assert short.planned(99) == (STAGES[1], STAGES[1].generations[0])
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([], "at least one stage"),
+        ("abc", "at least one stage"),
+        ([3], "a stage must be a mapping with hyperparameters"),
+        ([{"hyperparameters": {}}], "without generations, samples_per_step"),
+        ([{"hyperparameters": {}, "generations": [], "samples_per_step": 8}], "generations must list"),
+        ([{"hyperparameters": {}, "generations": [0], "samples_per_step": 8}], "at least 1, got 0"),
+        ([{"hyperparameters": {}, "generations": [True], "samples_per_step": 8}], "must be an integer"),
+        ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 9}], "group_size must divide"),
+        ([{"hyperparameters": {"lr": -1}, "generations": [2], "samples_per_step": 8}], "lr must be greater than 0"),
+        ([{"hyperparameters": {}, "generations": [2], "samples_per_step": 8, "stepz": 1}], "unknown field of a stage"),
+    ],
+)
+def test_stages_that_are_none_are_refused(stages, message):
+    with pytest.raises(ValueError, match=message):
+        Replay(stages=stages)
+
+
+def test_plans_draw_nothing():
+    rng = np.random.default_rng(3)
+    Replay(stages=STAGES).plan(Life(3).evaluate(), rng)
+    assert rng.random() == np.random.default_rng(3).random()

@@ -1,0 +1,207 @@
+"""Replaying what evolution found: the schedule of the best member, as a file and as a run of its own."""
+
+from dataclasses import replace as with_fields
+
+import pytest
+import yaml
+
+from evogrpo import replay
+from evogrpo.evolution import ScheduleStage, Tournament
+from evogrpo.history.schedules import found_schedule
+from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.persistence.journal import latest_generations, read_journal
+from evogrpo.training.front.replaying import HyperparameterSchedule
+from tests.report.journals import generation, member
+from tests.strategies.halving import Halving
+from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
+from tests.tiny_training import finish, story
+
+SPREAD = {"evolve_network": None, "spread": True, "samples_per_step": 8}
+EVENTFUL = Tournament(z=0.0, size=3, elitism=False)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Return the folder of a run whose best member's hyperparameters changed on the way."""
+    folder = tmp_path_factory.mktemp("found") / "run"
+    finish(step_run(folder, strategy=EVENTFUL, options=SPREAD, generations=5))
+    return folder
+
+
+def learnt_with(folder, line):
+    """Return what a journal says of every learning step of a line of descent, given as the index in each generation."""
+    events = read_journal(folder / "journal.jsonl")
+    members = {event["generation"]: event["members"] for event in latest_generations(events)}
+    rows = []
+    for event in events:
+        if event["event"] == "step" and event["generation"] in line:
+            index = line[event["generation"]]
+            (own,) = [each for each in event["members"] if each["index"] == index]
+            (known,) = [each for each in members[event["generation"]] if each["index"] == index]
+            rows.append((own["learning_rate"], known["hyperparameters"]))
+    return rows
+
+
+def line_by_hand(folder):
+    """Walk back from the member that was tested, by parents and births."""
+    events = read_journal(folder / "journal.jsonl")
+    generations = {event["generation"]: event["members"] for event in latest_generations(events)}
+    index = next(event["index"] for event in reversed(events) if event["event"] == "test")
+    own = [
+        (each["fitness"], -number) for number, all_ in generations.items() for each in all_ if each["index"] == index
+    ]
+    line, number = {}, -max(own)[1]
+    while number:
+        here = next((each for each in generations[number] if each["index"] == index), None)
+        if here is None:
+            after = next(each for each in generations[number + 1] if each["index"] == index)
+            index = after["parent"]
+            continue
+        line[number] = index
+        number -= 1
+    return line
+
+
+def test_a_replay_learns_step_by_step_with_what_the_winners_line_learnt_with(found, tmp_path):
+    HyperparameterSchedule.read(found).write(tmp_path / "found.yaml")
+    run = replay(tmp_path / "found.yaml", step_population(1, **without_space()), cart_pole(), run_dir=tmp_path / "run")
+    run.finish()
+    line = line_by_hand(found)
+    expected = learnt_with(found, line)
+    assert len({str(values) for _, values in expected}) > 2  # there is something to follow
+    (tested,) = [event["index"] for event in read_journal(found / "journal.jsonl") if event["event"] == "test"]
+    assert line[max(line)] == tested
+    own = dict(enumerate(indices(tmp_path / "run"), start=1))
+    assert learnt_with(tmp_path / "run", own) == expected
+
+
+def without_space():
+    return {"update_epochs": 2}
+
+
+def indices(folder):
+    events = latest_generations(read_journal(folder / "journal.jsonl"))
+    return [event["members"][0]["index"] for event in events]
+
+
+def test_a_replay_that_was_stopped_goes_on_as_if_it_had_not_been(found, tmp_path):
+    stored = HyperparameterSchedule.read(found)
+    for name, stop in (("whole", None), ("stopped", 2)):
+        options = {**without_space(), **stored.stages[0].hyperparameters.to_json()}
+        run = step_run(
+            tmp_path / name, size=1, strategy=stored.strategy, options=options | {"evolve_network": None},
+            **{key: value for key, value in stored.limits.items() if key in QUICK},
+        )  # fmt: skip
+        for report in run:
+            if report.generation == stop:
+                run.stop()
+    finish(resumed_step_run(tmp_path / "stopped"))
+    assert story(tmp_path / "stopped") == story(tmp_path / "whole")
+
+
+def test_budgets_that_plans_changed_are_part_of_the_schedule(tmp_path):
+    finish(step_run(tmp_path / "run", size=4, strategy=Halving(), options=SPREAD, generations=3))
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    taken = [event["plan"].get("samples_per_step") for event in latest_generations(events) if event["plan"]]
+    stages = HyperparameterSchedule.read(tmp_path / "run").stages
+    assert len(stages) > 1
+    now, expected = 8, []
+    for change in (None, *taken):
+        now = change or now
+        expected.append(now)
+    flat = [stage.samples_per_step for stage in stages for _ in stage.generations]
+    assert flat == expected[: len(flat)]
+
+
+def test_the_file_reads_back_equal_and_is_plain_yaml(found, tmp_path):
+    schedule = HyperparameterSchedule.read(found)
+    schedule.write(tmp_path / "new" / "schedule.yaml")
+    assert HyperparameterSchedule.read(tmp_path / "new" / "schedule.yaml") == schedule
+    values = yaml.safe_load((tmp_path / "new" / "schedule.yaml").read_text())
+    assert [each["from_step"] for each in values["stages"]] == [
+        sum(stage.steps for stage in schedule.stages[:number]) for number in range(len(schedule.stages))
+    ]
+    assert set(values["stages"][0]["hyperparameters"]) == set(HYPERPARAMETER_NAMES)
+    with pytest.raises(ValueError, match="is not overwritten"):
+        schedule.write(tmp_path / "new" / "schedule.yaml")
+
+
+DAMAGES = {
+    "unknown key": (lambda values: values | {"stagess": 1}, "did you mean 'stages'"),
+    "another version": (lambda values: values | {"version": 2}, "schedule of version 1, got 2"),
+    "no stages": (lambda values: values | {"stages": []}, "at least one stage"),
+    "stages that are no list": (lambda values: values | {"stages": "x"}, "must be a list of mappings"),
+    "a stage moved": (lambda values: values | {"stages": values["stages"][1:]}, "from_step must be 0"),
+    "facts that are none": (lambda values: values | {"of": 3}, "must be mappings"),
+    "a value out of range": (
+        lambda values: (
+            values | {"stages": [values["stages"][0] | {"hyperparameters": {"lr": -1.0}}, *values["stages"][1:]]}
+        ),
+        "stage 1 of .*lr must be greater than 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_file_that_is_no_schedule_is_refused(found, tmp_path, damage):
+    change, message = DAMAGES[damage]
+    HyperparameterSchedule.read(found).write(tmp_path / "good.yaml")
+    values = change(yaml.safe_load((tmp_path / "good.yaml").read_text()))
+    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(values))
+    with pytest.raises(ValueError, match=message):
+        HyperparameterSchedule.read(tmp_path / "bad.yaml")
+
+
+def test_what_was_started_in_python_asks_for_members_and_environment(found, tmp_path):
+    with pytest.raises(ValueError, match="give population and env"):
+        replay(found)
+    with pytest.raises(ValueError, match="go together"):
+        replay(found, env=cart_pole())
+    with pytest.raises(ValueError, match="cannot read"):
+        replay(tmp_path / "nothing")
+
+
+RUN = {"event": "run", "samples_per_step": 8, "evolvable": {}}
+
+
+def at(rate):
+    return {"hyperparameters": {"lr": rate, "group_size": 4}}
+
+
+def test_what_an_ancestor_learnt_after_its_childs_birth_is_no_part_of_the_schedule():
+    one, two, three = (
+        generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=5),
+        generation(2, member(0, 0, **at(1e-3)), member(1, 2, parent=0, **at(2e-3)), step=9),
+        generation(3, member(0, 0, **at(1e-3)), member(1, 2, parent=0, fitness=0.9, **at(2e-3)), best=2, step=12),
+    )
+    found = found_schedule([RUN, one, two, three])
+    assert found.member.index == 2
+    assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]
+
+
+def test_a_journal_with_a_generation_missing_has_no_schedule():
+    with pytest.raises(ValueError, match=r"every generation from 1 on, but the journal has \[2\]"):
+        found_schedule([RUN, generation(2, member(0, 0))])
+    with pytest.raises(ValueError, match="no member was evaluated yet"):
+        found_schedule([RUN])
+
+
+def test_a_stage_may_not_begin_otherwise_than_its_run():
+    from evogrpo.training.configuration.reading import parse_config
+    from evogrpo.training.front.presets import packaged_values
+    from evogrpo.training.front.train import with_sections
+
+    stage = ScheduleStage(
+        hyperparameters=parse_config(packaged_values("CartPole-v1", with_preset=False)).hyperparameters,
+        generations=(5,),
+        samples_per_step=32,
+    )
+    other = with_fields(stage, hyperparameters=with_fields(stage.hyperparameters, lr=1e-3))
+    values = with_sections(
+        packaged_values("CartPole-v1", with_preset=False),
+        {"schedule": {"samples_per_step": 32}, "hyperparameters": stage.hyperparameters.to_json()},
+    )
+    strategy = {"name": "replay", "stages": [stage.to_json()]}
+    assert parse_config(values | {"strategy": strategy}).strategy.stages == (stage,)
+    with pytest.raises(ValueError, match="those of the first stage that strategy replays"):
+        parse_config(values | {"strategy": strategy | {"stages": [other.to_json()]}})
