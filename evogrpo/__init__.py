@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from evogrpo.envs.prompts.conversations import MultiTurnGym
     from evogrpo.envs.prompts.huggingface import HuggingFaceGym
     from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
-    from evogrpo.evolution.strategies import Tournament
+    from evogrpo.evolution.strategies.tournament import Tournament
     from evogrpo.hyperparameters.space import HyperparameterConfig, RLParameter
     from evogrpo.hyperparameters.values import Hyperparameters
     from evogrpo.objective.objective import Objective
