@@ -1,6 +1,8 @@
 """Named random streams: every draw of a run comes from a generator that its purpose and numbers identify."""
 
 import hashlib
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -30,3 +32,11 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     name = f"{int(seed)} {[int(number) for number in numbers]} {purpose}"
     entropy = int.from_bytes(hashlib.sha256(name.encode()).digest()[:16], "little")
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+
+
+def streams(rng: np.random.Generator) -> Callable[..., np.random.Generator]:
+    """Return `generator` with a seed that is drawn from `rng`: named streams where only a generator is given.
+
+    What is drawn from one of them, and how much, changes nothing in the others.
+    """
+    return partial(generator, int(rng.integers(2**63)))

@@ -11,8 +11,9 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.shaping import check_usable
 from evogrpo.agents.members.members import Members
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.founders import spread_members
 from evogrpo.evolution.lineage import NETWORK, MemberRecord
-from evogrpo.evolution.mutation import Changes, Mutation, spread_members
+from evogrpo.evolution.mutation import Changes, Mutation
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, LearnReport

@@ -89,7 +89,7 @@ class Population(Sequence[Any]):
 
     @property
     def best(self) -> Any:
-        """The agent with the highest fitness at the last evaluation, the lowest slot among equals.
+        """The agent with the highest fitness at the last evaluation, the lowest index (the oldest) among equals.
 
         Raises:
             ValueError: If no member has been evaluated.
@@ -102,7 +102,7 @@ class Population(Sequence[Any]):
         evaluated = [agent for agent in self.agents if agent.fitness is not None]
         if not evaluated:
             raise ValueError("no member has a fitness yet: call evaluate or evolve first")
-        return max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.slot)).slot
+        return max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.index)).slot
 
     @property
     def healthy(self) -> "list[Agent]":

@@ -1,9 +1,11 @@
 """Evolution: numbers in, plans out; nothing here imports torch."""
 
+from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.founders import anywhere, spread_members
 from evogrpo.evolution.history import Generation, History, Seat
 from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
-from evogrpo.evolution.mutation import Changes, Mutation, neighbour, quantile, spread_members
+from evogrpo.evolution.mutation import Changes, Mutation, neighbour, quantile
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
 from evogrpo.evolution.strategies import (
@@ -22,6 +24,7 @@ __all__ = [
     "Changes",
     "Child",
     "Choice",
+    "Draw",
     "Fitness",
     "Fixed",
     "Generation",
@@ -36,6 +39,7 @@ __all__ = [
     "Stateless",
     "Strategy",
     "Tournament",
+    "anywhere",
     "best_slot",
     "healthy_slots",
     "neighbour",

@@ -105,6 +105,18 @@ class Generation:
         """The slots of members that failed: none of them can be kept or copied."""
         return tuple(slot for slot, seat in enumerate(self.seats) if seat.member is not None and seat.fitness is None)
 
+    @property
+    def ranked(self) -> tuple[int, ...]:
+        """The slots of members that did not fail, the best first; of equal ones the lowest index, the older, first."""
+        healthy = ((seat.fitness, seat.member) for seat in self.seats)
+        best_first = sorted((-earned.mean, who.index, who.slot) for earned, who in healthy if earned and who)
+        return tuple(slot for _, _, slot in best_first)
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """For each slot the index of its member, by which draws are named; for an empty one a number below 0."""
+        return tuple(-1 - slot if seat.member is None else seat.member.index for slot, seat in enumerate(self.seats))
+
     def member(self, slot: int) -> MemberRecord:
         """Return who lived in a slot.
 

@@ -1,8 +1,8 @@
-"""Proposing hyperparameter values: the spread of a first population and the mutation of a child."""
+"""Proposing hyperparameter values: the mutation of a child, and places in a range."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,12 +14,10 @@ from evogrpo.hyperparameters import (
     RLParameter,
     Value,
     answering,
-    check_group_size,
     finite_number,
     is_categorical,
     is_integer,
     refuse_unknown,
-    whole_number,
 )
 
 Changes = Mapping[str, tuple[Value, Value]]
@@ -84,6 +82,12 @@ class Mutation:
                 proposed[name] = neighbour(space[name], value, upward=bool(up), integer=is_integer(name))
         child = dataclasses.replace(hyperparameters, **proposed)
         return child, {name: (getattr(hyperparameters, name), getattr(child, name)) for name in proposed}
+
+    def of(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig
+    ) -> Callable[[np.random.Generator], Hyperparameters]:
+        """Return what proposes children of these hyperparameters, for `Plan.from_choices`."""
+        return lambda rng: self(hyperparameters, space, rng)[0]
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -153,49 +157,6 @@ def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool) 
     if not integer:
         return moved
     return max(round(moved), value + 1) if upward else min(round(moved), value - 1)
-
-
-def spread_members(
-    defaults: Hyperparameters,
-    space: HyperparameterConfig,
-    size: int,
-    rng: np.random.Generator,
-    samples_per_step: int,
-) -> tuple[Hyperparameters, ...]:
-    """Choose the hyperparameters of a first population: the defaults, then a Latin hypercube over the space.
-
-    Each evolving hyperparameter's range is cut into `size` - 1 parts of equal width on its scale and every part gets
-    one member, so that even a small population covers every range; each value alone is (log-)uniform. Names share the
-    members as evenly as they can.
-
-    Args:
-        defaults: The first member, untouched even where it lies outside the space; also the values that stay fixed.
-        space: What evolves.
-        size: Members.
-        rng: The generator of these draws.
-        samples_per_step: Samples each member collects per learning step; group sizes divide it.
-
-    Returns:
-        One record per member.
-
-    Raises:
-        ValueError: If `size` is below 1, or group sizes do not divide `samples_per_step`.
-
-    Source: McKay, Beckman and Conover, Technometrics 21 (1979), for the Latin hypercube.
-    """
-    if whole_number("size", size) < 1:
-        raise ValueError(f"a population needs at least one member, got size={size}")
-    space = space.for_samples_per_step(samples_per_step)
-    check_group_size(defaults.group_size, samples_per_step)
-    others: list[dict[str, Any]] = [{} for _ in range(size - 1)]
-    for name, parameter in space.items():
-        fractions = (rng.permutation(size - 1) + rng.random(size - 1)) / max(size - 1, 1)
-        for member, fraction in zip(others, fractions, strict=True):
-            if is_categorical(name):
-                member[name] = parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
-            else:
-                member[name] = quantile(parameter, float(fraction), integer=is_integer(name))
-    return (defaults, *(dataclasses.replace(defaults, **member) for member in others))
 
 
 def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float:

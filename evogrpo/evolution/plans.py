@@ -2,12 +2,22 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
+import numpy as np
+
+from evogrpo.evolution.distinct import Draw, Occupied
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import Child
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
-from evogrpo.hyperparameters import Hyperparameters, check_group_size, feasible_group_sizes, whole_number
+from evogrpo.hyperparameters import (
+    Hyperparameters,
+    check_group_size,
+    feasible_group_sizes,
+    whole_number,
+)
+from evogrpo.randomness import streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,22 +87,34 @@ class Plan:
         cls,
         history: History,
         choices: Sequence[Choice],
-        hyperparameters: Mapping[int, Hyperparameters] | None = None,
+        hyperparameters: Mapping[int, Hyperparameters | Draw] | None = None,
         *,
+        rng: np.random.Generator | None = None,
         samples_per_step: int | None = None,
         steps_per_generation: int | None = None,
     ) -> Self:
         """Turn what was chosen for each slot into a plan: children are numbered, their changes and parents named.
+
+        Hyperparameters may be given as a `Draw`, a function that proposes them. It is asked until they differ from
+        those of the parent, if it stays, and of all who have the same parent, founders from founders: no learner lives
+        twice. Where nothing else is left in the space, the reason says so. Hyperparameters that are given as such are
+        taken as they are.
 
         Args:
             history: What was planned from.
             choices: One per slot, with its reason. A child is born where the parent is another slot.
             hyperparameters: Those of children, by slot; a child without an entry has its parent's. An entry for a slot
                 that keeps its own state makes a child of its member; one for a slot without parent makes a founder.
+            rng: Where some are drawn, the generator of these draws. They go by members' indices, not by slots.
             samples_per_step: See the attribute.
             steps_per_generation: Likewise.
+
+        Raises:
+            ValueError: If hyperparameters are to be drawn and there is no generator.
         """
-        own = hyperparameters or {}
+        given = hyperparameters or {}
+        own, exhausted = _drawn(history, choices, given, rng, samples_per_step or history.last.samples_per_step)
+        reasons = tuple(choice.reason + exhausted.get(slot, "") for slot, choice in enumerate(choices))
         children: list[Child] = []
         for slot, choice in enumerate(choices):
             if choice.parent in (slot, None) and slot not in own:
@@ -107,15 +129,15 @@ class Plan:
                     parent=None if parent is None else parent.index,
                     hyperparameters=values,
                     changes={name: (before[name], after[name]) for name in before if before[name] != after[name]},
-                    reason=choice.reason,
+                    reason=reasons[slot],
                 )
             )
         return cls(
             generation=history.last.number,
             parents=tuple(choice.parent for choice in choices),
             children=tuple(children),
-            reasons=tuple(choice.reason for choice in choices),
-            elite=best_slot(history.last.fitness),
+            reasons=reasons,
+            elite=best_slot(history.last.fitness, history.last.ranked or None),
             samples_per_step=samples_per_step,
             steps_per_generation=steps_per_generation,
         )
@@ -175,3 +197,40 @@ class Plan:
             "elite": self.elite,
             **{name: value for name, value in budgets.items() if value is not None},
         }
+
+
+def _drawn(
+    history: History,
+    choices: Sequence[Choice],
+    given: Mapping[int, Hyperparameters | Draw],
+    rng: np.random.Generator | None,
+    samples_per_step: int,
+) -> tuple[dict[int, Hyperparameters], dict[int, str]]:
+    """Return the hyperparameters of births by slot, and what to add to the reason where the space has run out."""
+    last = history.last
+    parents = [None if choice.parent is None else last.member(choice.parent) for choice in choices]
+    own = {slot: value for slot, value in given.items() if isinstance(value, Hyperparameters)}
+    draws = {slot: value for slot, value in given.items() if not isinstance(value, Hyperparameters)}
+    if draws and rng is None:
+        raise ValueError("hyperparameters that are drawn need a generator: pass the rng of Strategy.plan on as rng=")
+    if not draws or rng is None:
+        return own, {}
+    occupied = Occupied(history.space.for_samples_per_step(samples_per_step))
+    for slot, parent in enumerate(parents):
+        if slot in own:
+            occupied.add(None if parent is None else parent.index, own[slot])
+        elif parent is not None and slot not in draws:
+            # Whoever stays has a parent and is one: a child with its hyperparameters would be itself again. An exact
+            # clone of another is that one again in any case.
+            occupied.add(parent.index, parent.hyperparameters)
+            if parent.slot == slot:
+                occupied.add(parent.parent, parent.hyperparameters)
+    exhausted, stream = {}, streams(rng)
+    for slot in sorted(draws, key=lambda slot: last.indices[slot]):
+        parent, name = parents[slot], last.indices[slot]
+        purpose = "birth in an empty slot" if name < 0 else "birth"
+        attempts = partial(stream, purpose, abs(name))
+        own[slot], found = occupied.draw(None if parent is None else parent.index, draws[slot], attempts)
+        if not found:
+            exhausted[slot] = "; the same as another, as nothing else is left in the space"
+    return own, exhausted

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.randomness import streams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +38,27 @@ def healthy_slots(fitness: Sequence[Fitness | None]) -> list[int]:
 
 
 def best_slot(fitness: Sequence[Fitness | None], among: Sequence[int] | None = None) -> int:
-    """Return the slot of the highest mean, the lowest slot of several equal ones.
+    """Return the slot of the highest mean, the first of several equal ones.
 
     Args:
         fitness: One entry per slot; None for a failed member.
-        among: Only these slots, all healthy; by default every healthy one.
+        among: Only these slots, all healthy; by default every healthy one, the lowest slot first.
 
     Raises:
         ValueError: If every member failed.
     """
     slots = healthy_slots(fitness) if among is None else among
-    return min(slots, key=lambda slot: (-_healthy(fitness, slot).mean, slot))
+    return max(slots, key=lambda slot: _healthy(fitness, slot).mean)
 
 
 def tournament(
-    fitness: Sequence[Fitness | None], size: int, z: float, rng: np.random.Generator, *, empty: Collection[int] = ()
+    fitness: Sequence[Fitness | None],
+    size: int,
+    z: float,
+    rng: np.random.Generator,
+    *,
+    empty: Collection[int] = (),
+    names: Sequence[int] | None = None,
 ) -> tuple[Choice, ...]:
     """Hold one tournament per slot; the winner takes the slot only if it beats the holder beyond the noise.
 
@@ -67,6 +74,8 @@ def tournament(
         z: Standard errors a difference must exceed, at least 0; 0 replaces at any positive difference.
         rng: The generator of these draws.
         empty: The slots that hold nobody; they stay so.
+        names: For each slot a number that stays with its member wherever it lives, such as its index: draws and ties
+            go by it. By default the slots themselves.
 
     Returns:
         One choice per slot.
@@ -74,8 +83,9 @@ def tournament(
     Raises:
         ValueError: If every member failed, or two members have different numbers of scores.
     """
-    healthy = healthy_slots(fitness)
-    elite = best_slot(fitness)
+    titles = range(len(fitness)) if names is None else names
+    healthy = sorted(healthy_slots(fitness), key=lambda slot: titles[slot])
+    elite, stream = best_slot(fitness, healthy), streams(rng)
     choices = []
     for slot, holder in enumerate(fitness):
         if slot in empty:
@@ -84,8 +94,9 @@ def tournament(
         if slot == elite:
             choices.append(Choice(parent=slot, reason="kept: elite"))
             continue
-        drawn = rng.choice(healthy, size=min(size, len(healthy)), replace=False)
-        challenger = best_slot(fitness, [int(contestant) for contestant in drawn])
+        drawn = stream("tournament", titles[slot]).choice(healthy, size=min(size, len(healthy)), replace=False)
+        # Of equal ones the older wins, whatever the order in which they were drawn.
+        challenger = best_slot(fitness, [contestant for contestant in healthy if contestant in drawn])
         if holder is None:
             choices.append(Choice(parent=challenger, reason=f"replaced by slot {challenger}: failed"))
         elif challenger == slot:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,8 @@ SPACE = HyperparameterConfig(
     clip_coef=RLParameter(min=0.05, max=0.4),
     group_size=RLParameter(min=2, max=64),
 )
+NARROW = HyperparameterConfig(group_size=RLParameter(choices=[6, 8]), update_epochs=RLParameter(min=1, max=3))
+"""Holds six points, so that draws often coincide."""
 SAMPLES_PER_STEP = 48
 STEPS_PER_GENERATION = 4
 QUESTIONS = 16
@@ -52,13 +54,20 @@ class Life:
         failures: Chance that a member fails in a generation; one never does.
         spread: How much more than noise a decade of the learning rate changes fitness.
         seed: Of members, noise and failures.
+        space: What evolves.
     """
 
     def __init__(
-        self, size: int, empty: tuple[int, ...] = (), failures: float = 0.0, spread: float = 0.0, seed: int = 0
+        self,
+        size: int,
+        empty: tuple[int, ...] = (),
+        failures: float = 0.0,
+        spread: float = 0.0,
+        seed: int = 0,
+        space: HyperparameterConfig = SPACE,
     ) -> None:
-        self.failures, self.spread, self.seed = failures, spread, seed
-        values = spread_members(Hyperparameters(), SPACE, size, np.random.default_rng(seed), SAMPLES_PER_STEP)
+        self.failures, self.spread, self.seed, self.space = failures, spread, seed, space
+        values = spread_members(Hyperparameters(), space, size, np.random.default_rng(seed), SAMPLES_PER_STEP)
         # Indices that differ from slots, as after a few generations.
         self.members: list[MemberRecord | None] = [
             None
@@ -95,7 +104,7 @@ class Life:
             seats=tuple(seats),
         )
         self.generations = (*self.generations, generation)
-        return History(space=SPACE, next_index=self.next_index, generations=self.generations)
+        return History(space=self.space, next_index=self.next_index, generations=self.generations)
 
     def carry_out(self, plan: Plan) -> None:
         """Let the next generation be born."""
@@ -116,6 +125,32 @@ class Life:
         self.steps_per_generation = plan.steps_per_generation or self.steps_per_generation
 
 
+def moved(history: History, order: Sequence[int]) -> History:
+    """Return the same history with every member in another slot: `order[slot]` tells whose place each takes."""
+
+    def seat(slot: int, old: Seat) -> Seat:
+        return (
+            old if old.member is None else dataclasses.replace(old, member=dataclasses.replace(old.member, slot=slot))
+        )
+
+    generations = tuple(
+        dataclasses.replace(each, seats=tuple(seat(slot, each.seats[old]) for slot, old in enumerate(order)))
+        for each in history.generations
+    )
+    return dataclasses.replace(history, generations=generations)
+
+
+def staying(history: History, plan: Plan) -> list[MemberRecord]:
+    """Return the members that live on as they are."""
+    born = {child.slot for child in plan.children}
+    return [history.last.member(slot) for slot, parent in enumerate(plan.parents) if parent == slot not in born]
+
+
+def residents(history: History, plan: Plan) -> list[tuple[int | None, Hyperparameters]]:
+    """Return the parent and the hyperparameters of everyone who lives next."""
+    return [(each.parent, each.hyperparameters) for each in (*staying(history, plan), *plan.children)]
+
+
 def plain(value: Any) -> Any:
     """Return a value as a checkpoint gives it back; raises ValueError where strict JSON cannot hold it."""
     return json.loads(json.dumps(value, allow_nan=False))
@@ -132,6 +167,10 @@ class StrategyTestCase(ABC):
 
     keeps_elite = True
     """Whether the best member of every generation stays as it is."""
+    no_twins = True
+    """Whether no two members ever live with one parent and the same hyperparameters, as `Plan.from_choices` sees to."""
+    draws_by_member = True
+    """Whether a member's fate depends on who it is, not on the slot that it lives in."""
 
     @abstractmethod
     def make_strategy(self) -> Strategy:
@@ -209,6 +248,38 @@ class StrategyTestCase(ABC):
                 for name in child.changes:
                     low, high = SPACE[name].bounds
                     assert low <= getattr(child.hyperparameters, name) <= high
+
+    def test_no_two_members_live_next_with_the_same_parent_and_the_same_hyperparameters(self) -> None:
+        if not self.no_twins:
+            pytest.skip("its clones may be exact")
+        born = 0
+        for history, plan in self.lives():
+            living = residents(history, plan)
+            assert len(set(living)) == len(living)
+            alive = {each.index: each.hyperparameters for each in staying(history, plan)}
+            assert all(alive.get(child.parent) != child.hyperparameters for child in plan.children)  # type: ignore[arg-type]
+            born += len(plan.children)
+        assert born
+
+    def test_where_a_member_lives_decides_nothing(self) -> None:
+        """Slots are storage: whoever lives where, everyone has the same fate and every birth the same values."""
+        if not self.draws_by_member:
+            pytest.skip("it goes by slots")
+        for number, situation in enumerate(EVENTFUL):
+            strategy = self.make_strategy()
+            life = Life(*situation)
+            order = np.random.default_rng(number).permutation(situation[0]).tolist()
+            for _ in range(GENERATIONS):
+                history, twin = life.evaluate(), self.rebuilt(strategy)
+                twin.load_state(plain(strategy.state()))
+                seed = [life.seed, 1000 + history.last.number]
+                plan = strategy.plan(history, np.random.default_rng(seed))
+                other = twin.plan(moved(history, order), np.random.default_rng(seed))
+                assert [None if p is None else order[p] for p in other.parents] == [plan.parents[s] for s in order]
+                assert order[other.elite] == plan.elite
+                values = {child.slot: child.hyperparameters for child in plan.children}
+                assert {order[child.slot]: child.hyperparameters for child in other.children} == values
+                life.carry_out(plan)
 
     def test_the_lineage_takes_every_plan(self) -> None:
         for situation in EVENTFUL:

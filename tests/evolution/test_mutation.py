@@ -8,7 +8,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from evogrpo.evolution.mutation import Mutation, neighbour, quantile, spread_members
+from evogrpo.evolution.founders import spread_members
+from evogrpo.evolution.mutation import Mutation, neighbour, quantile
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 
 LR = RLParameter(min=1e-6, max=1e-3, scale="log")
@@ -260,6 +261,17 @@ class TestSpread:
         space = HyperparameterConfig(loss_type=RLParameter(choices=names))
         others = [member.loss_type for member in self.spread(size, space=space)[1:]]
         assert {name: others.count(name) for name in names} == dict.fromkeys(names, most)
+
+    @pytest.mark.parametrize("seed", range(20))
+    def test_no_two_founders_are_alike_while_the_space_has_room(self, seed):
+        space = HyperparameterConfig(
+            group_size=RLParameter(choices=[4, 8]),
+            update_epochs=RLParameter(min=1, max=3),
+            loss_type=RLParameter(choices=["grpo", "dapo"]),
+        )
+        for size in (5, 12, 13, 20):  # 12 points, and the defaults, whose loss type is none of these
+            members = self.spread(size, space=space, seed=seed)
+            assert len(set(members)) == min(size, 13)
 
     def test_what_is_none_gets_a_number_once_it_evolves(self):
         space = HyperparameterConfig(clip_low=RLParameter(min=0.1, max=0.3), advantage_clip=RLParameter(choices=[1, 2]))

@@ -18,7 +18,16 @@ from evogrpo.evolution import (
     strategy_from_json,
 )
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
-from tests.conformance.strategy import SAMPLES_PER_STEP, SITUATIONS, SPACE, Life, StrategyTestCase
+from tests.conformance.strategy import (
+    NARROW,
+    SAMPLES_PER_STEP,
+    SITUATIONS,
+    SPACE,
+    Life,
+    StrategyTestCase,
+    residents,
+    staying,
+)
 
 COSTLY = HyperparameterConfig(group_size=RLParameter(choices=[4, 5]))
 
@@ -42,6 +51,30 @@ class BuiltInTestCase(StrategyTestCase):
             assert (plan.samples_per_step, plan.steps_per_generation) == (None, None)
             vacancies += len(plan.vacant)
         assert vacancies
+
+    @pytest.mark.parametrize("size", [3, 9])
+    def test_where_the_space_runs_out_members_are_alike_and_the_reason_says_so(self, size):
+        if not self.no_twins:
+            pytest.skip("its clones may be exact")
+        for history, plan in self.follow(self.make_strategy(), Life(size, spread=3.0, space=NARROW)):
+            living = residents(history, plan)
+            for child in plan.children:
+                around = {values for parent, values in living if parent == child.parent}
+                around |= {each.hyperparameters for each in staying(history, plan) if each.index == child.parent}
+                if "nothing else is left" in child.reason:
+                    assert len(around) >= 6  # all that there is
+                else:
+                    twins = [
+                        c
+                        for c in plan.children
+                        if (c.parent, c.hyperparameters) == (child.parent, child.hyperparameters)
+                    ]
+                    assert all("nothing else is left" in twin.reason for twin in twins if twin is not child)
+                    assert child.hyperparameters not in [
+                        each.hyperparameters
+                        for each in staying(history, plan)
+                        if child.parent in (each.index, each.parent)
+                    ]
 
     def test_choices_of_group_size_that_cost_more_are_refused(self):
         history = dataclasses.replace(Life(3).evaluate(), space=COSTLY)
@@ -90,6 +123,7 @@ class TestTournamentWithoutElitism(BuiltInTestCase):
 
 
 class TestSelectionOnly(BuiltInTestCase):
+    no_twins = False
     strategy = Tournament(mutation=None)
 
     def test_it_selects_as_the_tournament_does_and_changes_no_hyperparameter(self):
@@ -101,6 +135,7 @@ class TestSelectionOnly(BuiltInTestCase):
 
 
 class TestFixed(BuiltInTestCase):
+    no_twins = False
     strategy = Fixed()
 
     def test_healthy_members_all_stay_and_clones_of_failed_ones_are_exact(self):

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.evolution import Choice, History, Mutation, Plan, Stateless, best_slot, healthy_slots
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.evolution import Choice, Draw, History, Mutation, Plan, Stateless
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +24,10 @@ class Halving(Stateless):
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         last, first = history.last, history.generations[0]
-        ranked = sorted(healthy_slots(last.fitness), key=lambda slot: (-last.fitness[slot].mean, slot))
-        elite = best_slot(last.fitness)
+        ranked = last.ranked  # the best first
+        if not ranked:
+            raise ValueError("every member failed")
+        elite = ranked[0]
         if len(ranked) > self.survivors:
             kept = ranked[: max(self.survivors, len(ranked) // 2)]
             choices = [
@@ -37,15 +38,15 @@ class Halving(Stateless):
             ]
             return Plan.from_choices(history, choices, samples_per_step=2 * last.samples_per_step)
         space = history.space.for_samples_per_step(first.samples_per_step)
-        born: dict[int, Hyperparameters] = {}
+        born: dict[int, Draw] = {}
         choices = []
         for slot in range(history.capacity):
             if slot in ranked:
                 choices.append(Choice(parent=slot, reason="kept: survived the round"))
                 continue
             choices.append(Choice(parent=elite if born else None, reason="a new round"))
-            born[slot], _ = Mutation()(last.member(elite).hyperparameters, space, rng)
-        return Plan.from_choices(history, choices, born, samples_per_step=first.samples_per_step)
+            born[slot] = Mutation().of(last.member(elite).hyperparameters, space)
+        return Plan.from_choices(history, choices, born, rng=rng, samples_per_step=first.samples_per_step)
 
     def to_json(self) -> dict[str, Any]:
         return {"survivors": self.survivors}

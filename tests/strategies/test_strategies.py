@@ -8,6 +8,8 @@ from tests.strategies.halving import Halving
 
 
 class TestGaussianProcess(StrategyTestCase):
+    no_twins = draws_by_member = False
+
     def make_strategy(self):
         return GaussianProcess(scale=0.15, seed=3)
 
@@ -30,6 +32,8 @@ class TestGaussianProcess(StrategyTestCase):
 
 
 class TestHalving(StrategyTestCase):
+    draws_by_member = False  # the first free slot gets the founder
+
     def make_strategy(self):
         return Halving()
 

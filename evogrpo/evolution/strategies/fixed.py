@@ -10,6 +10,7 @@ from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, healthy_slots
 from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.hyperparameters import answering
+from evogrpo.randomness import streams
 
 
 @answering
@@ -27,7 +28,9 @@ class Fixed(Stateless):
         last = history.last
         # A space that evolution would refuse is refused here too: an arm and its control take the same settings.
         history.space.for_samples_per_step(last.samples_per_step)
-        healthy, empty = healthy_slots(last.fitness), last.empty
+        # Oldest first and named by index: what happens to a member does not depend on where it lives.
+        healthy, empty = sorted(healthy_slots(last.fitness), key=lambda slot: last.indices[slot]), last.empty
+        stream = streams(rng)
         choices = []
         for slot, value in enumerate(last.fitness):
             if slot in empty:
@@ -35,7 +38,7 @@ class Fixed(Stateless):
             elif value is not None:
                 choices.append(Choice(parent=slot, reason="kept: no evolution"))
             else:
-                parent = int(rng.choice(healthy))
+                parent = int(stream("replacement", last.indices[slot]).choice(healthy))
                 choices.append(Choice(parent=parent, reason=f"replaced by slot {parent}: failed"))
         return Plan.from_choices(history, choices)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.plans import Plan
@@ -57,16 +58,16 @@ class Tournament(Stateless):
         """Hold one tournament per member; an empty slot stays empty."""
         last = history.last
         space = history.space.for_samples_per_step(last.samples_per_step)
-        elite = best_slot(last.fitness)
-        choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty))
+        elite = best_slot(last.fitness, last.ranked or None)
+        choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty, names=last.indices))
         if not self.elitism:
             choices[elite] = Choice(parent=elite, reason="mutated: the best, without elitism")
-        mutated = {}
+        draws: dict[int, Draw] = {}
         for slot, choice in enumerate(choices):
             renewed = choice.parent != slot or (slot == elite and not self.elitism)
             if self.mutation is not None and choice.parent is not None and renewed:
-                mutated[slot], _ = self.mutation(last.member(choice.parent).hyperparameters, space, rng)
-        return Plan.from_choices(history, choices, mutated)
+                draws[slot] = self.mutation.of(last.member(choice.parent).hyperparameters, space)
+        return Plan.from_choices(history, choices, draws, rng=rng)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""

@@ -1,0 +1,99 @@
+"""Members without parents: the spread of a first population, and fresh ones from anywhere in the space."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from evogrpo.evolution.distinct import Occupied
+from evogrpo.evolution.mutation import quantile
+from evogrpo.hyperparameters import (
+    HyperparameterConfig,
+    Hyperparameters,
+    check_group_size,
+    is_categorical,
+    is_integer,
+    whole_number,
+)
+from evogrpo.randomness import streams
+
+
+def spread_members(
+    defaults: Hyperparameters,
+    space: HyperparameterConfig,
+    size: int,
+    rng: np.random.Generator,
+    samples_per_step: int,
+) -> tuple[Hyperparameters, ...]:
+    """Choose the hyperparameters of a first population: the defaults, then a Latin hypercube over the space.
+
+    Each evolving hyperparameter's range is cut into `size` - 1 parts of equal width on its scale and every part gets
+    one member, so that even a small population covers every range; each value alone is (log-)uniform. Names share the
+    members as evenly as they can. Where two come out alike, as on short ladders, the later one is drawn again from all
+    over the space while anything is left there.
+
+    Args:
+        defaults: The first member, untouched even where it lies outside the space; also the values that stay fixed.
+        space: What evolves.
+        size: Members.
+        rng: The generator of these draws.
+        samples_per_step: Samples each member collects per learning step; group sizes divide it.
+
+    Returns:
+        One record per member.
+
+    Raises:
+        ValueError: If `size` is below 1, or group sizes do not divide `samples_per_step`.
+
+    Source: McKay, Beckman and Conover, Technometrics 21 (1979), for the Latin hypercube.
+    """
+    if whole_number("size", size) < 1:
+        raise ValueError(f"a population needs at least one member, got size={size}")
+    space = space.for_samples_per_step(samples_per_step)
+    check_group_size(defaults.group_size, samples_per_step)
+    parts = {name: (rng.permutation(size - 1) + rng.random(size - 1)) / max(size - 1, 1) for name in space}
+    spread = [
+        at(space, defaults, {name: float(fractions[place]) for name, fractions in parts.items()})
+        for place in range(size - 1)
+    ]
+    return defaults, *_distinct(defaults, spread, space, streams(rng))
+
+
+def _distinct(
+    first: Hyperparameters,
+    others: Sequence[Hyperparameters],
+    space: HyperparameterConfig,
+    stream: Callable[..., np.random.Generator],
+) -> list[Hyperparameters]:
+    """Return the others, those drawn again that are like the first or an earlier one."""
+    occupied = Occupied(space)
+    occupied.add(None, first)
+    distinct, again = list(others), []
+    for place, wanted in enumerate(others):
+        if occupied.free(None, wanted):
+            occupied.add(None, wanted)
+        else:
+            again.append(place)
+    # Only then: nobody who stands alone makes room. Where nothing is left, all stay spread as evenly as they were.
+    for place in again:
+        drawn, found = occupied.draw(None, partial(anywhere, space, first), partial(stream, "founder", place))
+        distinct[place] = drawn if found else distinct[place]
+    return distinct
+
+
+def anywhere(space: HyperparameterConfig, base: Hyperparameters, rng: np.random.Generator) -> Hyperparameters:
+    """Draw a founder from all over the space, each value (log-)uniform; the rest is as in `base`."""
+    return at(space, base, {name: float(rng.random()) for name in space})
+
+
+def at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]) -> Hyperparameters:
+    """Return the point of a space with these fractions, each in [0, 1), of the founders' ranges below it."""
+    values: dict[str, Any] = {}
+    for name, parameter in space.items():
+        if is_categorical(name):
+            values[name] = parameter.names[min(int(fractions[name] * len(parameter.names)), len(parameter.names) - 1)]
+        else:
+            values[name] = quantile(parameter, fractions[name], integer=is_integer(name))
+    return dataclasses.replace(base, **values)

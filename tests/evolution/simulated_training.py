@@ -1,0 +1,202 @@
+"""Training in numbers alone, to try strategies on: what members would learn is a formula of their learning rates.
+
+A member's skill grows each generation at a rate that is a bell in log10(lr); above an edge it collapses, and far above
+it the member fails. Fitness is a saturating function of skill, seen through noise. Histories, seats and plans are those
+that a run makes, so a strategy is led through thousands of generations in a few seconds:
+
+    arm = Simulation(Tournament(), Surface(optimum=-2.0), wrong_founders(8, lr=1e-5), seed=0)
+    arm.run(12)
+    arm.best_score, arm.distance
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from evogrpo.evolution import (
+    Fitness,
+    Generation,
+    History,
+    MemberRecord,
+    Plan,
+    Seat,
+    Strategy,
+    spread_members,
+)
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.randomness import generator
+
+SPACE = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log"))
+SAMPLES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surface:
+    """How members learn.
+
+    Attributes:
+        optimum: log10 of the learning rate that learns fastest.
+        width: Decades from there to where it is exp(-1/2) as fast.
+        clip_width: The same for log10 of the clip coefficient around 0.2; infinity where it does not matter.
+        speed: Skill per generation at the optimum; a score is 1 - exp(-skill).
+        edge: Decades above the optimum from where a generation may ruin a member.
+        luck: Standard deviation of a generation's speed, in log units.
+        drift: Decades that the optimum falls per unit of skill.
+        noise: Standard deviation of a member's score on one question; what all share comes on top.
+        questions: Of the validation.
+    """
+
+    optimum: float = -2.5
+    width: float = 0.4
+    clip_width: float = math.inf
+    speed: float = 0.25
+    edge: float = 0.7
+    luck: float = 0.3
+    drift: float = 0.0
+    noise: float = 0.3
+    questions: int = 32
+
+
+def wrong_founders(size: int, *, lr: float) -> tuple[Hyperparameters, ...]:
+    """Return founders that all begin with one learning rate."""
+    return (Hyperparameters(lr=lr),) * size
+
+
+def spread_founders(size: int, *, lr: float, space: HyperparameterConfig, seed: int) -> tuple[Hyperparameters, ...]:
+    """Return founders as a run makes them: one with this learning rate, the others spread over the space."""
+    return spread_members(Hyperparameters(lr=lr), space, size, generator(seed, "founders"), SAMPLES)
+
+
+class Simulation:
+    """A run without weights.
+
+    Args:
+        strategy: Decides; as new.
+        surface: What members learn.
+        founders: Their hyperparameters.
+        seed: Of luck and noise; two strategies under one seed meet the same.
+        space: What evolves.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        surface: Surface,
+        founders: Sequence[Hyperparameters],
+        *,
+        seed: int,
+        space: HyperparameterConfig = SPACE,
+    ) -> None:
+        self.strategy, self.surface, self.seed, self.space = strategy, surface, seed, space
+        self.members: list[MemberRecord | None] = [
+            MemberRecord(slot=slot, index=slot, parent=None, born=0, hyperparameters=values)
+            for slot, values in enumerate(founders)
+        ]
+        self.next_index = len(founders)
+        self.skill = dict.fromkeys(range(len(founders)), 0.0)
+        self.generations: tuple[Generation, ...] = ()
+        self.samples, self.steps = SAMPLES, 4
+        self.plans: list[Plan] = []
+
+    def run(self, generations: int) -> "Simulation":
+        """Train, evaluate and plan; nothing is planned after the last generation."""
+        for number in range(generations):
+            history = self.evaluate()
+            if number < generations - 1:
+                self.carry_out(self.strategy.plan(history, generator(self.seed, "plan", history.last.number)))
+        return self
+
+    def evaluate(self) -> History:
+        """Let members learn for a generation and earn their fitness."""
+        number = len(self.generations) + 1
+        difficulty = 0.3 * generator(self.seed, "questions").standard_normal(self.surface.questions)
+        seats = []
+        for slot, member in enumerate(self.members):
+            if member is None:
+                seats.append(Seat())
+                continue
+            rng = generator(self.seed, "life", number, slot)
+            failed = self._learn(member, rng)
+            scores = self.score(member.index) + difficulty + self.surface.noise * rng.standard_normal(len(difficulty))
+            fitness = None if failed else Fitness.from_scores(scores.tolist())
+            seats.append(Seat(member=member, fitness=fitness, tokens=1000, seconds=1.0))
+        if not any(seat.fitness for seat in seats):  # a run would end here; so that it can be compared, one is spared
+            slot = next(slot for slot, member in enumerate(self.members) if member)
+            seats[slot] = dataclasses.replace(seats[slot], fitness=Fitness.from_scores((difficulty * 1.0).tolist()))
+        generation = Generation(
+            number=number, samples_per_step=self.samples, steps_per_generation=self.steps, seats=tuple(seats)
+        )
+        self.generations = (*self.generations, generation)
+        return History(space=self.space, next_index=self.next_index, generations=self.generations)
+
+    def score(self, index: int) -> float:
+        """Return what a member would earn without noise."""
+        return 1.0 - math.exp(-self.skill[index])
+
+    def _learn(self, member: MemberRecord, rng: np.random.Generator) -> bool:
+        """Change a member's skill by a generation's training; say whether it failed."""
+        surface, values = self.surface, member.hyperparameters
+        off = math.log10(values.lr) - surface.optimum + surface.drift * self.skill[member.index]
+        rate = math.exp(-0.5 * (off / surface.width) ** 2)
+        rate *= math.exp(-0.5 * (math.log10(values.clip_coef / 0.2) / surface.clip_width) ** 2)
+        fate, luck = rng.random(), math.exp(surface.luck * rng.standard_normal())
+        self.skill[member.index] += self.steps / 4 * self.samples / SAMPLES * surface.speed * luck * rate
+        if fate < 1.0 - math.exp(-3.0 * max(off - surface.edge, 0.0)):
+            self.skill[member.index] *= 0.1
+            return off > surface.edge + 1.0
+        return False
+
+    def carry_out(self, plan: Plan) -> None:
+        """Let the next generation be born."""
+        plan.check(History(space=self.space, next_index=self.next_index, generations=self.generations))
+        self.plans.append(plan)
+        self.members = [
+            None if parent is None else member for parent, member in zip(plan.parents, self.members, strict=True)
+        ]
+        for child in plan.children:
+            self.members[child.slot] = MemberRecord(
+                slot=child.slot,
+                index=child.index,
+                parent=child.parent,
+                born=plan.generation,
+                hyperparameters=child.hyperparameters,
+            )
+            self.skill[child.index] = 0.0 if child.parent is None else self.skill[child.parent]
+            self.next_index = child.index + 1
+        self.samples = plan.samples_per_step or self.samples
+        self.steps = plan.steps_per_generation or self.steps
+
+    # ---- what came of it
+
+    @property
+    def elite(self) -> MemberRecord:
+        """The best member by its measured fitness."""
+        last = self.generations[-1]
+        return last.member(last.ranked[0])
+
+    @property
+    def best_score(self) -> float:
+        """What the member that selection would hand out earns without noise."""
+        return self.score(self.elite.index)
+
+    @property
+    def distance(self) -> float:
+        """Decades between the elite's learning rate and the best one for it."""
+        optimum = self.surface.optimum - self.surface.drift * self.skill[self.elite.index]
+        return abs(math.log10(self.elite.hyperparameters.lr) - optimum)
+
+    @property
+    def lines(self) -> int:
+        """How many founders have living descendants."""
+        parents = {
+            seat.member.index: seat.member.parent for each in self.generations for seat in each.seats if seat.member
+        }
+
+        def founder(index: int) -> int:
+            parent = parents[index]
+            return index if parent is None else founder(parent)
+
+        return len({founder(member.index) for member in self.members if member is not None})
