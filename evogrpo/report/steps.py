@@ -43,7 +43,7 @@ def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, .
         ValueError: If a value is not what it must be.
     """
     found: dict[str, dict[tuple[int, int], list[tuple[int, int, float]]]] = {}
-    for step, event in sorted(_latest(events).items()):
+    for step, event in sorted(counted_steps(events).items()):
         generation = event.whole("generation")
         for member in event.each("members", f"a member of step {step}"):
             who = member.whole("index"), member.whole("slot")
@@ -57,7 +57,8 @@ def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, .
     }
 
 
-def _latest(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields]:
+def counted_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields]:
+    """Return the step events that count, by the step's number; those that a resumed run took again, as taken last."""
     latest: dict[int, JournalFields] = {}
     for event in events:
         if event["event"] == "step":

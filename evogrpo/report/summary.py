@@ -9,6 +9,8 @@ from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, refuse_unknown
 from evogrpo.persistence.journal import latest_generations
+from evogrpo.report.costs import Cost, run_costs
+from evogrpo.report.decisions import Decision, read_decisions
 from evogrpo.report.steps import Curve, read_curves
 
 
@@ -26,6 +28,8 @@ class RunSummary:
         stopped: Why the run stopped, or None if it did not say.
         changed_data: How questions, rewards or environment differed where it was resumed all the same; untrusted.
         curves: What learning steps measured, by the metric's name.
+        decisions: The plans, oldest first.
+        costs: What the kinds of work took.
     """
 
     facts: Mapping[str, Any]
@@ -37,6 +41,8 @@ class RunSummary:
     stopped: str | None
     changed_data: tuple[str, ...] = ()
     curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
+    decisions: tuple[Decision, ...] = ()
+    costs: tuple[Cost, ...] = ()
 
     @property
     def words(self) -> Words:
@@ -70,16 +76,21 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     resumed_last = max((place for place, event in enumerate(events) if event["event"] == "resumed"), default=-1)
     # What a run said before it was resumed about its end no longer holds.
     ending = {event["event"]: event for event in events[resumed_last + 1 :]}
+    baseline = BaselineReport.from_json(last["baseline"]) if "baseline" in last else None
+    generations = tuple(GenerationReport.from_json(event) for event in latest_generations(events))
+    test = TestReport.from_json(ending["test"]) if "test" in ending else None
     return RunSummary(
         facts={name: value for name, value in runs[0].items() if name != "event"},
         evolvable={name: evolvable.inner(name).values for name in evolvable.values},
-        baseline=BaselineReport.from_json(last["baseline"]) if "baseline" in last else None,
-        generations=tuple(GenerationReport.from_json(event) for event in latest_generations(events)),
-        test=TestReport.from_json(ending["test"]) if "test" in ending else None,
+        baseline=baseline,
+        generations=generations,
+        test=test,
         resumes=sum(event["event"] == "resumed" for event in events),
         stopped=JournalFields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None,
         changed_data=tuple(_changed_data(events)),
         curves=read_curves(events),
+        decisions=read_decisions(events),
+        costs=run_costs(events, baseline, generations, test),
     )
 
 
