@@ -11,12 +11,13 @@ from accelerate import Accelerator
 from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import nn
+from transformers import PreTrainedModel
 
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
 from evogrpo.agents.members.members import TextRequest
-from evogrpo.agents.opening import checked_size, founders_samples, open_members
+from evogrpo.agents.opening import checked_size, founders_samples, open_members, with_space
 from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import commonly_scored, evaluate
@@ -98,6 +99,8 @@ class EvolvableAlgorithm(AgileRLAgent):
         """
         size = checked_size(size, options)
         flag("spread", spread)
+        words = isinstance(actor_network, PreTrainedModel)
+        options = with_space(options, samples_per_step, words=words, unused=cls.unused_options)
         cls._check_class(options)
         samples = founders_samples(options, samples_per_step)
         members, first = open_members(size, observation_space, action_space, actor_network, pad_token_id, options)

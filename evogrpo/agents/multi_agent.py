@@ -5,7 +5,7 @@ from typing import Any, Unpack
 
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.opening import checked_size, founders_samples, open_team
+from evogrpo.agents.opening import checked_size, founders_samples, open_team, with_space
 from evogrpo.agents.options import TeamOptions
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
@@ -82,6 +82,7 @@ class MultiAgentGRPO(GRPO):
         """
         size = checked_size(size, options)
         flag("spread", spread)
+        options = with_space(options, samples_per_step, words=False)
         samples = founders_samples(options, samples_per_step)
         members, first = open_team(size, observation_spaces, action_spaces, options)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)

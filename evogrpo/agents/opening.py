@@ -1,9 +1,9 @@
 """What constructor arguments build: the one place where kinds of members differ."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gymnasium import spaces
 from peft import LoraConfig
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.agents.learning.shaping import check_usable
 from evogrpo.agents.members.control.network_members import NetworkMembers
-from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, NetworkSettings
+from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE, NetworkSettings
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.team_members import TeamMembers
 from evogrpo.agents.members.control.team_settings import TeamSettings
@@ -24,8 +24,10 @@ from evogrpo.agents.options import CommonOptions, Options, TeamOptions
 from evogrpo.envs.control.joint.assignment import AgentSpaces
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
+    LANGUAGE_RANGES,
     MOST_MEMBERS,
     MOST_SAMPLES,
+    NETWORK_RANGES,
     HyperparameterConfig,
     Hyperparameters,
     common_samples,
@@ -33,7 +35,11 @@ from evogrpo.hyperparameters import (
     refuse_unknown,
     whole_between,
 )
+from evogrpo.objective import Objective
+from evogrpo.objective.searching import space_to_search
 from evogrpo.policies.tokens.stored_adapters import read_adapter
+
+OptionsT = TypeVar("OptionsT", Options, TeamOptions)
 
 LANGUAGE_ONLY = (
     "calc_position_embeddings",
@@ -214,6 +220,40 @@ def founders_samples(options: CommonOptions, samples_per_step: int | None) -> in
     if not isinstance(config, HyperparameterConfig):  # none, or one that is refused where the first member is made
         config = HyperparameterConfig()
     return common_samples(options.get("group_size", Hyperparameters().group_size), config)
+
+
+def with_space(
+    options: OptionsT, samples_per_step: int | None, *, words: bool, unused: Collection[str] = ()
+) -> OptionsT:
+    """Return a population's options with the space that is searched where `hp_config` is "auto"; others as they are.
+
+    Args:
+        options: As given.
+        samples_per_step: As given; group sizes evolve only where it is.
+        words: Whether members are language models.
+        unused: Hyperparameters that mean nothing to the algorithm.
+    """
+    values: Mapping[str, Any] = options
+    if values.get("hp_config") != "auto":
+        return options
+    chosen: dict[str, Any] = {name: values[name] for name in HYPERPARAMETER_NAMES if values.get(name) is not None}
+    defaults = (
+        {} if words else {name: NETWORK_DEFAULTS[name] for name in HYPERPARAMETER_NAMES if name in NETWORK_DEFAULTS}
+    )
+    objective = values.get("objective")
+    if not isinstance(objective, Objective):  # none, or one that is refused where members are made
+        objective = Objective() if words else STEPWISE
+    space = space_to_search(
+        LANGUAGE_RANGES if words else NETWORK_RANGES,
+        objective,
+        Hyperparameters.from_json({**defaults, **chosen}),
+        fixed={*chosen, *unused},
+        samples_per_step=samples_per_step,
+        rows_are_samples=words,
+    )
+    found: Any = {**values, "hp_config": space}
+    searched: OptionsT = found
+    return searched
 
 
 def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: str) -> None:

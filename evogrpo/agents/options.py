@@ -1,7 +1,7 @@
 """The constructor arguments of agents, declared once for single agents and populations."""
 
 from pathlib import Path
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from accelerate import Accelerator
@@ -26,7 +26,8 @@ class CommonOptions(TypedDict, total=False):
     `evogrpo.agents.members.control.network_settings`).
 
     Attributes:
-        hp_config: What evolution may change; nothing by default.
+        hp_config: What evolution may change; nothing by default. "auto", for a population: what decides most and has no
+            value here, over wide ranges (`evogrpo.hyperparameters.ranges`).
         index: Identity in the lineage; 0 by default. A population counts up from it.
         batch_size: Completions (for small networks transitions, of several agents each policy's) per optimizer step; 64
             by default, for small networks 2048.
@@ -56,7 +57,7 @@ class CommonOptions(TypedDict, total=False):
             False by default.
     """
 
-    hp_config: HyperparameterConfig | None
+    hp_config: HyperparameterConfig | Literal["auto"] | None
     index: int
     batch_size: int
     lr: float

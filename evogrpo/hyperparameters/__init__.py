@@ -13,6 +13,7 @@ from evogrpo.hyperparameters.checks import (
     whole_number,
 )
 from evogrpo.hyperparameters.named import answering
+from evogrpo.hyperparameters.ranges import LANGUAGE_RANGES, NETWORK_RANGES, SEARCHED
 from evogrpo.hyperparameters.space import (
     MOST_MEMBERS,
     MOST_SAMPLES,
@@ -36,10 +37,13 @@ from evogrpo.kinds import AdvantageType, LossType
 __all__ = [
     "CATEGORIES",
     "HYPERPARAMETER_NAMES",
+    "LANGUAGE_RANGES",
     "MOST_COUNTED",
     "MOST_MEMBERS",
     "MOST_SAMPLES",
     "MOST_SEED",
+    "NETWORK_RANGES",
+    "SEARCHED",
     "AdvantageType",
     "HyperparameterConfig",
     "Hyperparameters",

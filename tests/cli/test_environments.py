@@ -372,11 +372,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, w
     assert list(here.iterdir()) == []
 
 
-def test_a_configuration_of_questions_still_needs_a_model():
-    with pytest.raises(ValueError, match="model must be given"):
-        parse_config({"task": {"name": "two_digit_sums"}, "schedule": {"generations": 1}})
-
-
 def test_tasks_names_the_environments_that_are_fast(capsys):
     assert main(["tasks"]) == 0
     assert "Acrobot-v1, CartPole-v1, MountainCar-v0, MountainCarContinuous-v0, Pendulum-v1" in capsys.readouterr().out

@@ -183,7 +183,6 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ("agent.lora.target_modules", 3, "agent.lora.target_modules must be text"),
         ("logging.keep_checkpoints", 0, "logging: keep_checkpoints must be at least 1"),
         ("model", 3, "model must be text"),
-        ("model", None, "model must be given"),
         ("task", None, "task must be given"),
         ("task.name", "two_digit_sum", "task: unknown task 'two_digit_sum': did you mean 'two_digit_sums'"),
         ("task", {}, "exactly one of them, got none"),
@@ -208,7 +207,7 @@ def test_a_wrong_value_is_refused_by_its_path(path, value, message):
 
 def test_a_run_needs_an_end():
     with pytest.raises(ValueError, match="schedule: a run needs an end"):
-        parse_config({"model": "m", "task": {"name": "two_digit_sums"}})
+        parse_config({"model": "m", "task": {"name": "two_digit_sums"}, "schedule": {"samples_per_step": 16}})
 
 
 # ---- writing back

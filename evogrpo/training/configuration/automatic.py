@@ -1,18 +1,23 @@
-"""RunSizes that a configuration leaves open as `auto`: which can be, and the configuration once they are chosen."""
+"""What a configuration leaves open as `auto`: sizes, chosen before the run, and hyperparameters, found by evolution."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.objective.searching import fitting_groups
 from evogrpo.training.configuration.sections import AnyConfig
 
 AUTO = "auto"
+IMPLIED = "evolve"
+"""Stands among what is open where a configuration does not say what evolves."""
 OPEN = {
     "hyperparameters": ("group_size",),
     "population": ("size",),
     "schedule": ("samples_per_step", "validation_questions", "test_questions"),
 }
-"""The keys that may be `auto`, by section."""
+"""The sizes that may be `auto`, by section."""
+SIZES = frozenset(f"{section}.{key}" for section, keys in OPEN.items() for key in keys)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +40,34 @@ class RunSizes:
 
 
 def without_auto(values: Mapping[str, Any]) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return plain values without those that are `auto`, and the full names of these."""
+    """Return plain values without those that are `auto`, and the full names of these.
+
+    Any hyperparameter may be `auto`, where it starts or where it says how it evolves; and so may all of `evolve`, which
+    is what leaving it out means.
+    """
     result, names = dict(values), set()
-    for section, keys in OPEN.items():
+    if result.get("evolve", AUTO) == AUTO:
+        names.add(IMPLIED)
+        result.pop("evolve", None)
+    for section, keys in {**OPEN, "hyperparameters": HYPERPARAMETER_NAMES, "evolve": HYPERPARAMETER_NAMES}.items():
         given = result.get(section)
         if isinstance(given, Mapping):
-            left = {key for key in keys if given.get(key) == AUTO}
+            left = {key for key in keys if isinstance(given.get(key), str) and given[key] == AUTO}
             names |= {f"{section}.{key}" for key in left}
             result[section] = {key: value for key, value in given.items() if key not in left}
     return result, frozenset(names)
+
+
+def found_by_evolution(auto: frozenset[str], *, chooses_sizes: bool) -> frozenset[str]:
+    """Return the hyperparameters that a configuration asks evolution to find, by name, of those that are `auto`.
+
+    Args:
+        auto: As `without_auto` returns them.
+        chooses_sizes: Whether a group size left open is one of the sizes that are chosen before the run.
+    """
+    chosen = SIZES if chooses_sizes else frozenset()
+    left = (name.partition(".") for name in auto - chosen)
+    return frozenset(key for section, _, key in left if section in ("hyperparameters", "evolve") and key)
 
 
 def with_sizes(config: AnyConfig, sizes: RunSizes) -> AnyConfig:
@@ -60,11 +84,13 @@ def with_sizes(config: AnyConfig, sizes: RunSizes) -> AnyConfig:
         "schedule.test_questions": sizes.test_questions,
     }
     sections: dict[str, dict[str, Any]] = {section: {} for section in OPEN}
-    for name in config.auto:
+    for name in config.auto & SIZES:
         section, _, key = name.partition(".")
         sections[section][key] = chosen[name]
+    samples = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step)
     return replace(
         config,
+        evolve=fitting_groups(config.evolve, samples) if IMPLIED in config.auto else config.evolve,
         hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
         population=replace(config.population, **sections["population"]),
         schedule=replace(config.schedule, **sections["schedule"]),

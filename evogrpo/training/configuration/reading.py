@@ -11,8 +11,9 @@ import yaml
 import evogrpo
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.hyperparameters.synonyms import counterpart
+from evogrpo.objective.searching import space_to_search
 from evogrpo.persistence.durable import replace_file
-from evogrpo.training.configuration.automatic import without_auto
+from evogrpo.training.configuration.automatic import IMPLIED, SIZES, found_by_evolution, without_auto
 from evogrpo.training.configuration.own_strategies import named_strategy
 from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.sources import FILE_KINDS
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from evogrpo.training.kinds.run_kind import AnyKind
 
 CONFIG_FILE = "config.yaml"
+UNSAID_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
+"""The schedule of a configuration that has none."""
 T = TypeVar("T")
 
 
@@ -93,7 +96,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         "hyperparameters": _hyperparameters(values.get("hyperparameters"), space, {}),
         "evolve": space,
         "population": build(PopulationConfig, values.get("population"), "population"),
-        "schedule": build(Schedule, values.get("schedule"), "schedule"),
+        "schedule": build(Schedule, _schedule(values), "schedule"),
         "logging": _logging(values.get("logging"), {}),
         "auto": auto,
     }
@@ -104,19 +107,54 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
 
     task = parse_task(values["task"])
     kind = kind_of(task)
+    parsed["model"] = parsed["model"] or kind.model
     parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
-    parsed["hyperparameters"] = _hyperparameters(values.get("hyperparameters"), space, kind.hyperparameters)
+    given = mapping(values.get("hyperparameters") or {}, "hyperparameters")
+    parsed["hyperparameters"] = _hyperparameters(given, space, kind.hyperparameters)
+    parsed["evolve"] = _searched(parsed, kind, given)
+    parsed["hyperparameters"] = _hyperparameters(given, parsed["evolve"], kind.hyperparameters)
     parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
-    if auto and not kind.chooses_sizes:
+    sizes = (auto & SIZES) - {"hyperparameters.group_size"}  # which evolution can find as well
+    if sizes and not kind.chooses_sizes:
         raise ValueError(
-            f"{min(auto)} must be a number where task.{task.key} is given, got 'auto': sizes are chosen only for runs "
+            f"{min(sizes)} must be a number where task.{task.key} is given, got 'auto': sizes are chosen only for runs "
             "in a Gymnasium environment"
         )
+    open_sizes = auto & SIZES if kind.chooses_sizes else frozenset()
+    # Group sizes that evolution may choose among depend on the sizes.
+    parsed["auto"] = open_sizes | (auto & {IMPLIED}) if open_sizes else frozenset()
     if "schedule.samples_per_step" in auto:  # a number that is checked, and replaced before anything is made of it
         parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
     config = Config(**parsed)
     kind.check(config)
     return config
+
+
+def _schedule(values: Mapping[str, Any]) -> Any:
+    return UNSAID_SCHEDULE if values.get("schedule") is None else values["schedule"]
+
+
+def _searched(parsed: Mapping[str, Any], kind: "AnyKind", given: Mapping[str, Any]) -> HyperparameterConfig:
+    """Return what evolves: as the configuration says, and what it leaves evolution to find.
+
+    Args:
+        parsed: What the configuration says.
+        kind: Of the run, which knows ranges.
+        given: The hyperparameters that the configuration gives a value.
+    """
+    auto, space = parsed["auto"], parsed["evolve"]
+    names = found_by_evolution(auto, chooses_sizes=kind.chooses_sizes) - set(space)
+    ranges = {name: kind.ranges[name] for name in names}
+    if IMPLIED in auto:
+        ranges |= space_to_search(
+            kind.ranges,
+            parsed["agent"].objective,
+            parsed["hyperparameters"],
+            fixed=given,
+            samples_per_step=parsed["schedule"].samples_per_step,
+            rows_are_samples=kind.rows_are_samples,
+        )
+    return HyperparameterConfig(**{**space, **ranges})
 
 
 def _logging(values: object, defaults: Mapping[str, Any]) -> LoggingConfig:

@@ -14,6 +14,7 @@ from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import Preflight
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.history.text import counted
+from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.objective import Objective
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids, context_of
 from evogrpo.policies.tokens.engine.token_model import check_context
@@ -130,21 +131,22 @@ class LanguageKind:
     word = "language"
     tasks: Sequence[type[QuestionTask]] = (BuiltinTask, ReasoningTask, DatasetTask)
     agent = LanguageAgent
+    model = "smollm2-135m"
     objective = Objective()
     hyperparameters: Mapping[str, Any] = {}
+    ranges: Mapping[str, RLParameter] = LANGUAGE_RANGES
+    rows_are_samples = True
     completions = 16
     chooses_sizes = False
     sb3_names = False
 
     def check(self, config: LanguageConfig) -> None:
-        """Ask for a model."""
-        if config.model is None:
-            raise ValueError("model must be given")
+        """Refuse limits on what only members that play take."""
         config.schedule.check_counted(plays=False)
 
     def prepare(self, config: LanguageConfig) -> PreparedLanguage:
         """Check a configuration against the device, the model's architecture and tokenizer, and the task."""
-        assert config.model is not None  # check() refuses that
+        assert config.model is not None  # it has a default
         device = choose_device(config.device)
         start = None if config.agent.adapter is None else read_adapter(config.agent.adapter)
         lora = start.lora_config if start else lora_from_json(plain(config.agent.lora))

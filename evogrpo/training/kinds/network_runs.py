@@ -16,6 +16,7 @@ from evogrpo.agents.members.control.stacked_policy import PolicyWords, StackedPo
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.history.text import count_text, counted
+from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
 from evogrpo.policies.control.encoding import Encoding
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
@@ -148,8 +149,11 @@ class NetworkKind:
     word = "networks"
     tasks: Sequence[type[EnvironmentTask]] = (EnvironmentTask,)
     agent = NetworkAgent
+    model = None
     objective = STEPWISE
     hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
+    ranges: Mapping[str, RLParameter] = NETWORK_RANGES
+    rows_are_samples = False
     completions = 0
     chooses_sizes = True
     sb3_names = True

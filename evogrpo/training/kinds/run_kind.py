@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.hyperparameters import RLParameter
 from evogrpo.objective import Objective
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
 from evogrpo.training.loop.progress import Progress
@@ -100,6 +101,11 @@ class RunKind(Protocol[TaskT, AgentT]):
         ...
 
     @property
+    def model(self) -> str | None:
+        """The base model of a configuration that names none; None where members have none."""
+        ...
+
+    @property
     def objective(self) -> Objective:
         """What an objective given in part leaves as it is."""
         ...
@@ -107,6 +113,16 @@ class RunKind(Protocol[TaskT, AgentT]):
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
         """The first member's, where they are not the defaults of `Hyperparameters`."""
+        ...
+
+    @property
+    def ranges(self) -> Mapping[str, RLParameter]:
+        """Between which values evolution looks for a hyperparameter that is left open, for every one."""
+        ...
+
+    @property
+    def rows_are_samples(self) -> bool:
+        """Whether members learn from whole samples; False where from single transitions of them."""
         ...
 
     @property

@@ -16,6 +16,7 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.control.joint.assignment import Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.history.text import count_text, counted
+from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.configuration.team_tasks import ParallelTask
@@ -170,8 +171,11 @@ class TeamKind:
     word = "joint"
     tasks: Sequence[type[ParallelTask]] = (ParallelTask,)
     agent = NetworkAgent
+    model = None
     objective = STEPWISE
     hyperparameters: Mapping[str, Any] = NETWORK_DEFAULTS
+    ranges: Mapping[str, RLParameter] = NETWORK_RANGES
+    rows_are_samples = False
     completions = 0
     chooses_sizes = False
     sb3_names = True

@@ -1,0 +1,129 @@
+"""What a configuration leaves out, or calls auto, evolution finds: over wide ranges, and only what can matter."""
+
+import dataclasses
+
+import gymnasium
+import numpy as np
+import pytest
+
+from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
+from evogrpo.evolution import spread_members
+from evogrpo.hyperparameters import (
+    HYPERPARAMETER_NAMES,
+    LANGUAGE_RANGES,
+    NETWORK_RANGES,
+    SEARCHED,
+    Hyperparameters,
+)
+from evogrpo.training.configuration.automatic import RunSizes, with_sizes
+from evogrpo.training.configuration.reading import parse_config
+from tests.tiny_models import tiny_model
+
+QUESTIONS = {"task": {"dataset": {"train": "sums.jsonl"}, "reward": "r.py:f", "form": "trl"}}
+PLAY = {"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}}
+SPACES = (gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2))
+
+
+@pytest.mark.parametrize("ranges", [LANGUAGE_RANGES, NETWORK_RANGES], ids=["language", "networks"])
+class TestRanges:
+    def test_every_hyperparameter_has_one(self, ranges):
+        assert set(ranges) == set(HYPERPARAMETER_NAMES)
+        HyperparameterConfig(**ranges)
+
+    def test_learning_rates_span_three_decades(self, ranges):
+        low, high = ranges["lr"].bounds
+        assert high / low == pytest.approx(1000)
+
+
+def test_a_dataset_and_a_reward_are_enough():
+    config = parse_config(QUESTIONS)
+    assert list(config.evolve) == list(SEARCHED)
+    assert config.evolve["lr"] == LANGUAGE_RANGES["lr"]
+    assert config.model == "smollm2-135m"
+    assert config.schedule.generations == 10
+    founders = spread_members(
+        config.hyperparameters, config.evolve, 4, np.random.default_rng(0), config.schedule.samples_per_step
+    )
+    rates = sorted(founder.lr for founder in founders)
+    assert rates[-1] / rates[0] > 30
+
+
+@pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
+def test_leaving_evolve_out_is_auto_and_what_is_given_stays_fixed(values):
+    assert parse_config({**values, "evolve": "auto"}) == parse_config(values)
+    given = parse_config({**values, "hyperparameters": {"lr": 3e-4, "group_size": 4}})
+    assert set(given.evolve) == set(SEARCHED) - {"lr", "group_size"}
+    assert not parse_config({**values, "evolve": {}}).evolve
+    own = parse_config({**values, "evolve": {"beta": {"choices": [0, 0.1]}}})
+    assert list(own.evolve) == ["beta"]
+
+
+@pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
+@pytest.mark.parametrize("section", ["hyperparameters", "evolve"])
+@pytest.mark.parametrize(
+    ("values", "ranges"), [(QUESTIONS, LANGUAGE_RANGES), (PLAY, NETWORK_RANGES)], ids=["questions", "play"]
+)
+def test_any_hyperparameter_may_be_auto_in_either_section(values, ranges, name, section):
+    config = parse_config({**values, "evolve": {}, section: {name: "auto"}})
+    chosen = (values, section, name) == (PLAY, "hyperparameters", "group_size")  # by measuring, before the run
+    assert dict(config.evolve) == ({} if chosen else {name: ranges[name]})
+
+
+def test_a_first_member_starts_where_it_is_told_and_evolves_over_the_range():
+    config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "evolve": {"lr": "auto"}})
+    assert config.hyperparameters.lr == 2e-5
+    assert config.evolve["lr"] == LANGUAGE_RANGES["lr"]
+    with pytest.raises(ValueError, match="lr must start inside its own range"):
+        parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "evolve": {"lr": "auto"}})
+
+
+def test_what_cannot_matter_does_not_evolve():
+    once = {"update_epochs": 1, "batch_size": 64}  # one optimizer step per rollout clips nothing
+    assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once}).evolve
+    soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
+    assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).evolve
+    odd = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}
+    with pytest.raises(ValueError, match="group_size must divide"):
+        parse_config({**QUESTIONS, **odd})
+
+
+def test_group_sizes_evolve_only_where_a_step_leaves_a_choice():
+    values = {**PLAY, "population": {"size": "auto"}, "schedule": {"generations": 1, "samples_per_step": "auto"}}
+    config = parse_config(values)
+    for samples, evolves in ((32, True), (8, True), (4, False)):
+        sizes = RunSizes(members=2, group_size=4, samples_per_step=samples, validation_questions=4, test_questions=4)
+        fixed = dataclasses.replace(config, hyperparameters=Hyperparameters(group_size=4))
+        assert ("group_size" in with_sizes(fixed, sizes).evolve) == evolves
+
+
+class TestInPython:
+    def test_a_population_searches_what_is_not_given(self):
+        members = GRPO.population(4, *SPACES, hp_config="auto", lr=1e-3, samples_per_step=32)
+        assert set(members.space) == set(SEARCHED) - {"lr"}
+        assert {agent.hyperparameters.lr for agent in members} == {1e-3}
+        assert len({agent.hyperparameters.update_epochs for agent in members}) > 1
+
+    def test_group_sizes_evolve_only_where_the_samples_of_a_step_are_known(self):
+        assert "group_size" not in GRPO.population(2, *SPACES, hp_config="auto").space
+
+    def test_language_models_have_ranges_of_their_own(self):
+        members = GRPO.population(2, actor_network=tiny_model(), pad_token_id=0, hp_config="auto", samples_per_step=16)
+        assert members.space["lr"] == LANGUAGE_RANGES["lr"]
+
+    def test_an_objective_is_heeded(self):
+        soft = GRPO.population(
+            2, actor_network=tiny_model(), pad_token_id=0, hp_config="auto", objective=Objective(loss_type="sapo")
+        )
+        assert "clip_coef" not in soft.space
+
+    def test_one_agent_evolves_nothing(self):
+        with pytest.raises(ValueError, match="hp_config must be"):
+            GRPO(*SPACES, hp_config="auto")
+        with pytest.raises(ValueError, match="hp_config must be"):
+            GRPO.population(2, *SPACES, hp_config="automatic")
+
+
+def test_a_range_of_ones_own_beside_auto_stays():
+    config = parse_config({**QUESTIONS, "evolve": {"lr": {"min": 1e-5, "max": 1e-4}, "clip_coef": "auto"}})
+    assert config.evolve["lr"] == RLParameter(min=1e-5, max=1e-4)
+    assert config.evolve["clip_coef"] == LANGUAGE_RANGES["clip_coef"]
