@@ -20,6 +20,7 @@ from evogrpo.records import Experience, LearnReport
 
 _COPIED = (
     "parent",
+    "back_to",
     "born",
     "hyperparameters",
     "fitness",
@@ -87,7 +88,7 @@ class Agent:
 
     # A name that is not declared cannot be set by mistake; a subclass that declares no slots takes any.
     __slots__ = (
-        *("members", "slot", "index", "parent", "born", "fitness", "failed", "retired", "training", "steps"),
+        *("members", "slot", "index", "parent", "back_to", "born", "fitness", "failed", "retired", "training", "steps"),
         *("_hyperparameters", "_hooks", "_predictions", "_evaluated", "__weakref__"),
     )
 
@@ -144,6 +145,7 @@ class Agent:
         self.slot = slot
         self.index = index
         self.parent: int | None = None
+        self.back_to: int | None = None
         self.born = 0
         self.hyperparameters = hyperparameters
         self.fitness: Fitness | None = None
@@ -185,7 +187,12 @@ class Agent:
     def record(self) -> MemberRecord:
         """Return what evolution needs to know about this member."""
         return MemberRecord(
-            slot=self.slot, index=self.index, parent=self.parent, born=self.born, hyperparameters=self.hyperparameters
+            slot=self.slot,
+            index=self.index,
+            parent=self.parent,
+            born=self.born,
+            hyperparameters=self.hyperparameters,
+            back_to=self.back_to,
         )
 
     def learner(self, step: int | None = None) -> Learner:

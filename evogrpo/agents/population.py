@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from torch import Tensor
 
+from evogrpo.agents.kept_states import KeptStates, State
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.collecting import check_groups, collect, commonly_scored, evaluate
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, History
+from evogrpo.evolution.kept import Kept
 from evogrpo.evolution.lineage import NETWORK, Lineage
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies import Strategy
@@ -35,9 +37,10 @@ class Population(Sequence[Any]):
         members: What they are made of, with the weights of all.
         lineage: Every birth so far.
         next_index: The first index that no member has had.
+        kept: Earlier learner states that plans may go back to.
     """
 
-    __slots__ = ("__weakref__", "_handed_out", "agents", "lineage", "members", "next_index")
+    __slots__ = ("__weakref__", "_handed_out", "agents", "kept", "lineage", "members", "next_index")
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class Population(Sequence[Any]):
         self.members = members
         self.lineage = lineage or Lineage.of_founders([agent.record() for agent in self.agents])
         self.next_index = 1 + max(agent.index for agent in self.agents)
+        self.kept = KeptStates()
         self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
 
     def __len__(self) -> int:
@@ -212,7 +216,9 @@ class Population(Sequence[Any]):
             ValueError: If every member failed, or the plan cannot be carried out.
         """
         seed = self.members.settings.seed
-        history = History(space=self.space, next_index=self.next_index, generations=tuple(generations))
+        history = History(
+            space=self.space, next_index=self.next_index, generations=tuple(generations), kept=self.kept.seen
+        )
         plan = strategy.plan(history, generator(seed, "plan", history.last.number))
         if not isinstance(plan, Plan):
             raise ValueError(f"a strategy returns a Plan, got {type(plan).__name__}: see evogrpo.evolution.Plan")
@@ -231,15 +237,19 @@ class Population(Sequence[Any]):
         return replace(plan, children=tuple(children))
 
     def apply(self, plan: Plan) -> None:
-        """Carry a plan out: copy learner states, retire members, and give children identity, settings and network.
+        """Carry a plan out: keep and copy learner states, retire members, give children identity, settings and network.
 
         Raises:
-            ValueError: If the plan is for another number of members, or repeats an index.
+            ValueError: If the plan is for another number of members, repeats an index, keeps the state of a member
+                without fitness, or goes back to one that is not kept.
         """
         if len(plan.parents) != len(self):
             raise ValueError(f"the plan is for {len(plan.parents)} members, this population has {len(self)}")
         lineage = self.lineage.extended(plan.children, generation=plan.generation)
+        went_back = self._keep_and_drop(plan)
         self.members.banks.inherit(plan.parents)
+        for slot, state in went_back.items():
+            self.members.banks.load_state(slot, state)
         self.lineage = lineage
         for slot in plan.vacant:
             agent = self.agents[slot]
@@ -247,6 +257,7 @@ class Population(Sequence[Any]):
         for child in plan.children:
             agent = self.agents[child.slot]
             agent.index, agent.parent, agent.born = child.index, child.parent, plan.generation
+            agent.back_to = child.back_to
             agent.hyperparameters = child.hyperparameters
             agent.fitness, agent.failed, agent.retired, agent.steps = None, None, False, 0
             if child.architecture is not None:
@@ -255,6 +266,25 @@ class Population(Sequence[Any]):
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()
+
+    def _keep_and_drop(self, plan: Plan) -> dict[int, State]:
+        """Keep and drop states as a plan says; return by slot those that children begin with."""
+        kept = {}
+        for slot in plan.keep:
+            agent = self.agents[slot]
+            if agent.fitness is None:
+                raise ValueError(f"a member's state is kept with its fitness, but the one in slot {slot} has none")
+            kept[slot] = Kept(member=agent.record(), generation=plan.generation, fitness=agent.fitness)
+        going_back = ((child.slot, child.parent, child.back_to) for child in plan.children)
+        states = {
+            slot: self.kept.state((parent, generation))
+            for slot, parent, generation in going_back
+            if parent is not None and generation is not None
+        }
+        self.kept.drop(plan.drop)
+        for slot, each in kept.items():
+            self.kept.keep(each, self.members.banks.state(slot))
+        return states
 
 
 def _wrapped(agent: "Agent", wrapper_cls: Any, wrapper_kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.history.records import MemberReport
-from evogrpo.history.text import changes_text, number_text, printable, score_text
+from evogrpo.history.text import changes_text, number_text, origin_text, printable, score_text
 from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.family import Ancestor, ancestors, winner
@@ -57,7 +57,8 @@ def _stage(ancestor: Ancestor, result: MemberReport, summary: RunSummary) -> Tex
         origin = f"founder with {values}"
     else:
         changes = changes_text(ancestor.changes)
-        origin = f"clone of #{ancestor.parent}{f' with {changes}' if changes else ', unchanged'}"
+        whose = origin_text(ancestor.parent, ancestor.back_to)
+        origin = f"{whose}{f' with {changes}' if changes else ', unchanged'}"
     score = f"{score_text(result.fitness, result.standard_error)} after generation {result.generation}"
     return Text.assemble((f"  #{ancestor.index}", "bold"), f" {printable(origin)}", (f"\n     {score}", "dim"))
 

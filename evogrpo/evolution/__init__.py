@@ -4,9 +4,10 @@ from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.evolution.founders import anywhere, spread_members
 from evogrpo.evolution.history import Generation, History, Seat
+from evogrpo.evolution.kept import Kept, KeptKey
 from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, neighbour, quantile
-from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
 from evogrpo.evolution.strategies import (
     Fixed,
@@ -29,6 +30,8 @@ __all__ = [
     "Fixed",
     "Generation",
     "History",
+    "Kept",
+    "KeptKey",
     "Lineage",
     "MemberRecord",
     "Mutation",
@@ -44,6 +47,7 @@ __all__ = [
     "healthy_slots",
     "neighbour",
     "paired_difference",
+    "parent_of",
     "quantile",
     "spread_members",
     "strategy_from_json",

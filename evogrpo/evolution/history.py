@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any, Self
 
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.kept import Kept, KeptKey
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.hyperparameters import HyperparameterConfig
 
@@ -147,14 +148,18 @@ class History:
         next_index: The first index no member ever had; children take this one and those after it.
         generations: The oldest first, the one to plan from last. A run that an earlier version began, which kept no
             history, has those since it was resumed.
+        kept: The states that are kept, in the order in which they were: a plan may let children begin with them. Never
+            more than there are slots.
 
     Raises:
-        ValueError: If there is no generation, or generations do not follow each other or contradict `next_index`.
+        ValueError: If there is no generation, generations do not follow each other or contradict `next_index`, or a
+            state is kept twice.
     """
 
     space: HyperparameterConfig
     next_index: int
     generations: tuple[Generation, ...]
+    kept: tuple[Kept, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.generations:
@@ -168,6 +173,9 @@ class History:
         indices = [seat.member.index for seat in self.last.seats if seat.member is not None]
         if any(index >= self.next_index for index in indices):
             raise ValueError(f"next_index must exceed every index in use, got {self.next_index} for {indices}")
+        keys = [kept.key for kept in self.kept]
+        if len(set(keys)) < len(keys):
+            raise ValueError(f"a state is kept once, got members and generations {keys}")
 
     @property
     def last(self) -> Generation:
@@ -179,12 +187,30 @@ class History:
         """Slots of the bank, those that hold nobody included."""
         return len(self.last.seats)
 
+    def find_kept(self, key: KeptKey) -> Kept:
+        """Return a kept state.
+
+        Raises:
+            ValueError: If no such state is kept.
+        """
+        for kept in self.kept:
+            if kept.key == key:
+                return kept
+        states = ", ".join(
+            f"#{index} after generation {generation}" for index, generation in (kept.key for kept in self.kept)
+        )
+        raise ValueError(
+            f"no state of #{key[0]} after generation {key[1]} is kept, only {states or 'nobody at all'}: a plan goes "
+            "back to what an earlier plan said to keep"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
         return {
             "space": self.space.to_json(),
             "next_index": self.next_index,
             "generations": [generation.to_json() for generation in self.generations],
+            "kept": [kept.to_json() for kept in self.kept],
         }
 
     @classmethod
@@ -194,4 +220,5 @@ class History:
             space=HyperparameterConfig.from_json(values["space"]),
             next_index=values["next_index"],
             generations=tuple(Generation.from_json(each) for each in values["generations"]),
+            kept=tuple(Kept.from_json(each) for each in values.get("kept", ())),
         )

@@ -36,6 +36,8 @@ class MemberRecord:
         parent: Its parent's index; None for a founder.
         born: The generation whose plan gave birth to it.
         hyperparameters: Its own.
+        back_to: The generation after which its parent's state was kept that it began with; None where it began with
+            its parent's state at its birth, or has none.
     """
 
     slot: int
@@ -43,6 +45,7 @@ class MemberRecord:
     parent: int | None
     born: int
     hyperparameters: Hyperparameters
+    back_to: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -66,6 +69,10 @@ class Child:
         changes: Where they differ from its parent's, by name: (old, new).
         reason: Why it was born.
         architecture: The network it gets, as plain JSON values; None = its parent's.
+        back_to: The generation after which its parent's state was kept that it takes; None = the state of now.
+
+    Raises:
+        ValueError: If it goes back to a state of nobody's.
     """
 
     slot: int
@@ -75,10 +82,15 @@ class Child:
     changes: Changes = field(default_factory=dict)
     reason: str = ""
     architecture: Mapping[str, Any] | None = None
+    back_to: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.back_to is not None and self.parent is None:
+            raise ValueError(f"a founder goes back to nobody's state, got back_to={self.back_to}: name its parent")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values."""
-        values = {
+        """Return the fields as plain JSON values; `architecture` and `back_to` where there are any."""
+        values: dict[str, Any] = {
             "slot": self.slot,
             "index": self.index,
             "parent": self.parent,
@@ -86,6 +98,8 @@ class Child:
             "changes": {name: list(change) for name, change in self.changes.items()},
             "reason": self.reason,
         }
+        if self.back_to is not None:
+            values["back_to"] = self.back_to
         return values if self.architecture is None else {**values, "architecture": dict(self.architecture)}
 
     @classmethod

@@ -9,7 +9,8 @@ import numpy as np
 
 from evogrpo.evolution.distinct import Draw, Occupied
 from evogrpo.evolution.history import History
-from evogrpo.evolution.lineage import Child
+from evogrpo.evolution.kept import KeptKey
+from evogrpo.evolution.lineage import Child, MemberRecord
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
 from evogrpo.hyperparameters import (
     Hyperparameters,
@@ -24,19 +25,21 @@ from evogrpo.randomness import streams
 class Plan:
     """What happens to every slot between two generations.
 
-    A slot keeps its member, whose parent is the slot itself and who has no child; or it gets a child, of another slot's
-    member, of its own or, with parent None, of nobody: a fresh founder. With neither parent nor child it holds nobody
-    next: its member is retired, or it stays empty until a later plan fills it.
+    A slot keeps its member, whose parent is the slot itself and who has no child; or it gets a child: of another slot's
+    member, of its own, or, with parent None, of a kept state (`Child.back_to`) or of nobody: a fresh founder. With
+    neither parent nor child it holds nobody next: its member is retired, or it stays empty until a later plan fills it.
 
     Attributes:
         generation: The generation whose fitness it was made from.
-        parents: For each slot, the slot whose learner state it takes, its own if unchanged, or None for a fresh
-            initialisation: the argument of `bank.inherit`.
+        parents: For each slot, the slot whose learner state it takes, its own if unchanged, or None for a kept state or
+            a fresh initialisation: the argument of `bank.inherit`.
         children: One birth for every slot that gets another member; all others keep theirs or hold nobody.
         reasons: Why, one for each slot.
         elite: The slot of the best member at this evaluation.
         samples_per_step: Samples each member collects per learning step from now on; None = as before.
         steps_per_generation: Learning steps per generation from now on; None = as before.
+        keep: Slots whose learner state, as it was evaluated just now, is kept from here on.
+        drop: Kept states that are dropped, once children have begun with them.
 
     Raises:
         ValueError: If the fields contradict each other.
@@ -49,16 +52,18 @@ class Plan:
     elite: int
     samples_per_step: int | None = None
     steps_per_generation: int | None = None
+    keep: tuple[int, ...] = ()
+    drop: tuple[KeptKey, ...] = ()
 
     def __post_init__(self) -> None:
         slots = range(len(self.parents))
         born = {child.slot: child for child in self.children}
         if len(self.reasons) != len(slots):
             raise ValueError(f"a plan has one reason per slot, got {len(self.reasons)} for {len(slots)} slots")
-        if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born)):
+        if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born, *self.keep)):
             raise ValueError(
-                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite} "
-                f"and children in {list(born)}"
+                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite}, "
+                f"children in {list(born)} and states to keep in {self.keep}"
             )
         if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
             raise ValueError(
@@ -67,11 +72,18 @@ class Plan:
         unborn = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
         if unborn:
             raise ValueError(f"a slot that takes another's state needs a child with a new index, missing in {unborn}")
-        mixed = [slot for slot, child in born.items() if (child.parent is None) != (self.parents[slot] is None)]
+        mixed = [
+            slot
+            for slot, child in born.items()
+            if (child.parent is None or child.back_to is not None) != (self.parents[slot] is None)
+        ]
         if mixed:
             raise ValueError(
-                f"a child has a parent exactly where its slot takes a member's state, got one of both in {mixed}"
+                "a child has a parent exactly where its slot takes a member's state, that of now by `parents` or a "
+                f"kept one by `back_to`, got none or both in {mixed}"
             )
+        if len(set(self.keep)) < len(self.keep) or len(set(self.drop)) < len(self.drop):
+            raise ValueError(f"a state is kept or dropped once, got keep {self.keep} and drop {self.drop}")
         if len(self.vacant) == len(slots):
             raise ValueError("a plan must leave somebody alive, got one that retires every member")
         if self.samples_per_step is not None:
@@ -92,6 +104,8 @@ class Plan:
         rng: np.random.Generator | None = None,
         samples_per_step: int | None = None,
         steps_per_generation: int | None = None,
+        keep: Sequence[int] = (),
+        drop: Sequence[KeptKey] = (),
     ) -> Self:
         """Turn what was chosen for each slot into a plan: children are numbered, their changes and parents named.
 
@@ -102,12 +116,14 @@ class Plan:
 
         Args:
             history: What was planned from.
-            choices: One per slot, with its reason. A child is born where the parent is another slot.
+            choices: One per slot, with its reason. A child is born where the parent is another slot or a kept state.
             hyperparameters: Those of children, by slot; a child without an entry has its parent's. An entry for a slot
                 that keeps its own state makes a child of its member; one for a slot without parent makes a founder.
             rng: Where some are drawn, the generator of these draws. They go by members' indices, not by slots.
             samples_per_step: See the attribute.
             steps_per_generation: Likewise.
+            keep: Likewise.
+            drop: Likewise.
 
         Raises:
             ValueError: If hyperparameters are to be drawn and there is no generator.
@@ -117,9 +133,9 @@ class Plan:
         reasons = tuple(choice.reason + exhausted.get(slot, "") for slot, choice in enumerate(choices))
         children: list[Child] = []
         for slot, choice in enumerate(choices):
-            if choice.parent in (slot, None) and slot not in own:
+            if choice.parent in (slot, None) and choice.kept is None and slot not in own:
                 continue
-            parent = None if choice.parent is None else history.last.member(choice.parent)
+            parent = parent_of(history, choice)
             values = own[slot] if slot in own or parent is None else parent.hyperparameters
             before, after = (values if parent is None else parent.hyperparameters).to_json(), values.to_json()
             children.append(
@@ -130,6 +146,7 @@ class Plan:
                     hyperparameters=values,
                     changes={name: (before[name], after[name]) for name in before if before[name] != after[name]},
                     reason=reasons[slot],
+                    back_to=None if choice.kept is None else choice.kept[1],
                 )
             )
         return cls(
@@ -140,6 +157,8 @@ class Plan:
             elite=best_slot(history.last.fitness, history.last.ranked or None),
             samples_per_step=samples_per_step,
             steps_per_generation=steps_per_generation,
+            keep=tuple(keep),
+            drop=tuple(drop),
         )
 
     @property
@@ -153,8 +172,9 @@ class Plan:
 
         Raises:
             ValueError: If it is for other slots or another generation; if a slot keeps or copies a member that failed
-                or is not there; if children are numbered or named wrongly; or if somebody's group size does not divide
-                the samples of a learning step.
+                or is not there; if children are numbered or named wrongly; if a state is to be kept that nobody healthy
+                has, one is unknown that a child begins with or that is dropped, or more are kept than there are slots;
+                or if somebody's group size does not divide the samples of a learning step.
         """
         last = history.last
         if (len(self.parents), self.generation) != (history.capacity, last.number):
@@ -171,6 +191,7 @@ class Plan:
         indices = [child.index for child in self.children]
         if indices != list(range(history.next_index, history.next_index + len(indices))):
             raise ValueError(f"children must take the indices from {history.next_index} on in order, got {indices}")
+        self._check_kept(history, healthy)
         samples = self.samples_per_step or last.samples_per_step
         history.space.for_samples_per_step(samples)
         born = {child.slot: child for child in self.children}
@@ -186,17 +207,42 @@ class Plan:
                 )
             check_group_size(resident.hyperparameters.group_size, samples, whose=f"member {resident.index}")
 
+    def _check_kept(self, history: History, healthy: Sequence[int]) -> None:
+        for child in self.children:
+            if child.parent is not None and child.back_to is not None:
+                history.find_kept((child.parent, child.back_to))
+        for key in self.drop:
+            history.find_kept(key)
+        if not set(self.keep) <= set(healthy):
+            raise ValueError(
+                f"only states of healthy members can be kept, which are in slots {healthy}, got {self.keep}: leave the "
+                "others out"
+            )
+        count = len(history.kept) - len(self.drop) + len(self.keep)
+        if count > history.capacity:
+            raise ValueError(
+                f"at most as many states are kept as there are slots, {history.capacity}, got {count}: drop some"
+            )
+
     def to_json(self) -> dict[str, Any]:
-        """Return the fields as plain JSON values; budgets only where they change."""
-        budgets = {name: getattr(self, name) for name in ("samples_per_step", "steps_per_generation")}
+        """Return the fields as plain JSON values; budgets and kept states only where they change."""
+        names = ("samples_per_step", "steps_per_generation", "keep", "drop")
+        changed = {name: plain for name in names if (plain := _plain(getattr(self, name))) not in (None, [])}
         return {
             "generation": self.generation,
             "parents": list(self.parents),
             "children": [child.to_json() for child in self.children],
             "reasons": list(self.reasons),
             "elite": self.elite,
-            **{name: value for name, value in budgets.items() if value is not None},
+            **changed,
         }
+
+
+def parent_of(history: History, choice: Choice) -> MemberRecord | None:
+    """Return whose learner state a slot takes, as it was when it had that state; None where it takes nobody's."""
+    if choice.kept is not None:
+        return history.find_kept(choice.kept).member
+    return None if choice.parent is None else history.last.member(choice.parent)
 
 
 def _drawn(
@@ -208,7 +254,7 @@ def _drawn(
 ) -> tuple[dict[int, Hyperparameters], dict[int, str]]:
     """Return the hyperparameters of births by slot, and what to add to the reason where the space has run out."""
     last = history.last
-    parents = [None if choice.parent is None else last.member(choice.parent) for choice in choices]
+    parents = [parent_of(history, choice) for choice in choices]
     own = {slot: value for slot, value in given.items() if isinstance(value, Hyperparameters)}
     draws = {slot: value for slot, value in given.items() if not isinstance(value, Hyperparameters)}
     if draws and rng is None:
@@ -223,7 +269,7 @@ def _drawn(
             # Whoever stays has a parent and is one: a child with its hyperparameters would be itself again. An exact
             # clone of another is that one again in any case.
             occupied.add(parent.index, parent.hyperparameters)
-            if parent.slot == slot:
+            if choices[slot].parent == slot:
                 occupied.add(parent.parent, parent.hyperparameters)
     exhausted, stream = {}, streams(rng)
     for slot in sorted(draws, key=lambda slot: last.indices[slot]):
@@ -234,3 +280,7 @@ def _drawn(
         if not found:
             exhausted[slot] = "; the same as another, as nothing else is left in the space"
     return own, exhausted
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.kept import KeptKey
 from evogrpo.randomness import streams
 
 
@@ -16,10 +17,12 @@ class Choice:
     Attributes:
         parent: The slot whose learner state it takes; its own slot if it keeps what it holds; None for nobody's.
         reason: Why, in words.
+        kept: Names the kept state that it takes instead; then `parent` is None.
     """
 
     parent: int | None
     reason: str
+    kept: KeptKey | None = None
 
 
 def healthy_slots(fitness: Sequence[Fitness | None]) -> list[int]:

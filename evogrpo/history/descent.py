@@ -47,6 +47,20 @@ def line_of(generations: Sequence[GenerationReport], member: MemberReport) -> tu
         line = [*lived, *line]
         first = lived[0]
         before = lives.get(first.parent, []) if first.parent is not None else []
-        # Always an earlier generation, so this ends whatever the journal says.
-        current = next((each for each in reversed(before) if each.generation < first.generation), None)
+        current = origin_of(first, before)
     return tuple(line)
+
+
+def origin_of(first: MemberReport, parents: Sequence[MemberReport]) -> MemberReport | None:
+    """Return the result of the state that a member began with.
+
+    Args:
+        first: The member's first report.
+        parents: All of its parent, in order.
+
+    Returns:
+        The parent's last one before the member's birth, or that of the earlier state that the member went back to; None
+        if there is none. Whatever the journal says it is of an earlier generation, so that following origins ends.
+    """
+    latest = first.generation - 1 if first.back_to is None else min(first.back_to, first.generation - 1)
+    return next((each for each in reversed(parents) if each.generation <= latest), None)

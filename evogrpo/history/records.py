@@ -181,6 +181,7 @@ class MemberReport:
         seconds: Its share of the generation's time, by tokens.
         changes: How it differed from its parent at birth, by name: (old, new).
         reason: Why it was born.
+        back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
         metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
         measured: What it earned, by how that was measured: "greedy" and "sampled" answers to validation questions, and
             "rollouts", its training rewards. One of them is `fitness`. Empty in the journal of an earlier version.
@@ -201,6 +202,7 @@ class MemberReport:
     seconds: float
     changes: Mapping[str, tuple[Value, Value]]
     reason: str
+    back_to: int | None = None
     metrics: Mapping[str, float | None] = field(default_factory=dict)
     measured: Mapping[str, Estimate] = field(default_factory=dict)
     questions: int | None = None
@@ -237,6 +239,7 @@ class MemberReport:
             seconds=fields.number("seconds"),
             changes=fields.changes("changes"),
             reason=fields.text("reason"),
+            back_to=fields.whole_or_none("back_to"),
             metrics=fields.inner("metrics").numbers(),
             measured=Estimate.read_each(fields, "measured"),
             questions=fields.whole_or_none("questions"),

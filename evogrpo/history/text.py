@@ -49,6 +49,13 @@ def changes_text(changes: Mapping[str, tuple[float | str | None, float | str | N
     return ", ".join(f"{name} {number_text(old)} → {number_text(new)}" for name, (old, new) in changes.items())
 
 
+def origin_text(parent: int | None, back_to: int | None) -> str:
+    """Say where a member's learner state comes from: `founder`, `clone of #3` or `back to #3 as it was in ...`."""
+    if parent is None:
+        return "founder"
+    return f"clone of #{parent}" if back_to is None else f"back to #{parent} as it was in generation {back_to}"
+
+
 def counted(number: int, what: str, plural: str = "s") -> str:
     """Write how many there are of something, such as `1 group` or `3 groups`."""
     return f"{count_text(number)} {what}{'' if number == 1 else plural}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from evogrpo.history.descent import winner_of
+from evogrpo.history.descent import origin_of, winner_of
 from evogrpo.history.records import MemberReport
 from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.report.summary import RunSummary
@@ -16,7 +16,8 @@ class LineageLine:
     Attributes:
         index: The member.
         founder: Index of its first ancestor.
-        origin: Its parent's last result before its birth, where its line begins; None for a founder.
+        origin: Its parent's result where its line begins: the last one before its birth, or that of the earlier state
+            that it went back to; None for a founder.
         results: Its own results, one per generation that it lived through, in order.
     """
 
@@ -37,7 +38,9 @@ class Ancestor:
         hyperparameters: What it learned with.
         changes: Old and new value of every hyperparameter that changed at its birth.
         reason: Why it was born.
-        result: Its last result on this line: for an ancestor, the one at which its child was born.
+        result: Its last result on this line: for an ancestor, the one at which its child was born, or whose state its
+            child went back to.
+        back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
     """
 
     index: int
@@ -47,6 +50,7 @@ class Ancestor:
     changes: Mapping[str, tuple[Value, Value]]
     reason: str
     result: MemberReport
+    back_to: int | None = None
 
 
 def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
@@ -66,11 +70,10 @@ def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
     for index in sorted(results, key=lambda index: (results[index][0].generation, index)):
         first = results[index][0]
         parent = lines.get(first.parent) if first.parent is not None else None
-        before = [result for result in parent.results if result.generation < first.generation] if parent else []
         lines[index] = LineageLine(
             index=index,
             founder=parent.founder if parent else index,
-            origin=before[-1] if before else None,
+            origin=origin_of(first, parent.results) if parent else None,
             results=tuple(results[index]),
         )
     return tuple(lines.values())
@@ -116,9 +119,10 @@ def ancestors(summary: RunSummary, index: int) -> tuple[Ancestor, ...]:
                 changes=first.changes,
                 reason=first.reason,
                 result=last,
+                back_to=first.back_to,
             )
         )
-        # An origin lies in an earlier generation, so this ends whatever the journal says.
+        # An origin lies in an earlier generation, so this ends.
         last = line.origin
         line = lines.get(last.index) if last else None
     return tuple(reversed(chain))

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.history.estimates import Estimate
-from evogrpo.history.records import Example, GenerationReport
+from evogrpo.history.records import Example, GenerationReport, MemberReport
 from evogrpo.history.text import changes_text, count_text, duration_text, number_text, printable, score_text, shorten
 from evogrpo.history.words import processed, verdict
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.family import ancestors, winner
+from evogrpo.report.family import Ancestor, ancestors, winner
 from evogrpo.report.figures import draw_report
 from evogrpo.report.steps import MEASURES
 from evogrpo.report.summary import RunSummary, summarise
@@ -181,7 +181,7 @@ def _lineage(summary: RunSummary) -> str:
                 "best" if ancestor.index == best else "",
                 [
                     f"#{ancestor.index}",
-                    "founder" if ancestor.parent is None else f"#{ancestor.parent}",
+                    _parent(ancestor),
                     str(first) if first == last else f"{first} to {last}",
                     changes_text(ancestor.changes) or "–",
                     *(number_text(getattr(ancestor.hyperparameters, name)) for name in names),
@@ -192,6 +192,12 @@ def _lineage(summary: RunSummary) -> str:
         )
     heads = ["member", "parent", "generations", "changed at birth", *names, "fitness at the end", "reason"]
     return f"<h2>How member #{_escape(best)} came to be</h2>\n{_table(heads, rows)}"
+
+
+def _parent(member: Ancestor | MemberReport) -> str:
+    if member.parent is None:
+        return "founder"
+    return f"#{member.parent}" if member.back_to is None else f"#{member.parent} of generation {member.back_to}"
 
 
 def _generation(summary: RunSummary, generation: GenerationReport) -> str:
@@ -205,7 +211,7 @@ def _generation(summary: RunSummary, generation: GenerationReport) -> str:
                 [
                     member.slot,
                     f"#{member.index}",
-                    "founder" if member.parent is None else f"#{member.parent}",
+                    _parent(member),
                     *(number_text(getattr(member.hyperparameters, name)) for name in names),
                     *(number_text(member.metrics.get(name)) for name in measures),
                     f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),

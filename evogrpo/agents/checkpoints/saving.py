@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from evogrpo.agents.kept_states import KeptStates
 from evogrpo.agents.members.by_kind import MEMBERS
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.population import Population
@@ -28,7 +29,7 @@ AnyAgent = TypeVar("AnyAgent", bound="Agent")
 
 CONSTANT = "shared by all: "
 """Begins the names of tensors that a checkpoint's members share."""
-COUNTERS = ("slot", "index", "parent", "born", "failed", "retired", "training", "steps")
+COUNTERS = ("slot", "index", "parent", "born", "back_to", "failed", "retired", "training", "steps")
 
 
 def save_agent(
@@ -108,8 +109,9 @@ def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict
         "members": [_member_record(agent) for agent in population.agents],
         "lineage": population.lineage.to_json(),
         "next_index": population.next_index,
+        "kept": population.kept.to_json(),
     }
-    return _MemberTensors(population.members), record
+    return _MemberTensors(population.members, population.kept), record
 
 
 def restore_population(
@@ -150,6 +152,8 @@ def restore_population(
             agents.append(agent)
         population = Population(agents, members, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = record["next_index"]
+        # Earlier versions kept no states.
+        population.kept = KeptStates.restored(record.get("kept", []), tensors, members.banks.parts)
     return population
 
 
@@ -226,8 +230,8 @@ def _member_record(agent: "Agent") -> dict[str, Any]:
 
 def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str | Path) -> None:
     """Give an agent all that was saved of one, or change nothing; it stays in its own slot."""
-    # Earlier versions retired nobody.
-    counters = {name: {"retired": False, **member}[name] for name in COUNTERS if name != "slot"}
+    # In earlier versions nobody retired or went back.
+    counters = {name: {"retired": False, "back_to": None, **member}[name] for name in COUNTERS if name != "slot"}
     try:
         hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
         fitness = None if member["scores"] is None else Fitness.from_json(member["scores"])
@@ -240,10 +244,13 @@ def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Te
 
 
 class _MemberTensors(Mapping[str, Tensor]):
-    """The learner states of members: `{slot}.{name}` -> a copy made when it is asked for; and what they share."""
+    """The learner states of members: `{slot}.{name}` -> a copy made when it is asked for.
 
-    def __init__(self, members: Members) -> None:
-        self._banks, self._shared = members.banks, _named(members.constants())
+    Beside them what they share, and the states that are kept: as they are, for nobody changes them.
+    """
+
+    def __init__(self, members: Members, kept: KeptStates) -> None:
+        self._banks, self._shared = members.banks, {**_named(members.constants()), **dict(kept.tensors())}
         self._places = {
             f"{slot}.{part}": (slot, part) for slot in range(self._banks.size) for part in self._banks.parts
         }

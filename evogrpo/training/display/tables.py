@@ -6,7 +6,15 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.history.records import GenerationReport, MemberReport, StepReport
-from evogrpo.history.text import changes_text, count_text, duration_text, number_text, printable, score_text
+from evogrpo.history.text import (
+    changes_text,
+    count_text,
+    duration_text,
+    number_text,
+    origin_text,
+    printable,
+    score_text,
+)
 from evogrpo.history.words import Words
 from evogrpo.hyperparameters import Value
 
@@ -89,7 +97,9 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
         notes.append(("★" if short else "★ best so far") if kept else "best" if short else "best of this generation")
     if member.parent is not None and member.born == report.generation - 1:
         moves = ", ".join(f"{name} {_move(old, new)}" for name, (old, new) in member.changes.items())
-        notes.append(f"{'new' if short else f'clone of #{member.parent}'}{f': {moves}' if moves else ''}")
+        brief = "new" if member.back_to is None else "back"
+        origin = brief if short else origin_text(member.parent, member.back_to)
+        notes.append(f"{origin}{f': {moves}' if moves else ''}")
     return Text((" " if short else " · ").join(notes))
 
 
@@ -119,7 +129,8 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     lines += [Text(f"selection: {count} {what} from here on", "cyan") for what, count in budgets.items() if count]
     for child in plan.children:
         gone = f"#{members[child.slot]} → " if child.slot in members else "new, "
-        origin = "a founder" if child.parent is None else f"a clone of #{child.parent}"
+        article = "" if child.back_to is not None else "a "
+        origin = f"{article}{origin_text(child.parent, child.back_to)}"
         line = Text.assemble((f"selection: {gone}#{child.index}", "cyan"), f", {origin}")
         changes = changes_text(child.changes)
         same = "" if child.parent is None else ", unchanged"

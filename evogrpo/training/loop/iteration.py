@@ -69,7 +69,8 @@ class Run(Iterator[GenerationReport]):
         birth = population.lineage.path(best.index)[-1]
         agent = population.agents[0].clone(best.index)
         agent.load_state(best.state)
-        agent.parent, agent.born, agent.hyperparameters = birth.parent, birth.born, birth.hyperparameters
+        agent.parent, agent.born, agent.back_to = birth.parent, birth.born, birth.back_to
+        agent.hyperparameters = birth.hyperparameters
         agent.fitness, agent.failed, agent.retired = best.fitness, None, False
         return agent
 

@@ -51,6 +51,7 @@ def member_reports(population: Population, progress: Progress) -> tuple[MemberRe
             seconds=progress.member_seconds[agent.slot],
             changes=births[agent.index].changes,
             reason=births[agent.index].reason,
+            back_to=agent.back_to,
             metrics=progress.mean_metrics(agent.slot),
         )
         for agent in population.agents

@@ -1,0 +1,110 @@
+"""Kept states in plans and histories: what can be kept, dropped and gone back to, and what is refused."""
+
+import dataclasses
+import json
+
+import pytest
+
+from evogrpo.evolution import Child, Choice, History, Kept, Lineage, MemberRecord, Plan, parent_of
+from evogrpo.hyperparameters import Hyperparameters
+from tests.conformance.strategy import Life
+
+KEYS = ((10, 1), (13, 1))
+
+
+@pytest.fixture
+def history():
+    """Three slots after generation 2; the states of slots 0 and 1 after generation 1 are kept."""
+    life = Life(3)
+    before = life.evaluate().last
+    after = life.evaluate()
+    seats = before.seats[:2]
+    kept = tuple(Kept(member=seat.member, generation=1, fitness=seat.fitness) for seat in seats)
+    return dataclasses.replace(after, kept=kept)
+
+
+def choices(*parents):
+    return [
+        Choice(parent=None, kept=parent, reason="back")
+        if isinstance(parent, tuple)
+        else Choice(parent=parent, reason="-")
+        for parent in parents
+    ]
+
+
+def test_a_history_with_kept_states_is_read_back_as_it_was(history):
+    values = json.loads(json.dumps(history.to_json()))
+    assert History.from_json(values) == history
+    assert tuple(kept.key for kept in history.kept) == KEYS
+    del values["kept"]  # as an earlier version wrote it
+    assert History.from_json(values).kept == ()
+
+
+def test_a_child_of_a_kept_state_descends_from_whose_it_is_with_what_it_learnt_with(history):
+    other = Hyperparameters(lr=0.123)
+    plan = Plan.from_choices(history, choices(0, KEYS[0], KEYS[1]), {2: other}, keep=[0], drop=[KEYS[0]])
+    plan.check(history)
+    one, two = plan.children
+    assert plan.parents == (0, None, None)
+    assert plan.vacant == ()
+    assert (one.index, one.parent, one.back_to, one.changes) == (100, 10, 1, {})
+    assert one.hyperparameters == history.kept[0].member.hyperparameters
+    lr = history.kept[1].member.hyperparameters.lr
+    assert (two.parent, two.back_to, two.changes["lr"], two.hyperparameters) == (13, 1, (lr, 0.123), other)
+    said = json.loads(json.dumps(plan.to_json()))
+    assert (said["keep"], said["drop"]) == ([0], [[10, 1]])
+    assert [Child.from_json(each) for each in said["children"]] == list(plan.children)
+    assert not {"keep", "drop"} & set(Plan.from_choices(history, choices(0, 1, 2)).to_json())
+
+
+def test_whose_state_a_choice_takes(history):
+    assert parent_of(history, Choice(parent=None, kept=KEYS[1], reason="")) == history.kept[1].member
+    assert parent_of(history, Choice(parent=2, reason="")) == history.last.member(2)
+    assert parent_of(history, Choice(parent=None, reason="")) is None
+
+
+@pytest.mark.parametrize(
+    ("parents", "changes", "rule"),
+    [
+        ((0, (10, 2), 2), {}, r"no state of #10 after generation 2 is kept, only #10 after generation 1, #13 after"),
+        ((0, (16, 1), 2), {}, "no state of #16 after generation 1 is kept"),
+        ((0, 1, 2), {"drop": [(16, 1)]}, "no state of #16"),
+        ((0, 1, 2), {"keep": [0, 1]}, "at most as many states are kept as there are slots, 3, got 4: drop some"),
+        ((0, 0, 2), {"keep": [1]}, "only states of healthy members can be kept"),
+        ((0, 1, 2), {"keep": [0, 0]}, "kept or dropped once"),
+        ((0, 1, 2), {"drop": [KEYS[0], KEYS[0]]}, "kept or dropped once"),
+        ((0, 1, 2), {"keep": [3]}, r"every slot must lie in 0\.\.2.*keep in \(3,\)"),
+    ],
+)
+def test_plans_that_cannot_be_carried_out_are_refused(history, parents, changes, rule):
+    seats = list(history.last.seats)
+    if parents[1] == 0:  # its member failed
+        seats[1] = dataclasses.replace(seats[1], fitness=None)
+        last = dataclasses.replace(history.last, seats=tuple(seats))
+        history = dataclasses.replace(history, generations=(*history.generations[:-1], last))
+    with pytest.raises(ValueError, match=rule):
+        Plan.from_choices(history, choices(*parents), **changes).check(history)
+
+
+def test_every_slot_may_be_filled_with_a_state_when_as_many_are_dropped(history):
+    Plan.from_choices(history, choices(0, 1, 2), keep=[0, 1, 2], drop=KEYS).check(history)
+
+
+def test_fields_that_contradict_each_other_are_refused(history):
+    with pytest.raises(ValueError, match="goes back to nobody's state, got back_to=1: name its parent"):
+        Child(slot=0, index=5, parent=None, hyperparameters=Hyperparameters(), back_to=1)
+    plan = Plan.from_choices(history, choices(0, KEYS[0], 2))
+    with pytest.raises(ValueError, match=r"got none or both in \[1\]"):
+        dataclasses.replace(plan, parents=(0, 0, 2))
+    with pytest.raises(ValueError, match="a state is kept once"):
+        dataclasses.replace(history, kept=history.kept * 2)
+
+
+def test_the_lineage_knows_the_generation_that_a_member_went_back_to(history):
+    members = [seat.member for seat in history.last.seats]
+    plan = Plan.from_choices(history, choices(0, KEYS[0], 2))
+    lineage = Lineage.of_founders(members).extended(plan.children, generation=2)
+    assert [(birth.index, birth.back_to) for birth in lineage.path(100)] == [(10, None), (100, 1)]
+    assert Lineage.from_json(json.loads(json.dumps(lineage.to_json()))) == lineage
+    old = {name: value for name, value in members[0].to_json().items() if name != "back_to"}
+    assert MemberRecord.from_json(old) == members[0]

@@ -1,0 +1,30 @@
+"""Keep the best and, every second time, let the worst go back to what was kept before."""
+
+from typing import Any
+
+import numpy as np
+
+from evogrpo.evolution import Choice, History, Plan, Stateless, best_slot, healthy_slots
+
+
+class Returning(Stateless):
+    """Exercise kept states: the best member's state is kept in turns with the worst going back to it."""
+
+    mutates = False
+
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        last, healthy = history.last, healthy_slots(history.last.fitness)
+        worst = min(healthy, key=lambda slot: (last.fitness[slot].mean, slot))
+        back = history.kept[0].key if history.kept else None
+        choices = [
+            Choice(parent=None, kept=back, reason=f"went back to #{back[0]}")
+            if back and (slot == worst or slot in last.failed)
+            else Choice(parent=slot if slot in healthy else None, reason="kept" if slot in healthy else "failed")
+            for slot in range(history.capacity)
+        ]
+        if back:
+            return Plan.from_choices(history, choices, drop=[back])
+        return Plan.from_choices(history, choices, keep=[best_slot(last.fitness)])
+
+    def to_json(self) -> dict[str, Any]:
+        return {}
