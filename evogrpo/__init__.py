@@ -24,6 +24,7 @@ __all__ = [
     "StepRewards",
     "Tournament",
     "evolve",
+    "read_run",
     "record_video",
     "replay",
     "resume",
@@ -49,6 +50,7 @@ _HOMES = {
     "StepRewards": "evogrpo.envs.prompts.rewards.step_rewards",
     "Tournament": "evogrpo.evolution.strategies.tournament",
     "evolve": "evogrpo.training.evolve",
+    "read_run": "evogrpo.report.told.frames",
     "record_video": "evogrpo.training.video",
     "replay": "evogrpo.training.front.replaying",
     "resume": "evogrpo.training.evolve",
@@ -70,6 +72,7 @@ if TYPE_CHECKING:
     from evogrpo.hyperparameters.values import Hyperparameters
     from evogrpo.objective.objective import Objective
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+    from evogrpo.report.told.frames import read_run
     from evogrpo.training.evolve import evolve, resume
     from evogrpo.training.front.eval_callback import EvalCallback
     from evogrpo.training.front.replaying import replay

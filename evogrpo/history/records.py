@@ -344,6 +344,8 @@ class TestReport:
             differences; None in the journal of an earlier version.
         measure: How the answers were given, "greedy" or "sampled"; likewise.
         cost: What the test took; likewise.
+        scores: What the member earned, one raw reward per question in the split's order, so that it can be compared
+            with other runs' question by question; empty in the journal of an earlier version.
     """
 
     __test__ = False  # the name is not pytest's
@@ -356,6 +358,7 @@ class TestReport:
     gain: Estimate | None = None
     measure: str | None = None
     cost: EvaluationCost | None = None
+    scores: tuple[float, ...] = ()
 
     @property
     def beyond_noise(self) -> bool | None:
@@ -373,6 +376,7 @@ class TestReport:
             "gain": None if self.gain is None else self.gain.to_json(),
             "measure": self.measure,
             "cost": None if self.cost is None else self.cost.to_json(),
+            "scores": list(self.scores),
         }
 
     @classmethod
@@ -387,6 +391,7 @@ class TestReport:
             gain=None if values.get("gain") is None else Estimate.from_json(fields.inner("gain", "gain of the test")),
             measure=fields.text_or_none("measure"),
             cost=EvaluationCost.read(fields, "cost"),
+            scores=fields.numbers_or_none("scores") or (),
         )
 
 

@@ -68,7 +68,7 @@ def test_a_replay_learns_step_by_step_with_what_the_winners_line_learnt_with(fou
     run.finish()
     line = line_by_hand(found)
     expected = learnt_with(found, line)
-    assert len({str(values) for _, values in expected}) > 2  # there is something to follow
+    assert len({str(values) for _, values in expected}) > 1  # there is something to follow
     (tested,) = [event["index"] for event in read_journal(found / "journal.jsonl") if event["event"] == "test"]
     assert line[max(line)] == tested
     own = dict(enumerate(indices(tmp_path / "run"), start=1))

@@ -86,6 +86,7 @@ def test_report(index: int, before: Fitness, after: Fitness) -> TestReport:
         before=estimate(before),
         after=estimate(after),
         gain=Estimate(mean=mean, standard_error=standard_error),
+        scores=after.scores,
     )
 
 
