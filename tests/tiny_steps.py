@@ -65,7 +65,13 @@ def step_run(
     )
 
 
-def resumed_step_run(folder: Path, *, env: GymnasiumGroups | None = None, **schedule: Any) -> Evolution:
+def resumed_step_run(
+    folder: Path,
+    *,
+    env: GymnasiumGroups | None = None,
+    strategy: Strategy | type[Strategy] | None = None,
+    **schedule: Any,
+) -> Evolution:
     """Return a run as another process would bring it back: new bank, new environment."""
     saved = open_run(folder, go_on=True)
     population, progress = saved.restore()
@@ -73,7 +79,7 @@ def resumed_step_run(folder: Path, *, env: GymnasiumGroups | None = None, **sche
         population,
         env or cart_pole(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
-        strategy=saved.strategy(),
+        strategy=saved.strategy(strategy),
         run_dir=saved.run_dir(folder),
         progress=progress,
     )

@@ -113,10 +113,30 @@ class Population(Sequence[Any]):
         """The agents that have neither failed nor been retired."""
         return [agent for agent in self.agents if agent.failed is None and not agent.retired]
 
-    def collect(self, env: GroupEnvironment, *, step: int, samples_per_step: int, block: int) -> Collected:
-        """Let every healthy member act from its share of one learning step's starts; see `collecting.collect`."""
-        learners = [agent.learner(step) for agent in self.healthy]
-        return collect(self.members, learners, env, samples_per_step=samples_per_step, block=block)
+    def collect(
+        self,
+        env: GroupEnvironment,
+        *,
+        step: int,
+        samples_per_step: int,
+        block: int,
+        samples: Sequence[int] | None = None,
+    ) -> Collected:
+        """Let the healthy members act from their shares of one learning step's starts; see `collecting.collect`.
+
+        Args:
+            env: Where to act.
+            step: Number of the learning step.
+            samples_per_step: Samples of each member.
+            block: Most starts that any member uses.
+            samples: Samples of the member in each slot instead; one that has none does not act.
+        """
+        counts = None if samples is None else dict(enumerate(samples))
+        acting = [agent for agent in self.healthy if counts is None or counts[agent.slot]]
+        if not acting:  # all that were to have failed since: nobody would learn
+            acting, counts = self.healthy, None
+        learners = [agent.learner(step) for agent in acting]
+        return collect(self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
 
     def learn(
         self, experience: Experience, *, step: int, sources: Mapping[int, Sequence[int]] | None = None

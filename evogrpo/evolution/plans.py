@@ -38,6 +38,8 @@ class Plan:
         elite: The slot of the best member at this evaluation.
         samples_per_step: Samples each member collects per learning step from now on; None = as before.
         steps_per_generation: Learning steps per generation from now on; None = as before.
+        samples: For each slot, how many samples its member collects per learning step instead, until the next plan:
+            whole groups, in all no more than samples_per_step for every member. None = samples_per_step each.
         keep: Slots whose learner state, as it was evaluated just now, is kept from here on.
         drop: Kept states that are dropped, once children have begun with them.
 
@@ -52,6 +54,7 @@ class Plan:
     elite: int
     samples_per_step: int | None = None
     steps_per_generation: int | None = None
+    samples: tuple[int, ...] | None = None
     keep: tuple[int, ...] = ()
     drop: tuple[KeptKey, ...] = ()
 
@@ -93,6 +96,20 @@ class Plan:
             and whole_number("steps_per_generation", self.steps_per_generation) < 1
         ):
             raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}")
+        if self.samples is not None:
+            self._check_samples(self.samples)
+
+    def _check_samples(self, samples: tuple[int, ...]) -> None:
+        """Refuse samples of other slots than there are, of nobody, or of nobody at all."""
+        counts = tuple(whole_number("samples", count) for count in samples)
+        if len(counts) != len(self.parents) or min(counts) < 0 or not any(counts):
+            raise ValueError(
+                f"samples must be one number for each of {len(self.parents)} slots, at least 0 and not all of them 0, "
+                f"got {samples}"
+            )
+        if any(counts[slot] for slot in self.vacant):
+            raise ValueError(f"a slot that holds nobody collects no samples, got {samples} with {self.vacant} vacant")
+        object.__setattr__(self, "samples", counts)
 
     @classmethod
     def from_choices(
@@ -104,6 +121,7 @@ class Plan:
         rng: np.random.Generator | None = None,
         samples_per_step: int | None = None,
         steps_per_generation: int | None = None,
+        samples: tuple[int, ...] | None = None,
         keep: Sequence[int] = (),
         drop: Sequence[KeptKey] = (),
     ) -> Self:
@@ -122,6 +140,7 @@ class Plan:
             rng: Where some are drawn, the generator of these draws. They go by members' indices, not by slots.
             samples_per_step: See the attribute.
             steps_per_generation: Likewise.
+            samples: Likewise.
             keep: Likewise.
             drop: Likewise.
 
@@ -157,6 +176,7 @@ class Plan:
             elite=best_slot(history.last.fitness, history.last.ranked or None),
             samples_per_step=samples_per_step,
             steps_per_generation=steps_per_generation,
+            samples=samples,
             keep=tuple(keep),
             drop=tuple(drop),
         )
@@ -172,6 +192,8 @@ class Plan:
 
         Raises:
             ValueError: If it is for other slots or another generation; if a slot keeps or copies a member that failed
+                or is not there; if children are numbered or named wrongly; if somebody's group size does not divide the
+                samples of a learning step; or if all members together would collect more than these allow.
                 or is not there; if children are numbered or named wrongly; if a state is to be kept that nobody healthy
                 has, one is unknown that a child begins with or that is dropped, or more are kept than there are slots;
                 or if somebody's group size does not divide the samples of a learning step.
@@ -195,6 +217,12 @@ class Plan:
         samples = self.samples_per_step or last.samples_per_step
         history.space.for_samples_per_step(samples)
         born = {child.slot: child for child in self.children}
+        most = samples * (len(self.parents) - len(self.vacant))
+        if self.samples is not None and sum(self.samples) > most:
+            raise ValueError(
+                f"all members together collect at most {most} samples per learning step, which is samples_per_step="
+                f"{samples} for each of them, got {sum(self.samples)}: {self.samples}"
+            )
         for slot, parent in enumerate(self.parents):
             copied = None if parent is None else last.member(parent)
             resident = born.get(slot, copied)
@@ -205,7 +233,12 @@ class Plan:
                     f"a child's parent must be the member whose state it takes, got {resident.parent} for the child in "
                     f"slot {slot}, which takes that of {copied.index}"
                 )
-            check_group_size(resident.hyperparameters.group_size, samples, whose=f"member {resident.index}")
+            size, whose = resident.hyperparameters.group_size, f"member {resident.index}"
+            check_group_size(size, samples, whose=whose)
+            if self.samples is not None and self.samples[slot] % size:
+                raise ValueError(
+                    f"samples must be whole groups, got {self.samples[slot]} for {whose}, whose group_size is {size}"
+                )
 
     def _check_kept(self, history: History, healthy: Sequence[int]) -> None:
         for child in self.children:
@@ -226,7 +259,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values; budgets and kept states only where they change."""
-        names = ("samples_per_step", "steps_per_generation", "keep", "drop")
+        names = ("samples_per_step", "steps_per_generation", "samples", "keep", "drop")
         changed = {name: plain for name in names if (plain := _plain(getattr(self, name))) not in (None, [])}
         return {
             "generation": self.generation,

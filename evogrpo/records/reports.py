@@ -45,6 +45,7 @@ class LearnReport:
         optimizer_steps: Steps taken.
         tokens: Tokens (or environment steps) that the updates processed, passes without gradient included.
         failed: Why the member must be replaced; None when all is well.
+        samples: How many samples it learnt from, those of others included; None = its own, one for each advantage.
         loss: Mean loss over the optimizer steps.
         kl: Mean estimate of KL(policy || reference) per action in nats; NaN when beta is 0: no reference pass is made.
         grad_norm: Mean gradient norm before clipping.
@@ -62,6 +63,7 @@ class LearnReport:
     optimizer_steps: int
     tokens: int
     failed: str | None = None
+    samples: int | None = None
 
     loss = _Metric("loss")
     kl = _Metric("kl")

@@ -229,6 +229,14 @@ def born(slot, index, parent, group_size=8):
         ({"parents": (None, None)}, "must leave somebody alive"),
         ({"samples_per_step": 1}, "samples_per_step must be at least 2"),
         ({"steps_per_generation": 0}, "steps_per_generation must be at least 1"),
+        ({"samples": (8,)}, r"one number for each of 2 slots, at least 0 and not all of them 0, got \(8,\)"),
+        ({"samples": (-8, 8)}, "at least 0 and not all of them 0"),
+        ({"samples": (0, 0)}, "at least 0 and not all of them 0"),
+        ({"samples": (4.5, 8)}, "samples must be an integer, got 4.5"),
+        (
+            {"samples": (8, 8), "parents": (0, None)},
+            r"holds nobody collects no samples, got \(8, 8\) with \(1,\) vacant",
+        ),
     ],
 )
 def test_a_plan_that_contradicts_itself_is_refused(fields, message):
@@ -247,7 +255,9 @@ def test_choices_become_births_retirements_and_founders():
     history = Life(5, empty=(3,)).evaluate()
     own = Hyperparameters(lr=5e-5, group_size=6)
     choices = [Choice(parent=parent, reason=f"{slot}") for slot, parent in enumerate((0, 0, None, None, 4))]
-    plan = Plan.from_choices(history, choices, {3: own, 4: own}, samples_per_step=96, steps_per_generation=2)
+    plan = Plan.from_choices(
+        history, choices, {3: own, 4: own}, samples_per_step=96, steps_per_generation=2, samples=(192, 0, 0, 6, 96)
+    )
     plan.check(history)
     old = history.last.member(4).hyperparameters
     assert [(child.slot, child.index, child.parent, child.reason) for child in plan.children] == [
@@ -264,6 +274,7 @@ def test_choices_become_births_retirements_and_founders():
     assert (plan.samples_per_step, plan.steps_per_generation) == (96, 2)
     stored = plan.to_json()
     assert (stored["samples_per_step"], stored["steps_per_generation"]) == (96, 2)
+    assert (stored["samples"], plan.samples) == ([192, 0, 0, 6, 96], (192, 0, 0, 6, 96))
 
 
 @pytest.mark.parametrize(
@@ -281,6 +292,8 @@ def test_choices_become_births_retirements_and_founders():
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 16),)}, "got 16 for the child in slot 1.* that of 10"),
         ({"parents": (0, 0, 2, None), "children": (born(1, 100, 10, 5),)}, r"got 5 \(member 100\): use one of 2, 3, 4"),
         ({"samples_per_step": 50}, r"group_size must divide samples_per_step=50.*member 1\d\): use one of 2, 5, 10"),
+        ({"samples": (0, 0, 6, 0)}, "samples must be whole groups, got 6 for member 16, whose group_size is 16"),
+        ({"samples": (96, 0, 40, 0)}, r"at most 96 samples per learning step, .*=48 for each of them, got 136"),
         ({"samples_per_step": 13}, "must hold at least two divisors of samples_per_step=13"),
     ],
 )

@@ -152,6 +152,9 @@ def merged(reports: Mapping[str, LearnReport], *, several: bool) -> LearnReport:
         advantages=tuple(value for report in reports.values() for value in report.advantages),
         optimizer_steps=sum(report.optimizer_steps for report in reports.values()),
         tokens=sum(report.tokens for report in reports.values()),
+        samples=sum(
+            len(report.advantages) if report.samples is None else report.samples for report in reports.values()
+        ),
         failed="; ".join(failures) or None,
     )
 

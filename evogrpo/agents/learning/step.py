@@ -338,6 +338,7 @@ class _LearningStep:
             advantages=tuple(per_sample[own].tolist()),
             optimizer_steps=len(steps) - len(bad),
             tokens=self._known.tokens.get(slot, 0),
+            samples=len(episodes),
             failed=f"no finite gradient or weights in {len(bad)} of {len(steps)} updates" if bad else None,
         )
 

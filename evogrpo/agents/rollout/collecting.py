@@ -1,7 +1,7 @@
 """Acting in an environment: collecting a learning step's experience, and evaluating on held-out starts."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,7 +24,13 @@ def check_groups(env: object) -> None:
 
 
 def collect(
-    members: Members, learners: Sequence[Learner], env: GroupEnvironment, *, samples_per_step: int, block: int
+    members: Members,
+    learners: Sequence[Learner],
+    env: GroupEnvironment,
+    *,
+    samples_per_step: int,
+    block: int,
+    samples: Mapping[int, int] | None = None,
 ) -> Collected:
     """Let every member act from its share of the step's starts, all in one batch.
 
@@ -38,16 +44,18 @@ def collect(
         env: Where to act.
         samples_per_step: Completions per member; every group size divides it.
         block: Most questions that any member asks at first, the same for all steps and members of a run.
+        samples: By slot, how many completions a member spends instead.
 
     Raises:
-        ValueError: If a group size does not divide `samples_per_step`.
+        ValueError: If a group size does not divide a member's number of completions.
     """
+    counts = {learner.slot: (samples or {}).get(learner.slot, samples_per_step) for learner in learners}
     for learner in learners:
-        check_group_size(learner.hyperparameters.group_size, samples_per_step, whose=f"member {learner.index}")
+        check_group_size(learner.hyperparameters.group_size, counts[learner.slot], whose=f"member {learner.index}")
     refills = members.settings.objective.dynamic_sampling
     whole = block * (1 + refills)
     groups = [
-        Groups(learner=learner, first=0, count=samples_per_step // learner.hyperparameters.group_size)
+        Groups(learner=learner, first=0, count=counts[learner.slot] // learner.hyperparameters.group_size)
         for learner in learners
     ]
     sampled = sample_groups(members, env, groups, block=whole, purpose="sample")

@@ -117,7 +117,7 @@ def plan_lines(report: GenerationReport) -> list[Text]:
         return []
     members = {member.slot: member.index for member in report.members}
     retired = [slot for slot in plan.vacant if slot in members]
-    if not plan.children and not retired and not plan.samples_per_step and not plan.steps_per_generation:
+    if not (plan.children or retired or plan.samples_per_step or plan.steps_per_generation or plan.samples):
         close = any("within noise" in reason for reason in plan.reasons)
         why = "no difference is beyond the noise" if close else "nobody was replaced"
         return [Text(f"selection: everyone stays, {why}", "dim")]
@@ -127,6 +127,9 @@ def plan_lines(report: GenerationReport) -> list[Text]:
     ]
     budgets = {"samples per step": plan.samples_per_step, "steps per generation": plan.steps_per_generation}
     lines += [Text(f"selection: {count} {what} from here on", "cyan") for what, count in budgets.items() if count]
+    if plan.samples is not None:
+        counts = " ".join(map(str, plan.samples))
+        lines.append(Text(f"selection: {counts} samples per step from here on, slot by slot", "cyan"))
     for child in plan.children:
         gone = f"#{members[child.slot]} → " if child.slot in members else "new, "
         article = "" if child.back_to is not None else "a "

@@ -85,9 +85,13 @@ class Acting:
         self._tell_pace()
         with self._abandonable(leaving=self.closing()):
             collected = self._population.collect(
-                self._env, step=progress.step, samples_per_step=progress.samples_per_step, block=progress.block
+                self._env,
+                step=progress.step,
+                samples_per_step=progress.samples_per_step,
+                block=progress.block,
+                samples=progress.samples,
             )
-        self.clock.took_samples(time.monotonic() - began, len(self._population.healthy) * progress.samples_per_step)
+        self.clock.took_samples(time.monotonic() - began, len(collected.member_ids))
         return collected
 
     def learn(self, collected: Collected, *, collecting: float) -> dict[int, LearnReport]:

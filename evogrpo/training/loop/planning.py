@@ -1,5 +1,6 @@
 """What comes after a generation: the strategy's plan, carried out, and what the next generations spend."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from evogrpo.agents.population import Population
@@ -37,16 +38,28 @@ class Planning:
         """
         remembered = self._strategy.state()
         try:
-            return self._population.plan(self._strategy, self._progress.history)
+            plan = self._population.plan(self._strategy, self._progress.history)
+            self._check_samples(plan)
         except Exception as error:
             self._strategy.load_state(remembered)  # what it noted half-way is forgotten
             name = type(self._strategy).__name__
             raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error
+        return plan
+
+    def _check_samples(self, plan: Plan) -> None:
+        """Refuse a plan that leaves somebody with nothing to learn from."""
+        idle = [slot for slot, count in enumerate(plan.samples or ()) if not count and slot not in plan.vacant]
+        if idle:
+            raise ValueError(
+                f"members learn from their own samples, so each collects some, got none in slots {idle} of "
+                f"{plan.samples}"
+            )
 
     def carry_out(self, plan: Plan) -> None:
         """Do what a plan says."""
         self._population.apply(plan)
         self._set_budgets(plan.samples_per_step, plan.steps_per_generation)
+        self._set_samples(plan.samples)
         self._progress.unplanned = False
 
     def catch_up(self) -> None:
@@ -56,6 +69,13 @@ class Planning:
             if not progress.history:  # a checkpoint of an earlier version, which kept none
                 progress.history.append(generation_of(self._population, progress))
             self.carry_out(self.plan())
+
+    def _set_samples(self, samples: Sequence[int] | None) -> None:
+        """Set who collects how many samples in the next generation; None = all as many."""
+        progress = self._progress
+        progress.samples = None if samples is None else list(samples)
+        for agent, count in zip(self._population.agents, samples or (), strict=False):
+            progress.block = max(progress.block, count // agent.hyperparameters.group_size)
 
     def _set_budgets(self, samples_per_step: int | None, steps_per_generation: int | None) -> None:
         """Set what the next generations spend; None = as before, at first as scheduled."""

@@ -50,6 +50,7 @@ class Progress:
         step_in_generation: Learning steps of the generation under way.
         samples_per_step: Completions of every member per learning step, now; 0 before the run began.
         steps_per_generation: Learning steps before an evaluation, now; likewise.
+        samples: How many samples each slot collects instead; None = samples_per_step each.
         block: Length of a step's block of starts, which never shrinks; likewise.
         unplanned: Whether the last generation has been evaluated but its plan has not been carried out.
         seconds: Wall-clock time spent, over all parts of the run.
@@ -75,6 +76,7 @@ class Progress:
     step_in_generation: int = 0
     samples_per_step: int = 0
     steps_per_generation: int = 0
+    samples: list[int] | None = None
     block: int = 0
     unplanned: bool = False
     seconds: float = 0.0
@@ -123,7 +125,7 @@ class Progress:
             seconds: Wall-clock time.
             tokens: Processed, by slot.
             metrics: By slot.
-            timesteps: Those of the tokens that were sampled, by slot.
+            timesteps: Those of the tokens that were sampled, by slot; of those who sampled.
             epochs: Passes over the samples, by slot.
         """
         total = max(1, sum(tokens.values()))
@@ -135,7 +137,7 @@ class Progress:
             self.member_tokens[slot] += amount
             self.member_seconds[slot] += seconds * amount / total
             if self.slot_timesteps:
-                self.slot_timesteps[slot] += timesteps[slot]
+                self.slot_timesteps[slot] += timesteps.get(slot, 0)
                 self.slot_epochs[slot] += epochs[slot]
         for slot, values in metrics.items():
             sums = self.metrics[slot]

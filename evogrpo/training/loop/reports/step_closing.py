@@ -45,7 +45,7 @@ def close_step(
         completions: How many of them are put into the table.
     """
     step, generation = progress.step, progress.generation + 1
-    tokens = {slot: collected.tokens[slot] + report.tokens for slot, report in learned.items()}
+    tokens = {slot: collected.tokens.get(slot, 0) + report.tokens for slot, report in learned.items()}
     indices = {slot: population.agents[slot].index for slot in learned}
     table = examples_of(collected, indices, learned, step=step, most=completions)
     progress.examples = first_of_each(table)
@@ -60,7 +60,7 @@ def close_step(
             slot: MemberStep(
                 index=indices[slot],
                 metrics={**each, **spent[slot], **renamed[slot]},
-                samples=len(learned[slot].advantages),
+                samples=_learnt_from(learned[slot]),
                 failed=learned[slot].failed,
             )
             for slot, each in measured.items()
@@ -70,6 +70,10 @@ def close_step(
         examples=progress.examples,
     )
     return ClosedStep(report=report, table=table)
+
+
+def _learnt_from(report: LearnReport) -> int:
+    return len(report.advantages) if report.samples is None else report.samples
 
 
 def finite_metrics(report: LearnReport) -> dict[str, float | None]:

@@ -1,0 +1,74 @@
+"""Who collects how many samples is part of a plan: carried out, recorded, and as it was after a stop."""
+
+import dataclasses
+
+import pytest
+
+from evogrpo import HyperparameterConfig, RLParameter
+from evogrpo.evolution import Fixed
+from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.display.tables import plan_lines
+from evogrpo.training.loop.planning import StrategyError
+from tests.tiny_steps import resumed_step_run, step_run
+from tests.tiny_training import equal_states, final_states, finish, story, tiny_run
+
+OPTIONS = {
+    "hp_config": HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log")),
+    "evolve_network": None,
+    "group_size": 4,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turns(Fixed):
+    """After each generation other members sample most; after the third all sample alike."""
+
+    shares: tuple[tuple[int, ...], ...] = ((12, 8, 4), (4, 4, 16))
+
+    def plan(self, history, rng):
+        number = history.last.number - 1
+        samples = tuple(self.shares[number]) if number < len(self.shares) else None
+        return dataclasses.replace(super().plan(history, rng), samples=samples)
+
+    def to_json(self):
+        return {"shares": [list(each) for each in self.shares]}
+
+
+def turns(folder, **schedule):
+    return step_run(folder, strategy=Turns(), options=OPTIONS, **({"generations": 4} | schedule))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("turns") / "run"
+    run = turns(folder)
+    return folder, run, list(run.reports())
+
+
+def test_members_sample_as_the_plan_says_and_steps_in_the_environment_are_those_played(whole):
+    folder, run, reports = whole
+    samples = [[m.samples for m in r.learned.values()] for r in reports if isinstance(r, StepReport)]
+    assert samples[::2] == samples[1::2] == [[8, 8, 8], [12, 8, 4], [4, 4, 16], [8, 8, 8]]
+    assert run.progress.block == 4  # groups of the most that anybody collects
+    plans = [event["plan"] for event in read_journal(folder / "journal.jsonl") if event["event"] == "generation"]
+    assert [plan and plan.get("samples") for plan in plans] == [[12, 8, 4], [4, 4, 16], None, None]
+    lines = [str(line) for r in reports if isinstance(r, GenerationReport) for line in plan_lines(r)]
+    assert "selection: 4 4 16 samples per step from here on, slot by slot" in lines
+
+
+@pytest.mark.parametrize("steps", [3, 4])
+def test_a_stop_in_between_changes_nothing(whole, tmp_path, steps):
+    run = turns(tmp_path / "run")
+    for report in run.reports():
+        if isinstance(report, StepReport) and report.step + 1 == steps:
+            run.stop()
+    finish(resumed_step_run(tmp_path / "run", strategy=Turns))
+    assert story(tmp_path / "run") == story(whole[0])
+    assert equal_states(final_states(tmp_path / "run"), final_states(whole[0]))
+
+
+def test_nobody_is_left_with_nothing_to_learn_from():
+    run = tiny_run(None, size=3, strategy=Turns(shares=((8, 0, 8),)), generations=2)
+    with pytest.raises(StrategyError, match=r"each collects some, got none in slots \[1\] of \(8, 0, 8\)"):
+        finish(run)
