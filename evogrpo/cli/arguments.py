@@ -47,7 +47,7 @@ def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
 
     try:
         if chosen.opens:
-            _check_folder(chosen.run_dir)
+            check_folder(chosen.run_dir)
         with clean_warnings():
             return int(getattr(importlib.import_module(module), name)(chosen))
     except ValueError as error:
@@ -185,7 +185,7 @@ def _existing_run(parser: argparse.ArgumentParser, about: str = "the folder of a
     parser.set_defaults(opens=True)
 
 
-def _check_folder(folder: Path) -> None:
+def check_folder(folder: Path) -> None:
     """Refuse a folder that is not there, with one that is meant perhaps."""
     if folder.is_dir():
         return
@@ -216,6 +216,7 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     _existing_run(video)
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="how many test starts to play (default 1)")
     video.add_argument("--folder", type=Path, help="where the files go (default: RUN_DIR/videos)")
+    _add_readers(commands)
     report = _command(commands, "report", "evogrpo.cli.inspect:report", "draw report.png and report.html of a run")
     _existing_run(report, "the folder of a run; it may still be running")
     _command(commands, "tasks", "evogrpo.cli.inspect:tasks", "list the tasks that come with evogrpo and its extras")
@@ -241,6 +242,36 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="FILE",
         help="a new YAML file, for what the best member's whole line of descent learnt with: see `evogrpo replay`",
     )
+
+
+def _add_readers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the commands that tell in the terminal what runs have recorded; these may still be running."""
+    lineage = _command(
+        commands,
+        "lineage",
+        "evogrpo.cli.records:lineage",
+        "show who descends from whom in a run, and which hyperparameters changed",
+        "The winner's path is marked with a star.",
+    )
+    _existing_run(lineage)
+    lineage.add_argument("--all", action="store_true", dest="every", help="a line for every member")
+    best = _command(
+        commands,
+        "best",
+        "evogrpo.cli.records:best",
+        "show a run's best member: what it earned, what it learnt with, and what the test says",
+    )
+    _existing_run(best)
+    compare = _command(
+        commands,
+        "compare",
+        "evogrpo.cli.records:compare",
+        "put runs side by side: settings that differ, costs, and whether the tests differ beyond noise",
+        "Each run is compared with the first, question by question where their tests asked the same.",
+    )
+    compare.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the folders of at least two runs")
+    for parser in (lineage, best, compare):
+        parser.add_argument("--json", action="store_true", dest="as_json", help="print one JSON object instead")
 
 
 def _command(

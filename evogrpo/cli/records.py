@@ -1,0 +1,244 @@
+"""The commands that tell what runs have recorded: lineage, best and compare, in words or as JSON."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from evogrpo.cli.arguments import OK, check_folder
+from evogrpo.cli.ending import command, show_command
+from evogrpo.history.records import MemberReport
+from evogrpo.history.text import changes_text, count_text, counted, duration_text, number_text, printable, score_text
+from evogrpo.history.words import words_of
+from evogrpo.persistence.journal import read_journal
+from evogrpo.persistence.strict_json import dump_json
+from evogrpo.report.summary import RunSummary, summarise
+from evogrpo.report.told.births import ToldBirth
+from evogrpo.report.told.comparing import ComparedRun, TestDifference, compare_runs
+from evogrpo.report.told.tree import FamilyTree, TreeLine, family_tree, tree_lines
+from evogrpo.report.told.winning import WinnerReport, interval, read_winner
+from evogrpo.training.configuration.reading import CONFIG_FILE
+from evogrpo.training.configuration.strict_yaml import read_yaml_file
+from evogrpo.training.display.console import make_console
+
+_WIDEST = 60
+"""Most characters of a setting's value in a table."""
+
+
+def lineage(chosen: argparse.Namespace) -> int:
+    """Print the tree of a run's members."""
+    console, events = make_console(), read_journal(chosen.run_dir / "journal.jsonl")
+    tree = family_tree(events)
+    if chosen.as_json:
+        return _print_json(console, tree.to_json())
+    evolving = list(summarise(events).evolvable)
+    for line in tree_lines(tree, every=chosen.every):
+        _print_line(console, _tree_text(line, tree, evolving))
+    if tree.winner is None:
+        console.print("no member was evaluated yet")
+    return OK
+
+
+def best(chosen: argparse.Namespace) -> int:
+    """Print who won a run, and what is known of it."""
+    console, found = make_console(), read_winner(chosen.run_dir)
+    if chosen.as_json:
+        return _print_json(console, found.to_json())
+    for name, value in _winner_rows(found):
+        console.print(Text.assemble((f"{name:<18} ", "dim"), printable(value)), soft_wrap=not console.is_terminal)
+    table = _table("from step", "steps", "samples a step", *_changing(found))
+    begins = 0
+    for stage in found.stages:
+        values = (number_text(getattr(stage.hyperparameters, name)) for name in _changing(found))
+        table.add_row(str(begins), str(stage.steps), str(stage.samples_per_step), *map(Text, values))
+        begins += stage.steps
+    console.print(Text("\nWhat its line of descent learnt with", "bold"))
+    console.print(table)
+    console.print()
+    show_command(console, "as a file", command("export", chosen.run_dir, "--schedule", "schedule.yaml"))
+    show_command(console, "train it anew", command("replay", chosen.run_dir))
+    return OK
+
+
+def compare(chosen: argparse.Namespace) -> int:
+    """Print several runs side by side."""
+    folders: Sequence[Path] = chosen.run_dirs
+    for folder in folders:
+        check_folder(folder)
+    configured = [folder / CONFIG_FILE for folder in folders]
+    compared = compare_runs(folders, [read_yaml_file(path) if path.is_file() else None for path in configured])
+    console = make_console()
+    if chosen.as_json:
+        return _print_json(console, compared.to_json())
+    table = _table("", *(str(run.path) for run in compared.runs))
+    for name, values in compared.settings.items():
+        table.add_row(Text(printable(name), "dim"), *(Text(_setting(value)) for value in values))
+    if not compared.settings:
+        table.add_row(Text("settings", "dim"), *(Text("the same") for _ in compared.runs))
+    table.add_section()
+    columns = [_run_rows(run) for run in compared.runs]
+    for name in columns[0]:
+        table.add_row(Text(name, "dim"), *(Text(column[name]) for column in columns))
+    against = [Text("the first"), *map(_difference_text, compared.differences)]
+    table.add_row(Text("test, against the first", "dim"), *against)
+    console.print(table)
+    console.print(
+        "Each ± is one standard error; intervals are of 95 %. The best fitness is that of whoever was best of many on "
+        "validation, so it flatters: runs are told apart by their tests, and by more than two standard errors.",
+        style="dim",
+    )
+    return OK
+
+
+# ---- lines of the tree
+
+
+def _tree_text(line: TreeLine, tree: FamilyTree, evolving: Sequence[str]) -> Text:
+    mark = ("★ ", "bold") if line.wins else ("· ", "dim")
+    text = Text.assemble(("│ " * line.indent, "dim"), mark)
+    if len(line.members) == 1:
+        return text.append_text(_member_text(line.members[0], tree, evolving, wins=line.wins))
+    names = " ".join(f"#{member.index}" for member in line.members)
+    lived = [each for member in line.members for each in tree.lives.get(member.index, ())]
+    scores = [each.fitness for each in lived if each.fitness is not None]
+    reached = f", at best {number_text(max(scores))}" if scores else ""
+    what = "more births in a line" if line.skips else "that left nobody"
+    return text.append(f"{len(line.members)} {what}{reached}: {names}", "dim")
+
+
+def _member_text(birth: ToldBirth, tree: FamilyTree, evolving: Sequence[str], *, wins: bool) -> Text:
+    lived = tree.lives.get(birth.index, ())
+    if birth.parent is None:
+        values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
+        origin = f"founder{f' with {values}' if values else ''}"
+    else:
+        origin = f"of #{birth.parent}: {changes_text(birth.changes) or 'a copy'}"
+    won = tree.winner is not None and tree.winner.index == birth.index
+    told = _life_text(tree.winner if won else None, lived)
+    return Text.assemble((f"#{birth.index}", "bold" if wins else ""), f"  {printable(origin)}", (f"  {told}", "dim"))
+
+
+def _life_text(won: MemberReport | None, lived: Sequence[MemberReport]) -> str:
+    """Say how long a member lived and what it earned last; of the winner what it won by."""
+    if not lived:
+        return "not evaluated"
+    first, last = lived[0].generation, lived[-1].generation
+    span = f"generation {first}" if first == last else f"generations {first}–{last}"
+    if won is not None:
+        return f"{score_text(won.fitness, won.standard_error)} in generation {won.generation}, the best of all"
+    if last_failed := lived[-1].failed:
+        return f"failed in {span}: {printable(last_failed)}"
+    return f"{score_text(lived[-1].fitness, lived[-1].standard_error)} after {span}"
+
+
+# ---- the winner
+
+
+def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
+    member, summary = found.member, found.summary
+    rows = [
+        ("run", summary.title),
+        ("best member", f"#{member.index}, as it was after generation {member.generation}"),
+        ("fitness", f"{score_text(member.fitness, member.standard_error)}, {summary.words.fitness}"),
+    ]
+    if summary.baseline is not None:
+        before = summary.baseline.fitness
+        rows.append((summary.words.untrained, score_text(before.mean, before.standard_error)))
+    rows.append(("test", _test_text(summary)))
+    rows.append(("stored in", "nowhere: the folder best is missing" if found.stored is None else str(found.stored)))
+    rows.append(("ended", summary.stopped or "not yet, or it was killed"))
+    values = member.hyperparameters.to_json()
+    set_values = ", ".join(f"{name} {number_text(value)}" for name, value in values.items() if value is not None)
+    rows.append(("hyperparameters", set_values))
+    return rows
+
+
+def _changing(found: WinnerReport) -> list[str]:
+    """Return the hyperparameters to show for every stage: what evolves, and what differs."""
+    first = found.stages[0].hyperparameters.to_json()
+    differing = {
+        name
+        for stage in found.stages
+        for name, value in stage.hyperparameters.to_json().items()
+        if value != first[name]
+    }
+    return [name for name in first if name in found.summary.evolvable or name in differing]
+
+
+def _test_text(summary: RunSummary) -> str:
+    test = summary.test
+    if test is None:
+        return "none yet"
+    low, high = interval(test.after)
+    text = f"{score_text(test.after.mean, test.after.standard_error)} [{number_text(low)}, {number_text(high)}]"
+    if test.gain is None:
+        return text
+    noise = "beyond noise" if test.beyond_noise else "within noise"
+    gain = score_text(test.gain.mean, test.gain.standard_error)
+    questions = counted(test.questions, summary.words.questions[:-1])
+    return f"{text} on {questions}; {gain} more than the {summary.words.untrained}, {noise}"
+
+
+# ---- runs side by side
+
+
+def _run_rows(run: ComparedRun) -> dict[str, str]:
+    summary, cost, member = run.summary, run.cost, run.best
+    tokens = words_of(summary.facts.get("kind")).tokens
+    test = summary.test
+    low, high = (None, None) if test is None else interval(test.after)
+    earned = "–" if member is None else f"#{member.index} {score_text(member.fitness, member.standard_error)}"
+    return {
+        "generations": count_text(cost["generations"]),
+        "learning steps": count_text(cost["steps"]),
+        "steps played": count_text(cost["timesteps"]),
+        "processed": f"{count_text(cost['tokens'])} {tokens}",
+        "for evaluations": count_text(cost["evaluation_tokens"]),
+        "time": duration_text(cost["seconds"]),
+        "ended": printable(summary.stopped or "not yet, or killed"),
+        "best fitness": earned,
+        "test": "–" if test is None else score_text(test.after.mean, test.after.standard_error),
+        "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",
+        "  starts asked": "–" if test is None else count_text(test.questions),
+    }
+
+
+def _difference_text(difference: TestDifference) -> Text:
+    if difference.gain is None:
+        return Text(f"not comparable: {printable(difference.why)}", "yellow")
+    noise = "beyond noise" if difference.beyond_noise else "within noise"
+    gain = difference.gain
+    how = f"paired on {difference.questions}" if difference.paired else f"unpaired, {printable(difference.why)}"
+    return Text(f"{'+' if gain.mean > 0 else ''}{score_text(gain.mean, gain.standard_error)}, {noise} ({how})")
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    shown = number_text(value) if isinstance(value, int | float | None) and not isinstance(value, bool) else str(value)
+    text = printable(shown)
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
+    for head in heads:
+        table.add_column(Text(printable(head)), overflow="fold")
+    return table
+
+
+def _print_line(console: Console, text: Text) -> None:
+    """Print one line whole; on a terminal it ends where that ends."""
+    if console.is_terminal:
+        console.print(text, no_wrap=True, overflow="ellipsis")
+    else:
+        console.print(text, soft_wrap=True)
+
+
+def _print_json(console: Console, values: Mapping[str, Any]) -> int:
+    console.print(dump_json(values, indent=2), markup=False, highlight=False, soft_wrap=True)
+    return OK

@@ -1,0 +1,111 @@
+"""What runs have recorded, in the terminal: lineage, best, compare and the export of a schedule."""
+
+import json
+
+import pytest
+
+from evogrpo.cli import main
+from evogrpo.persistence.journal import Journal
+from tests.report.journals import generation, member, outcome
+from tests.tiny_steps import step_run
+from tests.tiny_training import finish
+
+HOSTILE = "\x1b[2Jboo\u202e [bold]x[/bold]"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("told") / "run"
+    finish(step_run(folder, options={"evolve_network": None}))
+    return folder
+
+
+def hostile_run(folder):
+    """Write a run whose journal says what a terminal would obey, wherever it may say anything."""
+    named = member(0, 0, reason=HOSTILE), member(1, 1, fitness=None, failed=HOSTILE)
+    with Journal(folder / "journal.jsonl") as journal:
+        for event in (
+            {"event": "run", "evolvable": {}, "samples_per_step": 8, "task": HOSTILE, HOSTILE: HOSTILE,
+             "data": {HOSTILE: folder.name}},
+            generation(1, *named),
+            outcome(0),
+            {"event": "stopped", "reason": HOSTILE},
+        ):  # fmt: skip
+            journal.append(event["event"], **{name: value for name, value in event.items() if name != "event"})
+    return folder
+
+
+@pytest.mark.parametrize("command", ["lineage", "best", "compare"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_a_journal_says_is_shown_and_never_obeyed(tmp_path, capsys, command, as_json):
+    folders = [hostile_run(tmp_path / name) for name in ("one", "other")][: 2 if command == "compare" else 1]
+    assert main([command, *map(str, folders), *(["--json"] if as_json else [])]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert "\u202e" not in output
+    assert "boo" in output
+    if not as_json:
+        assert "\\x1b[2Jboo" in " ".join(output.split())
+        assert "[bold]x[/bold]" in output
+
+
+@pytest.mark.parametrize("command", ["lineage", "best", "compare"])
+def test_json_is_one_object_that_says_what_the_words_say(run_dir, tmp_path, capsys, command):
+    other = tmp_path / "other"
+    finish(step_run(other, options={"evolve_network": None, "seed": 1}, generations=1))
+    assert main([command, str(run_dir), *([str(other)] if command == "compare" else []), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main(["best", str(run_dir), "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)
+    if command == "lineage":
+        assert told["winner"] == best["member"] == told["path"][-1]
+    if command == "compare":
+        first, second = told["runs"]
+        assert first["best"]["member"] == best["member"]
+        assert first["test"] == best["test"]
+        assert first["against_the_first"] is None
+        assert second["against_the_first"]["paired"]  # the starts are those of the environment, whoever learns
+        assert told["settings"]["seed"] == [0, 1]
+
+
+def test_the_winner_is_told_with_where_it_lies_and_how_to_go_on(run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["best", str(run_dir)]) == 0
+    output = capsys.readouterr().out
+    for words in (str(run_dir / "best"), "mean return per validation start", "--schedule", "replay"):
+        assert words in output
+
+
+def test_the_tree_marks_the_winner_and_tells_of_everybody(run_dir, capsys):
+    assert main(["lineage", str(run_dir), "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert main(["lineage", str(run_dir), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    starred = {int(line.partition("#")[2].split()[0]) for line in lines if "★" in line}
+    assert starred == set(told["path"])
+    assert len(lines) == len(told["members"])
+
+
+def test_runs_that_hold_nothing_yet_are_told_of_all_the_same(tmp_path, capsys):
+    for name in ("one", "other"):
+        with Journal(tmp_path / name / "journal.jsonl") as journal:
+            journal.append("run", evolvable={}, samples_per_step=8)
+    assert main(["lineage", str(tmp_path / "one")]) == 0
+    assert "no member was evaluated yet" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "other")]) == 0
+    assert main(["best", str(tmp_path / "one")]) == 2
+    assert "no member was evaluated yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["compare", "RUN"], ["compare", "RUN", "RUN"], ["lineage", "NO"], ["export", "RUN"]])
+def test_requests_that_cannot_be_met_are_refused(run_dir, capsys, words):
+    assert main([str(run_dir) if word == "RUN" else word for word in words]) == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_schedule_is_exported_once(run_dir, tmp_path, capsys):
+    words = ["export", str(run_dir), "--schedule", str(tmp_path / "found.yaml")]
+    assert main(words) == 0
+    assert "replay" in capsys.readouterr().out
+    assert main(words) == 2
+    assert "is not overwritten" in capsys.readouterr().err
