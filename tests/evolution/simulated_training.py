@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from evogrpo.evolution import (
+    Child,
     Fitness,
     Generation,
     History,
+    Kept,
     MemberRecord,
     Plan,
     Seat,
@@ -28,6 +30,7 @@ from evogrpo.evolution import (
 )
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.randomness import generator
+from tests.conformance.strategy import kept_next
 
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log"))
 SAMPLES = 64
@@ -98,6 +101,8 @@ class Simulation:
         self.next_index = len(founders)
         self.skill = dict.fromkeys(range(len(founders)), 0.0)
         self.generations: tuple[Generation, ...] = ()
+        self.kept: tuple[Kept, ...] = ()
+        self.kept_skill: dict[tuple[int, int], float] = {}
         self.samples, self.steps = SAMPLES, 4
         self.plans: list[Plan] = []
 
@@ -130,7 +135,12 @@ class Simulation:
             number=number, samples_per_step=self.samples, steps_per_generation=self.steps, seats=tuple(seats)
         )
         self.generations = (*self.generations, generation)
-        return History(space=self.space, next_index=self.next_index, generations=self.generations)
+        return self.history
+
+    @property
+    def history(self) -> History:
+        """What a strategy sees."""
+        return History(space=self.space, next_index=self.next_index, generations=self.generations, kept=self.kept)
 
     def score(self, index: int) -> float:
         """Return what a member would earn without noise."""
@@ -151,8 +161,12 @@ class Simulation:
 
     def carry_out(self, plan: Plan) -> None:
         """Let the next generation be born."""
-        plan.check(History(space=self.space, next_index=self.next_index, generations=self.generations))
+        history = self.history
+        plan.check(history)
         self.plans.append(plan)
+        for slot in plan.keep:
+            index = history.last.member(slot).index
+            self.kept_skill[index, plan.generation] = self.skill[index]
         self.members = [
             None if parent is None else member for parent, member in zip(plan.parents, self.members, strict=True)
         ]
@@ -163,11 +177,18 @@ class Simulation:
                 parent=child.parent,
                 born=plan.generation,
                 hyperparameters=child.hyperparameters,
+                back_to=child.back_to,
             )
-            self.skill[child.index] = 0.0 if child.parent is None else self.skill[child.parent]
+            self.skill[child.index] = self._inherited(child)
             self.next_index = child.index + 1
+        self.kept = kept_next(history, plan)
         self.samples = plan.samples_per_step or self.samples
         self.steps = plan.steps_per_generation or self.steps
+
+    def _inherited(self, child: Child) -> float:
+        if child.parent is None:
+            return 0.0
+        return self.skill[child.parent] if child.back_to is None else self.kept_skill[child.parent, child.back_to]
 
     # ---- what came of it
 

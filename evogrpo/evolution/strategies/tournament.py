@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.hyperparameters import answering, finite_number, whole_between
@@ -27,6 +28,8 @@ class Tournament(Stateless):
         elitism: Whether the best member stays untouched. If not, it is replaced by a mutated clone of itself.
         z: How many standard errors of the paired difference a challenger must be ahead; 0 turns this off.
         mutation: How children differ from their parents, or None for exact clones.
+        backtrack: Whether members that have collapsed go back to the best state of their line, which is kept for that,
+            the best of the generation included; see `evogrpo.evolution.backtracking`.
 
     Raises:
         ValueError: If a setting is out of range, or elitism is off without a mutation.
@@ -36,6 +39,7 @@ class Tournament(Stateless):
     elitism: bool = True
     z: float = 1.0
     mutation: Mutation | None = field(default_factory=Mutation)
+    backtrack: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", whole_between("size", self.size, 1, 100_000))
@@ -44,6 +48,8 @@ class Tournament(Stateless):
             raise ValueError(f"z must be at least 0, got {self.z}")
         if not isinstance(self.elitism, bool):
             raise ValueError(f"elitism must be True or False, got {self.elitism!r}")
+        if not isinstance(self.backtrack, bool):
+            raise ValueError(f"backtrack must be True or False, got {self.backtrack!r}")
         if self.mutation is not None and not isinstance(self.mutation, Mutation):
             raise ValueError(f"mutation must be a Mutation or None, got {self.mutation!r}")
         if self.mutation is None and not self.elitism:
@@ -62,14 +68,22 @@ class Tournament(Stateless):
         choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty, names=last.indices))
         if not self.elitism:
             choices[elite] = Choice(parent=elite, reason="mutated: the best, without elitism")
+        states = backtracked(history, choices, allowed=self.backtrack)
         draws: dict[int, Draw] = {}
-        for slot, choice in enumerate(choices):
+        for slot, choice in enumerate(states.choices):
+            parent = parent_of(history, choice)
             renewed = choice.parent != slot or (slot == elite and not self.elitism)
-            if self.mutation is not None and choice.parent is not None and renewed:
-                draws[slot] = self.mutation.of(last.member(choice.parent).hyperparameters, space)
-        return Plan.from_choices(history, choices, draws, rng=rng)
+            if self.mutation is not None and parent is not None and renewed:
+                draws[slot] = self.mutation.of(parent.hyperparameters, space)
+        return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         mutation = None if self.mutation is None else self.mutation.to_json()
-        return {"size": self.size, "elitism": self.elitism, "z": self.z, "mutation": mutation}
+        return {
+            "size": self.size,
+            "elitism": self.elitism,
+            "z": self.z,
+            "mutation": mutation,
+            "backtrack": self.backtrack,
+        }

@@ -1,0 +1,160 @@
+"""Going back after a collapse: who does, whereto, which states that needs; and that it pays where members collapse."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution import Choice, Fitness, Generation, History, Kept, MemberRecord, Seat, Tournament
+from evogrpo.evolution.backtracking import backtracked
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from tests.conformance.strategy import StrategyTestCase
+from tests.evolution.simulated_training import SPACE, Simulation, Surface, spread_founders
+
+QUESTIONS = np.random.default_rng(0).standard_normal(16)
+
+
+def member(slot, index, parent=None, born=0, back_to=None):
+    return MemberRecord(
+        slot=slot, index=index, parent=parent, born=born, hyperparameters=Hyperparameters(), back_to=back_to
+    )
+
+
+def earned(value, noise=0):
+    """Return a fitness; two under different noise differ by what they earned with a standard error near 0.25."""
+    return Fitness.from_scores((value + QUESTIONS + np.random.default_rng([7, noise]).standard_normal(16)).tolist())
+
+
+def told(*generations, kept=()):
+    """Return a history of generations that hold (member, fitness) by slot."""
+    return History(
+        space=HyperparameterConfig(),
+        next_index=100,
+        kept=tuple(Kept(member=who, generation=number, fitness=fitness) for who, number, fitness in kept),
+        generations=tuple(
+            Generation(
+                number=number,
+                samples_per_step=8,
+                steps_per_generation=2,
+                seats=tuple(Seat(member=who, fitness=fitness) for who, fitness in seats),
+            )
+            for number, seats in enumerate(generations, start=1)
+        ),
+    )
+
+
+def stay(count):
+    return [Choice(parent=slot, reason="kept") for slot in range(count)]
+
+
+A, B = member(0, 0), member(1, 1)
+
+
+def test_the_best_state_of_every_line_is_kept_and_nothing_else():
+    first = told([(A, earned(5)), (B, earned(3))])
+    assert backtracked(first, stay(2)) == dataclasses.replace(
+        backtracked(first, stay(2)), choices=tuple(stay(2)), keep=(0, 1), drop=()
+    )
+    kept = [(A, 1, earned(5)), (B, 1, earned(3))]
+    second = told([(A, earned(5)), (B, earned(3))], [(A, earned(4.9)), (B, earned(3.1))], kept=kept)
+    after = backtracked(second, stay(2))  # one is no better, the other is
+    assert (after.keep, after.drop) == ((1,), ((1, 1),))
+    # A clone of the one that is not kept now takes its line's state with it; the other line ends.
+    after = backtracked(second, [Choice(parent=0, reason="kept"), Choice(parent=0, reason="won")])
+    assert (after.keep, after.drop) == ((), ((1, 1),))
+    after = backtracked(second, stay(2), allowed=False)
+    assert (after.choices, after.keep, after.drop) == (tuple(stay(2)), (), ((0, 1), (1, 1)))
+
+
+@pytest.mark.parametrize(("fall", "back"), [(0.2, False), (0.4, False), (1.5, True), (5.0, True)])
+def test_a_fall_beyond_the_noise_sends_a_member_back(fall, back):
+    then = earned(5.0)
+    now = earned(5.0 - fall, noise=1)
+    choice = backtracked(told([(A, then)], [(A, now)], kept=[(A, 1, then)]), stay(1)).choices[0]
+    assert (choice.kept == (0, 1), choice.parent is None) == (back, back)
+    if back:
+        assert choice.reason.startswith("went back to #0 as it was in generation 1: fell by")
+
+
+def test_who_failed_goes_back_unless_whoever_replaces_it_earned_as_much():
+    then = [(A, earned(5)), (B, earned(3))]
+    kept = [(A, 1, earned(5)), (B, 1, earned(3))]
+    replaced = [Choice(parent=0, reason="kept"), Choice(parent=0, reason="replaced by slot 0: failed")]
+    history = told(then, [(A, earned(5)), (B, None)], kept=kept)
+    assert backtracked(history, replaced).choices == tuple(replaced)
+    history = told(then, [(A, earned(1, noise=1)), (B, None)], kept=kept)
+    choices = backtracked(history, replaced).choices
+    assert [choice.kept for choice in choices] == [(0, 1), (1, 1)]
+    assert choices[1].reason == "went back to #1 as it was in generation 1: failed"
+    # Nobody's slot stays nobody's.
+    retired = [Choice(parent=0, reason="kept"), Choice(parent=None, reason="retired: failed")]
+    assert backtracked(history, retired).choices[1] == retired[1]
+
+
+def test_only_states_on_the_way_to_a_member_are_its_own():
+    """A clone does not go back to what its parent became later, and one that went back not to what it left."""
+    clone = member(1, 5, parent=0, born=1)
+    generations = [(A, earned(5)), (B, earned(0))], [(A, earned(9)), (clone, earned(5))]
+    low = (A, earned(9)), (clone, earned(-9))
+    late = told(*generations, list(low), kept=[(A, 2, earned(9))])
+    assert backtracked(late, stay(2)).choices[1].kept is None
+    early = told(*generations, list(low), kept=[(A, 1, earned(5)), (A, 2, earned(9))])
+    assert backtracked(early, stay(2)).choices[1].kept == (0, 1)
+    returned = member(1, 6, parent=0, born=3, back_to=1)
+    again = told(*generations, list(low), [(A, earned(9)), (returned, earned(-9))], kept=early_kept(early))
+    assert backtracked(again, stay(2)).choices[1].kept == (0, 1)
+
+
+def early_kept(history):
+    return [(kept.member, kept.generation, kept.fitness) for kept in history.kept]
+
+
+def test_members_that_answered_different_questions_are_compared_all_the_same():
+    then = earned(5)
+    now = Fitness.from_scores(earned(0).scores, keys=range(100, 116))
+    history = told([(A, then)], [(A, now)], kept=[(A, 1, then)])
+    assert backtracked(history, stay(1)).choices[0].kept == (0, 1)
+
+
+def test_a_state_whose_groups_no_longer_fit_the_samples_is_not_gone_back_to():
+    odd = dataclasses.replace(A, hyperparameters=Hyperparameters(group_size=3))
+    history = told([(odd, earned(5))], [(A, earned(-5))], kept=[(odd, 1, earned(5))])
+    assert backtracked(history, stay(1)).choices[0].kept is None
+
+
+class TestTournamentThatGoesBack(StrategyTestCase):
+    def make_strategy(self):
+        return Tournament(backtrack=True)
+
+    def test_some_go_back(self):
+        assert any(child.back_to is not None for _, plan in self.lives() for child in plan.children)
+
+
+class TestExactClonesThatGoBack(StrategyTestCase):
+    no_twins = False
+
+    def make_strategy(self):
+        return Tournament(mutation=None, backtrack=True)
+
+
+def test_the_setting_must_be_a_truth_value():
+    with pytest.raises(ValueError, match="backtrack must be True or False, got 'yes'"):
+        Tournament(backtrack="yes")
+
+
+def test_it_pays_where_members_collapse():
+    """Learning rates that are nearly too high: a generation may ruin what was learnt, in all members at once."""
+    surface = Surface(optimum=-2.0, edge=-0.3)
+    scores = {
+        on: [
+            Simulation(
+                Tournament(backtrack=on), surface, spread_founders(2, lr=1e-2, space=SPACE, seed=seed), seed=seed
+            )
+            .run(12)
+            .best_score
+            for seed in range(48)
+        ]
+        for on in (False, True)
+    }
+    difference = np.subtract(scores[True], scores[False])
+    assert difference.mean() > 2 * difference.std() / np.sqrt(len(difference))
