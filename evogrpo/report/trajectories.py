@@ -12,7 +12,7 @@ from evogrpo.report.marks import BEST, Drawing, draw_lineage_stretch
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MEANINGS = {
+MEANINGS: Mapping[str, str] = {
     "lr": "AdamW step size",
     "clip_coef": "half-width of trust region",
     "group_size": "completions per prompt",
@@ -29,6 +29,7 @@ _MEANINGS = {
     "loss_type": "loss",
     "advantage": "advantage estimator",
 }
+"""What each hyperparameter is, in few words."""
 
 
 def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: Drawing) -> None:
@@ -77,7 +78,7 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
             birth = slice(-2 * len(line.results), 1 - 2 * len(line.results))
             axes.plot(x[birth], y[birth], "o", ms=size, mec="white", mew=0.7, zorder=4 if until else 2.5, **look)
     axes.set_title(printable(name), loc="left", size=10.5, weight="bold", color="#222222", parse_math=False)
-    axes.set_ylabel(_MEANINGS.get(name, "value"), size=8.5)
+    axes.set_ylabel(MEANINGS.get(name, "value"), size=8.5)
 
 
 def _steps(line: LineageLine, name: str, names: Sequence[str]) -> tuple[list[float], list[float]]:

@@ -92,6 +92,7 @@ def test_a_lone_step_is_a_point():
 
 
 def test_the_page_shows_a_generations_means():
-    page = html_page(told(), b"")
-    assert "<th>reward</th><th>KL to the reference</th><th>entropy</th><th>length</th>" in page
-    assert '<td class="short">0.125</td><td class="short">0.0625</td><td class="short">–</td>' in page
+    page = html_page(told())
+    heads = ("reward", "KL to the reference", "entropy", "length")
+    assert "".join(f'<th scope="col">{head}</th>' for head in heads) in page
+    assert "<td>0.125</td><td>0.0625</td><td>–</td>" in page

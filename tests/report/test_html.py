@@ -1,6 +1,8 @@
 """The page is one self-contained file that shows the run, and whatever text a run holds stays text."""
 
 import base64
+import hashlib
+import json
 import re
 from html.parser import HTMLParser
 
@@ -15,6 +17,7 @@ from evogrpo.report.html import html_page, write_html
 from evogrpo.report.summary import summarise
 from tests.report import journals
 
+SVG = "http://www.w3.org/2000/svg"
 HOSTILE = "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b \u202e \ud800 end"
 VOID = {"meta", "img", "hr"}
 
@@ -25,6 +28,7 @@ class Page(HTMLParser):
     def __init__(self, content):
         super().__init__()
         self.open, self.tags, self.attributes, self.pieces, self.blocks = [], [], [], [], []
+        self.scripts, self.styles = [], []
         self.feed(content)
         self.close()
         assert self.open == []
@@ -42,6 +46,9 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, text):
+        if self.open and self.open[-1] in ("script", "style"):
+            (self.scripts if self.open[-1] == "script" else self.styles).append(text)
+            return
         self.pieces.append(text)
         if self.open and self.open[-1] == "pre":
             self.blocks[-1] += text
@@ -64,13 +71,58 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path, fake_run):
     assert path == tmp_path / "report.html"
     content = path.read_text(encoding="utf-8")
     page = Page(content)
-    assert not {"script", "link", "iframe", "object", "embed", "base", "form", "a"} & set(page.tags)
-    (source,) = (value for tag, name, value in page.attributes if name in ("src", "href"))
-    kind, image = source.split(",")
-    assert kind == "data:image/png;base64"
-    assert base64.b64decode(image) == (tmp_path / "report.png").read_bytes()
-    assert not re.search(r"https?:|url\(|@import", content)
-    assert ("meta", "content", "default-src 'none'; img-src data:; style-src 'unsafe-inline'") in page.attributes
+    assert not {"link", "iframe", "object", "embed", "base", "form", "a", "img"} & set(page.tags)
+    assert not [name for _, name, _ in page.attributes if name in ("src", "href", "style", "srcset", "action")]
+    # The only address is the name of the SVG language, which is no request.
+    assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp|innerHTML|eval\(", content.replace(SVG, ""))
+    assert (tmp_path / "report.png").exists()
+
+
+def test_the_browser_is_told_to_run_the_pages_own_script_alone(tmp_path, fake_run):
+    page = Page(write_html(fake_run(tmp_path)).read_text(encoding="utf-8"))
+    (policy,) = (value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src"))
+
+    def named(text):
+        return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+    _, script = page.scripts  # what it reads, and itself
+    (style,) = page.styles
+    assert policy.split("; ") == [
+        "default-src 'none'",
+        f"style-src {named(style)}",
+        f"script-src {named(script)}",
+        "base-uri 'none'",
+    ]
+
+
+def read_by_script(page):
+    return json.loads(page.scripts[0])
+
+
+@pytest.mark.parametrize("shape", [{"size": 5, "generations": 7, "failures": [(3, 1)]}, {"size": 66, "generations": 9}])
+def test_every_member_and_every_result_can_be_pointed_at(tmp_path, fake_run, shape):
+    path = fake_run(tmp_path, **shape) / "journal.jsonl"
+    summary = summarise(read_journal(path))
+    page = Page(html_page(summary))
+    drawn = {member["i"]: member for member in read_by_script(page)["members"]}
+    told = {
+        (member.index, generation.generation): member.fitness
+        for generation in summary.generations
+        for member in generation.members
+    }
+    shown = {(index, result[0]): result[1] for index, member in drawn.items() for result in member["results"]}
+    assert shown == {key: None if value is None else float(f"{value:.5g}") for key, value in told.items()}
+    parents = {member.index: member.parent for each in summary.generations for member in each.members}
+    assert {index: member["parent"] for index, member in drawn.items()} == parents
+    if len(drawn) < 300:
+        assert {f"#{index}" for index in drawn} <= set(page.pieces)
+
+
+def test_many_results_are_left_to_the_chart_and_the_page_says_so(tmp_path, fake_run):
+    size = len(write_html(fake_run(tmp_path, size=8, generations=30, evolve=("lr", "clip_coef"))).read_bytes())
+    assert size < 400_000
+    summary = summarise(read_journal(fake_run(tmp_path / "many", size=33, generations=22) / "journal.jsonl"))
+    assert "Members are shown one by one for the last 18 generations." in Page(html_page(summary)).text
 
 
 def test_the_page_tells_the_run(tmp_path, fake_run):
@@ -98,7 +150,7 @@ def test_the_page_is_named_after_the_task_and_the_model_if_there_is_one(tmp_path
     events[0] = {name: value for name, value in events[0].items() if name != "model"}
     if model is not None:
         events[0]["model"] = model
-    page = html_page(summarise(events), b"")
+    page = html_page(summarise(events))
     assert f"<h1>{title}</h1>" in page
     assert f"<title>{title} · evogrpo</title>" in page
 
@@ -106,8 +158,8 @@ def test_the_page_is_named_after_the_task_and_the_model_if_there_is_one(tmp_path
 def test_hostile_text_stays_text(hostile_run):
     content = write_html(hostile_run).read_bytes().decode("utf-8")
     page = Page(content)  # balanced: nothing broke out of its element
-    assert "script" not in page.tags
-    assert page.tags.count("img") == 1
+    assert page.tags.count("script") == len(page.scripts) == 2
+    assert not {"img"} & set(page.tags)
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
     assert page.blocks.count("\n" + printable(HOSTILE)) == 8  # prompt and completion in each generation
     assert not set(content) & {"\x1b", "\0", "\x9b", "\u202e"}
@@ -123,7 +175,7 @@ def test_names_that_a_changed_journal_makes_up_stay_text(tmp_path):
         event = journals.generation(1, changed)
         journal.append(event.pop("event"), **event)
     page = Page(write_html(tmp_path).read_text(encoding="utf-8"))
-    assert not {"i", "u", "s", "script"} & set(page.tags)
+    assert not {"i", "u", "s"} & set(page.tags)
     assert any("<u>$x_{" in piece for piece in page.pieces)
 
 
@@ -147,7 +199,7 @@ def test_small_and_unfinished_runs_have_a_page(tmp_path, fake_run, shape):
 
 def test_a_run_that_was_resumed_and_stopped_says_so(tmp_path, fake_run):
     summary = summarise(read_journal(fake_run(tmp_path, resume_at=2) / "journal.jsonl"))
-    assert "Resumed 1 time. Stopped: all generations done." in Page(html_page(summary, b"")).text
+    assert "Resumed 1 time. Stopped: all generations done." in Page(html_page(summary)).text
 
 
 def test_a_folder_without_a_journal_is_refused(tmp_path):
@@ -160,7 +212,7 @@ def test_a_folder_without_a_journal_is_refused(tmp_path):
 def test_a_best_member_that_the_test_cannot_tell_from_the_base_is_said_to_be_so(tmp_path, fake_run, gain, told):
     """The journal's standard error is 0.1: what lies within two of them proves nothing."""
     event = journals.outcome(0, gain=gain)
-    text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]), b"")).text
+    text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
     assert ("cannot be told from the untrained base" in text) is not told
     assert f"difference, question by question {score_text(gain, 0.1)}" in " ".join(text.split())
     assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is told

@@ -60,7 +60,7 @@ def test_a_change_that_is_allowed_is_noted(begun):
     assert any(change.startswith("reward generous: none -> ") for change in resumed["changed_data"])
     assert [event["data"] for event in events if event["event"] == "run"] == [tiny_env().fingerprint()]
     assert open_run(begun).record["data"] == tiny_env(reward_fn=generous).fingerprint()
-    page = html_page(summarise(events), b"")
+    page = html_page(summarise(events))
     assert "cannot be compared" in page
     assert "before step 1: reward generous: none -&gt; weight 1" in page
     with warnings.catch_warnings():
