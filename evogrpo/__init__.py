@@ -23,6 +23,7 @@ __all__ = [
     "RLParameter",
     "StepRewards",
     "Tournament",
+    "best_hyperparameters",
     "evolve",
     "read_run",
     "record_video",
@@ -49,6 +50,7 @@ _HOMES = {
     "RLParameter": "evogrpo.hyperparameters.space",
     "StepRewards": "evogrpo.envs.prompts.rewards.step_rewards",
     "Tournament": "evogrpo.evolution.strategies.tournament",
+    "best_hyperparameters": "evogrpo.history.survivors",
     "evolve": "evogrpo.training.evolve",
     "read_run": "evogrpo.report.told.frames",
     "record_video": "evogrpo.training.video",
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
     from evogrpo.envs.prompts.huggingface import HuggingFaceGym
     from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
     from evogrpo.evolution.strategies.tournament import Tournament
+    from evogrpo.history.survivors import best_hyperparameters
     from evogrpo.hyperparameters.space import HyperparameterConfig, RLParameter
     from evogrpo.hyperparameters.values import Hyperparameters
     from evogrpo.objective.objective import Objective

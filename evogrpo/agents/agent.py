@@ -262,7 +262,14 @@ class Agent:
 
     @classmethod
     def founders(
-        cls, members: Members, first: Hyperparameters, index: int, *, samples: int, spread: bool
+        cls,
+        members: Members,
+        first: Hyperparameters,
+        index: int,
+        *,
+        samples: int,
+        spread: bool,
+        given: Sequence[Hyperparameters] = (),
     ) -> list[Self]:
         """Make the agents of a new population.
 
@@ -272,10 +279,12 @@ class Agent:
             index: Identity of the first; the others count up from it.
             samples: Samples per learning step, which group sizes divide.
             spread: False gives all of them those of the first. They still sample for themselves, so they soon differ.
+            given: Those of the first members, if they are chosen.
         """
+        first = given[0] if given else first
         space = members.hp_config if spread and members.hp_config else HyperparameterConfig()
         rng = generator(members.settings.seed, "spread")
-        records = spread_members(first, space, members.banks.size, rng, samples)
+        records = spread_members(first, space, members.banks.size, rng, samples, given)
         return [cls._member(members, slot, index + slot, record) for slot, record in enumerate(records)]
 
     @staticmethod

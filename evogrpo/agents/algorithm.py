@@ -17,13 +17,13 @@ from evogrpo.agents.agent import Agent
 from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
 from evogrpo.agents.members.members import TextRequest
-from evogrpo.agents.opening import checked_size, founders_samples, open_members, with_space
+from evogrpo.agents.opening import checked_size, chosen_founders, founders_samples, open_members, with_space
 from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import commonly_scored, evaluate
 from evogrpo.agents.rollout.testing import tested_in
 from evogrpo.envs.groups import GroupEnvironment, Split
-from evogrpo.hyperparameters import HyperparameterConfig, flag, refuse_unknown
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, flag, refuse_unknown
 from evogrpo.records import LearnReport
 
 
@@ -75,6 +75,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         pad_token_id: int | None = None,
         samples_per_step: int | None = None,
         spread: bool = True,
+        founders: Sequence[Hyperparameters] | None = None,
         **options: Unpack[Options],
     ) -> Population:
         """Make agents that share one bank: language models over one base model, or small networks side by side.
@@ -92,6 +93,8 @@ class EvolvableAlgorithm(AgileRLAgent):
             samples_per_step: Completions (or episodes) per member and learning step, if group_size evolves over a
                 range: only its divisors are dealt. Unneeded when group_size has choices.
             spread: False lets every member start with the given hyperparameters.
+            founders: What the first members begin with of what evolves, as `evogrpo.best_hyperparameters(RUN)` gives;
+                the rest are spread. Values outside their ranges are moved to the nearest, with a warning.
             options: As for one agent.
 
         Raises:
@@ -104,7 +107,8 @@ class EvolvableAlgorithm(AgileRLAgent):
         cls._check_class(options)
         samples = founders_samples(options, samples_per_step)
         members, first = open_members(size, observation_space, action_space, actor_network, pad_token_id, options)
-        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)
+        given = chosen_founders(founders, first, members.hp_config, samples)
+        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
     @classmethod

@@ -1,18 +1,18 @@
 """MultiAgentGRPO: several policies of one member, learning together in a joint environment."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.opening import checked_size, founders_samples, open_team, with_space
+from evogrpo.agents.opening import checked_size, chosen_founders, founders_samples, open_team, with_space
 from evogrpo.agents.options import TeamOptions
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.control.joint.assignment import AgentSpaces
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
-from evogrpo.hyperparameters import flag
+from evogrpo.hyperparameters import Hyperparameters, flag
 
 
 class MultiAgentGRPO(GRPO):
@@ -60,6 +60,7 @@ class MultiAgentGRPO(GRPO):
         *,
         samples_per_step: int | None = None,
         spread: bool = True,
+        founders: Sequence[Hyperparameters] | None = None,
         **options: Unpack[TeamOptions],
     ) -> Population:
         """Make members that play and learn together.
@@ -75,6 +76,8 @@ class MultiAgentGRPO(GRPO):
             samples_per_step: Joint episodes per member and learning step, if group_size evolves over a range: only its
                 divisors are dealt. Unneeded when group_size has choices.
             spread: False lets every member start with the given hyperparameters.
+            founders: What the first members begin with of what evolves, as `evogrpo.best_hyperparameters(RUN)` gives;
+                the rest are spread. Values outside their ranges are moved to the nearest, with a warning.
             options: As for one member.
 
         Raises:
@@ -85,7 +88,8 @@ class MultiAgentGRPO(GRPO):
         options = with_space(options, samples_per_step, words=False)
         samples = founders_samples(options, samples_per_step)
         members, first = open_team(size, observation_spaces, action_spaces, options)
-        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread)
+        given = chosen_founders(founders, first, members.hp_config, samples)
+        agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
 
     # ---- acting and learning

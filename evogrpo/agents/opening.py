@@ -1,6 +1,7 @@
 """What constructor arguments build: the one place where kinds of members differ."""
 
-from collections.abc import Collection, Mapping
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +23,7 @@ from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.options import CommonOptions, Options, TeamOptions
 from evogrpo.envs.control.joint.assignment import AgentSpaces
+from evogrpo.evolution.founders import like_earlier
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
     LANGUAGE_RANGES,
@@ -206,6 +208,27 @@ def checked_size(size: int | None, options: Mapping[str, Any]) -> int:
         refuse_unknown("argument", options, ["size", *Options.__annotations__, *TeamOptions.__annotations__])
         raise ValueError("size must be given: how many members the population has")
     return whole_between("size", size, 1, MOST_MEMBERS)
+
+
+def chosen_founders(
+    given: object, first: Hyperparameters, space: HyperparameterConfig | None, samples: int
+) -> tuple[Hyperparameters, ...]:
+    """Return the first members that the caller has chosen, and warn of values that had to be moved; none for None.
+
+    Raises:
+        ValueError: If they are not hyperparameters of members.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or not given or not all(isinstance(each, Hyperparameters) for each in given):
+        raise ValueError(
+            "founders must be the hyperparameters of at least one member, as evogrpo.best_hyperparameters(RUN) returns "
+            f"them, got {given!r:.80}"
+        )
+    founders, moved = like_earlier(given, first, space or HyperparameterConfig(), samples)
+    for words in moved:
+        warnings.warn(f"founders: {words}", UserWarning, stacklevel=3)
+    return founders
 
 
 def founders_samples(options: CommonOptions, samples_per_step: int | None) -> int:

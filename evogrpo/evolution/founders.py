@@ -26,20 +26,23 @@ def spread_members(
     size: int,
     rng: np.random.Generator,
     samples_per_step: int,
+    given: Sequence[Hyperparameters] = (),
 ) -> tuple[Hyperparameters, ...]:
-    """Choose the hyperparameters of a first population: the defaults, then a Latin hypercube over the space.
+    """Choose the hyperparameters of a first population: those given, then a Latin hypercube over the space.
 
-    Each evolving hyperparameter's range is cut into `size` - 1 parts of equal width on its scale and every part gets
-    one member, so that even a small population covers every range; each value alone is (log-)uniform. Names share the
-    members as evenly as they can. Where two come out alike, as on short ladders, the later one is drawn again from all
-    over the space while anything is left there.
+    Each evolving hyperparameter's range is cut into parts of equal width on its scale and every part gets one member,
+    so that even a small population covers every range; each value alone is (log-)uniform. Names share the members as
+    evenly as they can. Where two come out alike, as on short ladders, the later one is drawn again from all over the
+    space while anything is left there.
 
     Args:
-        defaults: The first member, untouched even where it lies outside the space; also the values that stay fixed.
+        defaults: The values that stay fixed; also the first member, untouched even where it lies outside the space,
+            unless others are given.
         space: What evolves.
         size: Members.
         rng: The generator of these draws.
         samples_per_step: Samples each member collects per learning step; group sizes divide it.
+        given: The first members, such as `like_earlier` returns, if they are chosen; of too many the first ones.
 
     Returns:
         One record per member.
@@ -53,23 +56,59 @@ def spread_members(
         raise ValueError(f"a population needs at least one member, got size={size}")
     space = space.for_samples_per_step(samples_per_step)
     check_group_size(defaults.group_size, samples_per_step)
-    parts = {name: (rng.permutation(size - 1) + rng.random(size - 1)) / max(size - 1, 1) for name in space}
+    first = tuple(given)[:size] or (defaults,)
+    rest = size - len(first)
+    parts = {name: (rng.permutation(rest) + rng.random(rest)) / max(rest, 1) for name in space}
     spread = [
         at(space, defaults, {name: float(fractions[place]) for name, fractions in parts.items()})
-        for place in range(size - 1)
+        for place in range(rest)
     ]
-    return defaults, *_distinct(defaults, spread, space, streams(rng))
+    return *first, *_distinct(first, spread, space, streams(rng))
+
+
+def like_earlier(
+    earlier: Sequence[Hyperparameters], first: Hyperparameters, space: HyperparameterConfig, samples_per_step: int
+) -> tuple[tuple[Hyperparameters, ...], tuple[str, ...]]:
+    """Return founders with what members of an earlier run learnt with, as far as that lies in the space.
+
+    Args:
+        earlier: Theirs, the best first.
+        first: The values of what does not evolve.
+        space: What evolves: everything else is as in `first`.
+        samples_per_step: Samples of a learning step, which group sizes divide.
+
+    Returns:
+        One record for each different point of the space, in the same order, and in words what was moved to the nearest
+        value that it may take.
+    """
+    space = space.for_samples_per_step(samples_per_step)
+    founders: dict[Hyperparameters, None] = {}
+    moved: dict[str, None] = {}
+    for record in earlier:
+        values: dict[str, Any] = {}
+        for name, parameter in space.items():
+            value = getattr(record, name)
+            near = value if value is None else parameter.closest(value)
+            values[name] = getattr(first, name) if near is None and value is not None else near
+            if values[name] != value:
+                moved[f"{name} {value} -> {values[name]}, as it has {parameter.extent}"] = None
+        founders[dataclasses.replace(first, **values)] = None
+    evolved = [name for name in first.to_json() if len({getattr(record, name) for record in earlier}) > 1]
+    for name in (name for name in evolved if name not in space):
+        moved[f"{name} stays {getattr(first, name)}, as it evolved earlier and does not now"] = None
+    return tuple(founders), tuple(moved)
 
 
 def _distinct(
-    first: Hyperparameters,
+    first: Sequence[Hyperparameters],
     others: Sequence[Hyperparameters],
     space: HyperparameterConfig,
     stream: Callable[..., np.random.Generator],
 ) -> list[Hyperparameters]:
-    """Return the others, those drawn again that are like the first or an earlier one."""
+    """Return the others, those drawn again that are like one of the first or an earlier one."""
     occupied = Occupied(space)
-    occupied.add(None, first)
+    for each in first:
+        occupied.add(None, each)
     distinct, again = list(others), []
     for place, wanted in enumerate(others):
         if occupied.free(None, wanted):
@@ -78,7 +117,7 @@ def _distinct(
             again.append(place)
     # Only then: nobody who stands alone makes room. Where nothing is left, all stay spread as evenly as they were.
     for place in again:
-        drawn, found = occupied.draw(None, partial(anywhere, space, first), partial(stream, "founder", place))
+        drawn, found = occupied.draw(None, partial(anywhere, space, first[0]), partial(stream, "founder", place))
         distinct[place] = drawn if found else distinct[place]
     return distinct
 

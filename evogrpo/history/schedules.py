@@ -1,6 +1,6 @@
 """The hyperparameter schedule of a member: what the state that it has learnt was trained with, from its founder on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -53,7 +53,9 @@ def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
     for report in line:
         number = report.generation
         stage = ScheduleStage(
-            hyperparameters=report.hyperparameters, generations=(lengths[number],), samples_per_step=samples[number]
+            hyperparameters=report.hyperparameters,
+            generations=(lengths[number],),
+            samples_per_step=samples(number, report.slot),
         )
         last = stages[-1] if stages else None
         if last and (last.hyperparameters, last.samples_per_step) == (stage.hyperparameters, stage.samples_per_step):
@@ -78,19 +80,24 @@ def _lengths(generations: Sequence[GenerationReport]) -> dict[int, int]:
     return {number: after - before for number, (before, after) in enumerate(pairwise(ends), start=1)}
 
 
-def _samples(events: Sequence[Mapping[str, Any]], latest: Sequence[Mapping[str, Any]]) -> dict[int, int]:
-    """Return the samples of a member's learning step in every generation, by its number: plans may change them."""
+def _samples(events: Sequence[Mapping[str, Any]], latest: Sequence[Mapping[str, Any]]) -> Callable[[int, int], int]:
+    """Return how many samples a slot's member collected in a learning step of a generation: plans may change that."""
     began = next((event for event in events if event["event"] == "run"), {})
-    now = JournalFields(began, "the run event").whole("samples_per_step")
-    samples: dict[int, int] = {}
-    for event, changed in zip(latest, _planned(latest), strict=True):
-        samples[int(event["generation"])] = now
-        now = now if changed is None else changed
-    return samples
-
-
-def _planned(latest: Sequence[Mapping[str, Any]]) -> Iterator[int | None]:
+    now, own = JournalFields(began, "the run event").whole("samples_per_step"), None
+    told: dict[int, tuple[int, tuple[float, ...] | None]] = {}
     for event in latest:
-        plan = event.get("plan")
-        where = f"the plan of generation {event['generation']}"
-        yield JournalFields(plan, where).whole_or_none("samples_per_step") if isinstance(plan, Mapping) else None
+        number = int(event["generation"])
+        told[number] = now, own
+        if isinstance(event.get("plan"), Mapping):
+            plan = JournalFields(event["plan"], f"the plan of generation {number}")
+            changed = plan.whole_or_none("samples_per_step")
+            now, own = now if changed is None else changed, plan.numbers_or_none("samples")
+
+    def of(generation: int, slot: int) -> int:
+        common, each = told[generation]
+        if each is None:
+            return common
+        # A member that collects nothing learns from what others collect, as many as if each collected its own.
+        return int(each[slot]) if 0 <= slot < len(each) and each[slot] else common
+
+    return of

@@ -13,6 +13,7 @@ from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.training.front.replaying import HyperparameterSchedule
 from tests.report.journals import generation, member
 from tests.strategies.halving import Halving
+from tests.strategies.returning import Returning
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import finish, story
 
@@ -177,6 +178,46 @@ def test_what_an_ancestor_learnt_after_its_childs_birth_is_no_part_of_the_schedu
     found = found_schedule([RUN, one, two, three])
     assert found.member.index == 2
     assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (5,)), (2e-3, (4, 3))]
+
+
+def test_a_state_that_went_back_takes_the_schedule_of_what_it_was_not_of_the_calendar():
+    events = [
+        RUN,
+        generation(1, member(0, 0, fitness=0.5, **at(1e-3)), member(1, 1, **at(1e-4)), step=2),
+        generation(2, member(0, 0, fitness=0.4, **at(1e-3)), member(1, 1, **at(1e-4)), step=5),
+        generation(3, member(0, 0, fitness=0.3, **at(1e-3)), member(1, 1, **at(1e-4)), step=9),
+        generation(4, member(0, 2, 0, 0.9, back_to=1, **at(5e-4)), member(1, 1, **at(1e-4)), best=2, step=14),
+    ]
+    found = found_schedule(events)
+    assert [(stage.hyperparameters.lr, stage.generations) for stage in found.stages] == [(1e-3, (2,)), (5e-4, (5,))]
+
+
+def test_a_real_run_that_goes_back_has_a_schedule_of_the_steps_that_its_winner_took(tmp_path):
+    finish(step_run(tmp_path / "run", size=2, strategy=Returning(), options=SPREAD, generations=5))
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    ends = [0, *(event["step"] for event in latest_generations(events))]
+    winner = found_schedule(events).member
+    lived = [each for event in latest_generations(events) for each in event["members"] if each["index"] == winner.index]
+    steps, generation_, first = 0, winner.generation, lived[0]
+    while first is not None:
+        born = first["born"]
+        steps += ends[generation_] - ends[born]
+        parent, generation_ = first["parent"], first.get("back_to") or born
+        first = next(
+            (each for event in latest_generations(events) for each in event["members"] if each["index"] == parent), None
+        )
+    assert sum(stage.steps for stage in HyperparameterSchedule.read(tmp_path / "run").stages) == steps
+    assert any(each.get("back_to") for event in latest_generations(events) for each in event["members"])
+
+
+def test_samples_of_each_member_count_where_plans_give_them():
+    plan = {"samples": [4, 12], "parents": [0, 1]}
+    events = [
+        RUN,
+        generation(1, member(0, 0, **at(1e-3)), member(1, 1, **at(1e-4)), step=2, plan=plan),
+        generation(2, member(0, 0, fitness=0.9, **at(1e-3)), member(1, 1, **at(1e-4)), step=4),
+    ]
+    assert [stage.samples_per_step for stage in found_schedule(events).stages] == [8, 4]
 
 
 def test_a_journal_with_a_generation_missing_has_no_schedule():

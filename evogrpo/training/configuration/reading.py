@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import yaml
 
 import evogrpo
+from evogrpo.evolution.founders import like_earlier
+from evogrpo.history.survivors import best_hyperparameters
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.hyperparameters.synonyms import counterpart
 from evogrpo.objective.searching import space_to_search
@@ -95,7 +97,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         "run_id": typed(str | None, values.get("run_id"), "run_id"),
         "hyperparameters": _hyperparameters(values.get("hyperparameters"), space, {}),
         "evolve": space,
-        "population": build(PopulationConfig, values.get("population"), "population"),
+        "population": _population(values.get("population")),
         "schedule": build(Schedule, _schedule(values), "schedule"),
         "logging": _logging(values.get("logging"), {}),
         "auto": auto,
@@ -126,8 +128,21 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     if "schedule.samples_per_step" in auto:  # a number that is checked, and replaced before anything is made of it
         parsed["schedule"] = replace(parsed["schedule"], samples_per_step=parsed["hyperparameters"].group_size)
     config = Config(**parsed)
+    if config.founders:
+        samples = config.schedule.samples_per_step
+        (first, *_), _ = like_earlier(config.founders, config.hyperparameters, config.evolve, samples)
+        config = replace(config, hyperparameters=first)
     kind.check(config)
     return config
+
+
+def _population(values: object) -> PopulationConfig:
+    """Build the section; founders like those of an earlier run are looked up where they are not known yet."""
+    population = build(PopulationConfig, values, "population")
+    if population.like is None or population.founders:
+        return population
+    found = _refused("population.like", lambda: best_hyperparameters(population.like or ""))
+    return replace(population, founders=tuple(each.to_json() for each in found))
 
 
 def _schedule(values: Mapping[str, Any]) -> Any:
@@ -195,9 +210,9 @@ def _refused(where: str, make: Callable[[], T]) -> T:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> AnyConfig:
     """Read a configuration file and put overrides on top.
 
-    Relative paths of models, adapters, datasets and files of functions or a strategy are relative to the configuration
-    file where they stand in it, and to the working directory where they stand in an override; `run_dir` is always
-    relative to the latter.
+    Relative paths of models, adapters, datasets, an earlier run and files of functions or a strategy are relative to
+    the configuration file where they stand in it, and to the working directory where they stand in an override;
+    `run_dir` is always relative to the latter.
 
     Args:
         path: A YAML file.
@@ -247,6 +262,9 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         if isinstance(task.get("wrappers"), list):
             task["wrappers"] = [_absolute_wrapper(each, folder) for each in task["wrappers"]]
         result["task"] = task
+    population = result.get("population")
+    if isinstance(population, Mapping) and isinstance(population.get("like"), str):
+        result["population"] = {**population, "like": _absolute(population["like"], folder)}
     agent = result.get("agent")
     if isinstance(agent, Mapping) and isinstance(agent.get("adapter"), str):
         result["agent"] = {**agent, "adapter": _absolute(agent["adapter"], folder)}

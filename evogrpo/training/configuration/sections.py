@@ -1,6 +1,6 @@
 """The sections of a run's configuration and the whole, as frozen records; `configuration.reading` reads them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -118,14 +118,25 @@ class PopulationConfig:
     Attributes:
         size: Members.
         spread: Whether founders are spread over the ranges of what evolves; false lets all start alike.
+        like: Folder of an earlier run: the first members begin with the hyperparameters of its best ones (see
+            `evogrpo.best_hyperparameters`), in so far as these evolve; values out of range are moved to the nearest.
+        founders: Hyperparameters of the first members, by name; what is left out is as in `hyperparameters`. What
+            `like` has found is kept here, so that the earlier run is read once.
     """
 
     size: int = 4
     spread: bool = True
+    like: str | None = None
+    founders: Sequence[Mapping[str, float | str | None]] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", whole_between("size", self.size, 1, MOST_MEMBERS))
         flag("spread", self.spread)
+        for number, founder in enumerate(self.founders, start=1):
+            try:
+                Hyperparameters.from_json(founder)
+            except ValueError as error:
+                raise ValueError(f"member {number} of founders: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +202,13 @@ class Config(Generic[TaskT, AgentT]):
                 "hyperparameters, schedule.samples_per_step and schedule.steps_per_generation must be those of the "
                 f"first stage that strategy replays, {due}, got {found}: leave them to `evogrpo replay`"
             )
+
+    @property
+    def founders(self) -> tuple[Hyperparameters, ...] | None:
+        """What the first members begin with, if that is chosen."""
+        own = self.hyperparameters.to_json()
+        chosen = tuple(Hyperparameters.from_json({**own, **founder}) for founder in self.population.founders)
+        return chosen or None
 
     @property
     def task_seed(self) -> int:

@@ -28,6 +28,7 @@ from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.memory import check_memory
 from evogrpo.training.rundir import JOURNAL
+from evogrpo.training.schedule import LIMITS
 
 VERSION = 1
 """Of the form of the file."""
@@ -38,7 +39,7 @@ _HEAD = """\
 # `evogrpo replay {name}` trains one fresh agent under it; code that the configuration names is run then.
 """
 _FIELDS = ("version", "of", "stages", "configuration")
-_ENDS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
+_ENDS = tuple(name for name in LIMITS if name not in ("generations", "test_questions"))
 
 
 @dataclass(frozen=True, kw_only=True)

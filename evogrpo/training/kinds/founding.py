@@ -25,6 +25,7 @@ def founder_options(config: AnyConfig) -> dict[str, Any]:
     return {
         "samples_per_step": config.schedule.samples_per_step,
         "spread": config.population.spread,
+        "founders": config.founders,
         "hp_config": config.evolve,
         "seed": config.seed,
         **config.hyperparameters.to_json(),

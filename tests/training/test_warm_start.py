@@ -1,0 +1,180 @@
+"""Beginning where an earlier run ended: its best members' hyperparameters, never its weights."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, best_hyperparameters, train
+from evogrpo.evolution.founders import like_earlier, spread_members
+from evogrpo.training.configuration.reading import load_config, parse_config
+from evogrpo.training.front.presets import packaged_values, with_sections
+from tests.report.journals import generation, member
+from tests.report.test_frames import written
+from tests.tiny_steps import STEP_SPACE, step_population, step_run
+from tests.tiny_training import equal_states, finish
+
+RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
+FIRST = Hyperparameters(group_size=4)
+SPACE = HyperparameterConfig(
+    lr=RLParameter(min=1e-3, max=1e-2, scale="log"),
+    update_epochs=RLParameter(min=2, max=4),
+    group_size=RLParameter(choices=[2, 4]),
+    loss_type=RLParameter(choices=["grpo", "dapo"]),
+    clip_low=RLParameter(min=0.1, max=0.2),
+)
+
+
+def with_rates(*rates, fitness=None):
+    """Write members that learnt at these rates."""
+    return [
+        member(slot, slot, hyperparameters={"lr": rate}, fitness=(fitness or {}).get(slot, 0.1 * slot))
+        for slot, rate in enumerate(rates)
+    ]
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("earlier") / "run"
+    finish(step_run(folder, options={"evolve_network": None}))
+    return folder
+
+
+def test_the_winner_comes_first_then_the_survivors_the_fittest_first_and_nobody_twice(tmp_path):
+    events = [
+        RUN,
+        generation(1, *with_rates(1e-3, 2e-3, 3e-3, fitness={1: 0.9}), best=1),
+        generation(2, *with_rates(1e-3, 2e-3, 3e-3, 4e-3, 1e-3, fitness={0: 0.2, 1: None, 2: 0.8, 4: 0.3}), best=2),
+    ]
+    found = best_hyperparameters(written(tmp_path / "run", *events))
+    assert [each.lr for each in found] == [2e-3, 3e-3, 1e-3, 4e-3] or [each.lr for each in found] == [
+        2e-3, 3e-3, 4e-3, 1e-3
+    ]  # fmt: skip
+    rates = {4e-3: 0.3, 1e-3: 0.3, 3e-3: 0.8}
+    assert sorted(found[1:], key=lambda each: -rates[each.lr]) == list(found[1:])
+
+
+def test_what_is_no_run_or_has_evaluated_nobody_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name the folder of a run"):
+        best_hyperparameters(tmp_path)
+    with pytest.raises(ValueError, match="was evaluated yet"):
+        best_hyperparameters(written(tmp_path / "run", RUN, generation(1, *with_rates(1e-3, fitness={0: None}))))
+
+
+VALUES = {
+    "lr": (1e-4, 5e-3, 1.0),
+    "update_epochs": (1, 3, 9),
+    "group_size": (2, 8, 64),
+    "loss_type": ("dapo", "cispo", None),
+    "clip_low": (None, 0.15, 0.9),
+}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_values_outside_the_space_are_moved_to_the_nearest_and_every_move_is_told(seed):
+    rng = np.random.default_rng(seed)
+    earlier = [
+        replace(FIRST, **{name: values[rng.integers(3)] for name, values in VALUES.items()}, temperature=0.5 + place)
+        for place in range(4)
+    ]
+    founders, words = like_earlier(earlier, FIRST, SPACE, 8)
+    told = " ".join(words)
+    for record in earlier:
+        for name, parameter in SPACE.items():
+            value = getattr(record, name)
+            inside = value is None or parameter.closest(value) == value
+            assert (f"{name} {value} -> " in told) == (not inside)
+    for founder in founders:
+        for name, parameter in SPACE.items():
+            value = getattr(founder, name)
+            assert value is None or parameter.closest(value) == value
+        assert founder.temperature == FIRST.temperature
+        assert isinstance(founder.update_epochs, int)
+    assert "temperature stays 1.0, as it evolved earlier and does not now" in words
+    assert len(set(founders)) == len(founders)
+
+
+def test_the_rest_of_a_population_is_spread_and_without_founders_nothing_has_changed():
+    given = (replace(FIRST, lr=2e-3), replace(FIRST, lr=3e-3))
+    rng = np.random.default_rng
+    records = spread_members(FIRST, SPACE, 6, rng(1), 8, given)
+    assert records[:2] == given
+    assert len({record.lr for record in records}) == 6
+    assert spread_members(FIRST, SPACE, 1, rng(1), 8, given) == given[:1]
+    assert spread_members(FIRST, SPACE, 6, rng(1), 8)[0] == FIRST
+
+
+def test_a_population_begins_with_the_earlier_runs_best_and_with_weights_of_its_own(earlier):
+    found = best_hyperparameters(earlier)
+    space = STEP_SPACE
+    population = step_population(len(found) + 1, hp_config=space, founders=found, seed=5)
+    for agent, record in zip(population.agents, found, strict=False):
+        assert (agent.hyperparameters.lr, agent.hyperparameters.clip_coef) == (record.lr, record.clip_coef)
+    plain = step_population(len(found) + 1, hp_config=space, seed=5)
+    for agent, other in zip(population.agents, plain.agents, strict=True):
+        assert equal_states(agent.state(), other.state())
+    alike = step_population(3, hp_config=space, founders=found[:1], spread=False)
+    assert len({agent.hyperparameters for agent in alike.agents}) == 1
+
+
+@pytest.mark.parametrize("given", [[], "runs/earlier", [{"lr": 1e-3}], 3, FIRST])
+def test_founders_that_are_no_hyperparameters_are_refused(given):
+    with pytest.raises(ValueError, match="founders must be the hyperparameters of at least one member"):
+        step_population(2, founders=given)
+
+
+def test_moved_founders_are_warned_of():
+    space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
+    with pytest.warns(UserWarning, match="founders: lr 0.5 -> 0.03"):
+        step_population(2, hp_config=space, founders=[Hyperparameters(lr=0.5)])
+
+
+SMALL = {
+    "schedule": {"generations": 1, "steps_per_generation": 1, "samples_per_step": 8, "test_questions": 0},
+    "population": {"size": 3},
+    "task": {"validation_size": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore:founders")
+def test_a_configured_run_names_the_earlier_one_and_keeps_what_it_found(earlier, tmp_path):
+    folder = tmp_path / "run"
+    settings = {name: value for part in SMALL.values() for name, value in part.items()}
+    run = train("CartPole-v1", like=str(earlier), run_dir=folder, max_episode_steps=20, **settings)
+    found = best_hyperparameters(earlier)
+    stored = yaml.safe_load((folder / "config.yaml").read_text())
+    assert stored["population"]["like"] == str(earlier)
+    assert stored["population"]["founders"] == [each.to_json() for each in found]
+    own = load_config(folder / "config.yaml").evolve
+    for birth, record in zip(run.population.lineage.births, found, strict=False):
+        assert birth.hyperparameters.lr == own["lr"].closest(record.lr)
+        assert birth.hyperparameters.clip_coef == own["clip_coef"].closest(record.clip_coef)
+    # The earlier run may be gone by then.
+    stored["population"]["like"] = str(tmp_path / "gone")
+    assert parse_config(stored).founders == load_config(folder / "config.yaml").founders
+
+
+@pytest.mark.parametrize(
+    ("population", "message"),
+    [
+        ({"like": "nowhere"}, r"population.like: cannot read the journal"),
+        ({"founders": [{"lr": -1}]}, "population: member 1 of founders: lr must be greater than 0"),
+        ({"founders": [{"lr": 1e-3}, {"learning_rat": 1}]}, "member 2 of founders: unknown hyperparameter"),
+        ({"founders": 3}, "population.founders"),
+    ],
+)
+def test_configured_founders_that_are_none_are_refused(population, message):
+    values = with_sections(packaged_values("CartPole-v1", with_preset=False), {"population": population})
+    with pytest.raises(ValueError, match=message):
+        parse_config(values)
+
+
+def test_founders_by_hand_say_only_what_is_not_as_in_hyperparameters():
+    values = with_sections(
+        packaged_values("CartPole-v1", with_preset=False),
+        {"population": {"founders": [{"lr": 2e-3}, {"clip_coef": 0.3}]}, "schedule": {"samples_per_step": 8}},
+    )
+    config = parse_config(json.loads(json.dumps(values)))
+    assert [(each.lr, each.clip_coef) for each in config.founders] == [(2e-3, 0.2), (2e-3, 0.3)]
