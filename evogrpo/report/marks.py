@@ -1,6 +1,7 @@
 """How the figure marks things: one colour per slot, one colour kept for the best member's lineage, and the legend."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,13 @@ def drawing(summary: RunSummary) -> Drawing:
 def draw_lineage_stretch(axes: "Axes", x: Sequence[float], y: Sequence[float]) -> None:
     """Draw a stretch of the best member's lineage."""
     axes.plot(x, y, color=BEST, linewidth=3.2, solid_capstyle="round", solid_joinstyle="round", zorder=3)
+
+
+def draw_stretches(axes: "Axes", stretches: Iterable[Sequence[tuple[float, float]]], **look: Any) -> None:
+    """Draw stretches that look alike as one line with gaps: thousands of members would take minutes one by one."""
+    joined = [point for stretch in stretches for point in (*stretch, (math.nan, math.nan))]
+    if joined:
+        axes.plot([x for x, _ in joined], [y for _, y in joined], **look)
 
 
 def draw_legend(figure: "Figure", run: Drawing, *, births: bool, y: float) -> None:

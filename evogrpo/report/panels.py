@@ -1,12 +1,13 @@
 """The fitness panel of the figure: one line per member, begun where its parent's line was left."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.text import score_text
 from evogrpo.report.family import LineageLine
-from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch
+from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch, draw_stretches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,8 +28,7 @@ def draw_fitness(axes: "Axes", run: Drawing) -> None:
     """
     summary = run.summary
     first, last = run.first_generation, run.last_generation
-    for line in run.lines:
-        _draw_fitness_line(axes, run, line)
+    _draw_fitness_lines(axes, run)
     width = last - first + 1
     if summary.baseline is not None:
         axes.axhline(summary.baseline.fitness.mean, color=BASE, linestyle=(0, (6, 4)), linewidth=1.4, zorder=1.5)
@@ -57,46 +57,58 @@ def generation_ticks(first: int, last: int, most: int = 12) -> list[float]:
     return [float(tick) for tick in ticks if first <= tick <= last and tick == round(tick)]
 
 
-def _draw_fitness_line(axes: "Axes", run: Drawing, line: LineageLine) -> None:
-    colour, until = run.colour(line.results[0].slot), run.lineage.get(line.index)
+def _draw_fitness_lines(axes: "Axes", run: Drawing) -> None:
     width, alpha, shade = (0.8, 0.5, 0.03) if run.crowded else (1.4, 0.9, 0.10)
+    others: dict[str, list[Sequence[_Point]]] = {}
+    for line in run.lines:
+        until = run.lineage.get(line.index)
+        for stretch in _stretches(run, line):
+            inherited = 0 if until is None else sum(point[0] <= until for point in stretch)
+            if inherited:
+                best = stretch[:inherited]
+                draw_lineage_stretch(axes, [point[0] for point in best], [point[1] for point in best])
+                _draw_bands(axes, [best], BEST, 0.16)
+            if inherited < len(stretch):  # goes on where the best member's lineage left it
+                others.setdefault(run.colour(line.results[0].slot), []).append(stretch[max(0, inherited - 1) :])
+    for colour, stretches in others.items():
+        draw_stretches(axes, [[point[:2] for point in each] for each in stretches], color=colour, lw=width, alpha=alpha)
+        _draw_bands(axes, stretches, colour, shade)
+    _draw_marks(axes, run)
+
+
+def _draw_marks(axes: "Axes", run: Drawing) -> None:
+    """Mark every result, and every failure at the foot."""
     dense = run.last_generation - run.first_generation >= MOST_MARKED  # edges of marks would cover the line
-    for stretch in _stretches(run, line):
-        on_lineage = [] if until is None else [point for point in stretch if point[0] <= until]
-        if on_lineage:
-            draw_lineage_stretch(axes, [point[0] for point in on_lineage], [point[1] for point in on_lineage])
-            _draw_band(axes, on_lineage, BEST, 0.16)
-        if len(on_lineage) < len(stretch):
-            rest = stretch[max(0, len(on_lineage) - 1) :]  # goes on where the best member's lineage left it
-            axes.plot([point[0] for point in rest], [point[1] for point in rest], color=colour, lw=width, alpha=alpha)
-            _draw_band(axes, rest, colour, shade)
-    for result in line.results:
-        best = until is not None and result.generation <= until
-        if result.fitness is None:
-            across = axes.get_xaxis_transform()
-            axes.plot([result.generation], [0.03], "x", transform=across, color=colour, ms=7, mew=2, zorder=4)
-        else:
-            size = (3.0 if best else 1.0) if dense else 7.5 if best else 2.5 if run.crowded else 4.5
-            axes.plot(
-                [result.generation],
-                [result.fitness],
-                "o",
-                color=BEST if best else colour,
-                markersize=size,
-                markeredgecolor="white",
-                markeredgewidth=0 if dense else 1 if best else 0.4,
-                zorder=4 if best else 2.5,
-            )
+    found: dict[tuple[str, bool, bool], list[tuple[float, float]]] = {}
+    for line in run.lines:
+        until, colour = run.lineage.get(line.index), run.colour(line.results[0].slot)
+        for result in line.results:
+            best, failed = until is not None and result.generation <= until, result.fitness is None
+            kind = (BEST if best and not failed else colour, best, failed)
+            found.setdefault(kind, []).append((result.generation, 0.03 if result.fitness is None else result.fitness))
+    for (colour, best, failed), points in found.items():
+        x, y = zip(*points, strict=True)
+        if failed:
+            axes.plot(x, y, "x", transform=axes.get_xaxis_transform(), color=colour, ms=7, mew=2, zorder=4)
+            continue
+        size = (3.0 if best else 1.0) if dense else 7.5 if best else 2.5 if run.crowded else 4.5
+        edge = 0 if dense else 1 if best else 0.4
+        axes.plot(x, y, "o", color=colour, ms=size, mec="white", mew=edge, zorder=4 if best else 2.5)
 
 
-def _draw_band(axes: "Axes", stretch: Sequence[_Point], colour: str, alpha: float) -> None:
+def _draw_bands(axes: "Axes", stretches: Sequence[Sequence[_Point]], colour: str, alpha: float) -> None:
     """Shade one standard error to both sides; a lone point gets a bar, since its band would have no width."""
-    x, y, errors = zip(*stretch, strict=True)
-    if len(stretch) == 1:
+    gap = (math.nan, math.nan, math.nan)
+    joined = [point for stretch in stretches if len(stretch) > 1 for point in (*stretch, gap)]
+    if joined:
+        x, y, errors = zip(*joined, strict=True)
+        low = [mean - error for mean, error in zip(y, errors, strict=True)]
+        high = [mean + error for mean, error in zip(y, errors, strict=True)]
+        axes.fill_between(x, low, high, color=colour, alpha=alpha, linewidth=0)
+    lone = [stretch[0] for stretch in stretches if len(stretch) == 1]
+    if lone:
+        x, y, errors = zip(*lone, strict=True)
         axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=colour, elinewidth=1.2)
-    low = [mean - error for mean, error in zip(y, errors, strict=True)]
-    high = [mean + error for mean, error in zip(y, errors, strict=True)]
-    axes.fill_between(x, low, high, color=colour, alpha=alpha, linewidth=0)
 
 
 def _stretches(run: Drawing, line: LineageLine) -> list[list[_Point]]:

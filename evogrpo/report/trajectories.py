@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.history.records import MemberReport
 from evogrpo.history.text import number_text, printable, shorten
 from evogrpo.report.family import LineageLine
-from evogrpo.report.marks import BEST, Drawing, draw_lineage_stretch
+from evogrpo.report.marks import BEST, Drawing, draw_lineage_stretch, draw_stretches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,8 +43,6 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
         parameter: The fields of its range, ladder or set of names.
         run: What to draw.
     """
-    from matplotlib.transforms import ScaledTranslation
-
     choices = parameter.get("choices")
     choices = choices if isinstance(choices, list) else []
     ladder = sorted({v for v in choices if isinstance(v, (int, float))})
@@ -57,42 +55,53 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
         numbers = [value for value in shown if not isinstance(value, str)]
         whole = all(isinstance(value, int) for value in numbers)
         _set_scale(axes, sorted([*numbers, *ladder]), ladder, log=parameter.get("scale") == "log", whole=whole)
-    spread = min(1.8, 9 / max(1, len(run.slots) - 1))  # points between members with equal values
-    for line in run.lines:
-        slot, until = line.results[0].slot, run.lineage.get(line.index)
-        x, y = _steps(line, name, names)
-        if not x:
-            continue
-        up = spread * (run.slots.index(slot) - (len(run.slots) - 1) / 2) / 72
-        beside = axes.transData + ScaledTranslation(0, up, axes.figure.dpi_scale_trans)
-        look: dict[str, Any] = {"color": run.colour(slot), "transform": beside}
-        if until is None or x[-1] > until:
-            width, alpha = (0.8, 0.5) if run.crowded else (1.4, 0.9)
-            axes.plot(x, y, linewidth=width, alpha=alpha, **look)
-        if until is not None:
-            path = [point for point in zip(x, y, strict=True) if point[0] <= until]
-            draw_lineage_stretch(axes, [point[0] for point in path], [point[1] for point in path])
-            look = {"color": BEST}
-        if line.origin is not None:
-            size = 6.5 if until is not None else 2.5 if run.crowded else 4.5
-            birth = slice(-2 * len(line.results), 1 - 2 * len(line.results))
-            axes.plot(x[birth], y[birth], "o", ms=size, mec="white", mew=0.7, zorder=4 if until else 2.5, **look)
+    for slot in run.slots:
+        _draw_slot(axes, name, names, slot, run)
     axes.set_title(printable(name), loc="left", size=10.5, weight="bold", color="#222222", parse_math=False)
     axes.set_ylabel(MEANINGS.get(name, "value"), size=8.5)
 
 
-def _steps(line: LineageLine, name: str, names: Sequence[str]) -> tuple[list[float], list[float]]:
+def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: Drawing) -> None:
+    """Draw the members of one slot, a little beside those of other slots with equal values."""
+    from matplotlib.transforms import ScaledTranslation
+
+    spread = min(1.8, 9 / max(1, len(run.slots) - 1))  # points between members with equal values
+    up = spread * (run.slots.index(slot) - (len(run.slots) - 1) / 2) / 72
+    beside = axes.transData + ScaledTranslation(0, up, axes.figure.dpi_scale_trans)
+    look: dict[str, Any] = {"color": run.colour(slot), "transform": beside}
+    stretches, births = [], []
+    for line in run.lines:
+        points = _steps(line, name, names) if line.results[0].slot == slot else []
+        if not points:
+            continue
+        until = run.lineage.get(line.index)
+        birth = [points[max(0, len(points) - 2 * len(line.results))]] if line.origin is not None else []
+        if until is None or points[-1][0] > until:
+            stretches.append(points)
+        if until is None:
+            births += birth
+            continue
+        path = [point for point in points if point[0] <= until]
+        draw_lineage_stretch(axes, [x for x, _ in path], [y for _, y in path])
+        for x, y in birth:
+            axes.plot([x], [y], "o", ms=6.5, mec="white", mew=0.7, zorder=4, color=BEST)
+    width, alpha, size = (0.8, 0.5, 2.5) if run.crowded else (1.4, 0.9, 4.5)
+    draw_stretches(axes, stretches, linewidth=width, alpha=alpha, **look)
+    if births:
+        axes.plot(
+            [x for x, _ in births], [y for _, y in births], "o", ms=size, mec="white", mew=0.7, zorder=2.5, **look
+        )
+
+
+def _steps(line: LineageLine, name: str, names: Sequence[str]) -> list[tuple[float, float]]:
     """Return the corners of a member's steps: it learned with its value from one generation's end to the next one's."""
-    x: list[float] = []
-    y: list[float] = []
+    points: list[tuple[float, float]] = []
     if line.origin is not None and (value := _value(line.origin, name)) is not None:
-        x.append(line.origin.generation)
-        y.append(_height(value, names))
+        points.append((line.origin.generation, _height(value, names)))
     for result in line.results:
         if (value := _value(result, name)) is not None:
-            x += [result.generation - 1, result.generation]
-            y += [_height(value, names)] * 2
-    return x, y
+            points += [(result.generation - 1, _height(value, names)), (result.generation, _height(value, names))]
+    return points
 
 
 def _value(result: MemberReport, name: str) -> float | str | None:

@@ -32,6 +32,16 @@ def fitness_axes(run):
     return axes
 
 
+def points_of(axes, marker):
+    """Return every point that is drawn with a mark."""
+    return [
+        (float(x), float(y))
+        for line in axes.lines
+        if line.get_marker() == marker
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     "shape",
     [
@@ -64,11 +74,10 @@ def test_every_shape_of_run_is_drawn(tmp_path, fake_run, shape):
 def test_every_measured_fitness_is_a_point_and_every_failure_a_cross(tmp_path, fake_run):
     run = drawn(fake_run(tmp_path, size=5, generations=6, failures=[(2, 1), (4, 0)]))
     axes = fitness_axes(run)
-    points = {(line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o"}
+    points = set(points_of(axes, "o"))
     results = [result for line in run.lines for result in line.results]
     assert points == {(r.generation, r.fitness) for r in results if r.fitness is not None}
-    crosses = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "x"]
-    assert sorted(crosses) == [2, 4]
+    assert sorted(x for x, _ in points_of(axes, "x")) == [2, 4]
 
 
 def test_the_best_members_line_runs_from_the_untrained_base_to_its_last_result(tmp_path, fake_run):
@@ -103,7 +112,7 @@ def test_hyperparameters_are_held_between_births(tmp_path, fake_run, name, scale
     assert axes.get_yscale() == scale
     assert axes.get_title(loc="left") == name
     assert axes.get_ylabel()
-    births = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o")
+    births = sorted(points_of(axes, "o"))
     expected = sorted(
         (line.origin.generation, getattr(line.results[0].hyperparameters, name))
         for line in run.lines
@@ -121,7 +130,7 @@ def test_names_are_drawn_at_heights_of_their_own(tmp_path, fake_run):
     draw_hyperparameter(axes, "loss_type", run.summary.evolvable["loss_type"], run)
     assert list(axes.get_yticks()) == [0, 1, 2]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["grpo", "dapo", "cispo"]
-    births = sorted((line.get_xdata()[0], line.get_ydata()[0]) for line in axes.lines if line.get_marker() == "o")
+    births = sorted(points_of(axes, "o"))
     names = ("grpo", "dapo", "cispo")
     expected = sorted(
         (line.origin.generation, names.index(line.results[0].hyperparameters.loss_type))
@@ -146,11 +155,21 @@ def test_a_member_without_a_value_has_no_line(tmp_path, fake_run):
     run = drawn(tmp_path)
     axes = Figure().subplots()
     draw_hyperparameter(axes, "clip_low", run.summary.evolvable["clip_low"], run)
-    with_value = [line for line in run.lines if line.index != 0]
-    held = [line for line in axes.lines if len(line.get_xdata()) > 1]
-    assert len({tuple(line.get_xdata()) for line in held}) <= len(with_value) < len(run.lines)
-    assert all(set(line.get_ydata()) == {0.2} for line in axes.lines)
+    heights = [height for line in axes.lines for height in line.get_ydata()]
+    corners = sum(1 + 2 * len(line.results) for line in run.lines if line.index != 0)
+    assert {height for height in heights if not np.isnan(height)} == {0.2}
+    assert len([height for height in heights if np.isnan(height)]) < len(run.lines)  # a gap after every member's line
+    assert len(heights) <= corners + 2 * len(run.lines)
     assert draw_report(tmp_path).stat().st_size > 0
+
+
+def test_a_crowd_over_many_generations_is_a_few_lines_to_draw(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path, size=20, generations=90))
+    axes = Figure().subplots()
+    draw_fitness(axes, run)
+    draw_hyperparameter(axes, "lr", run.summary.evolvable["lr"], run)
+    births = sum(line.index in run.lineage for line in run.lines)
+    assert len(axes.lines) < 60 + 4 * births < len(run.lines)
 
 
 def test_ticks_are_whole_generations():

@@ -127,8 +127,9 @@
     const seen = [...bulk(all), run.base, ...(run.test ? run.test.slice(0, 2) : [])].filter((value) => value !== null);
     const end = run.last + (run.test ? 0.06 : 0.02) * (run.last - run.first);
     const x = { low: run.first, high: end, whole: true };
-    const chart = frame(host, { height: 380, x, y: range(seen), title: "fitness", unit: `by generation, ${run.words.fitness}`,
-      label: "Fitness by generation" });
+    const y = range(seen), low = Math.min(...extremes(all)) < y.low ? "; what collapsed below lies at the lower edge" : "";
+    const unit = `by generation, ${run.words.fitness}${low}`;
+    const chart = frame(host, { height: 380, x, y, title: "fitness", unit, label: "Fitness by generation" });
     const { root, px, py, box } = chart;
     chart.later = [];
     if (run.base !== null) {
@@ -252,7 +253,7 @@
     const nearest = (event) => {
       const box = root.getBoundingClientRect();
       const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-      let found = null, least = 32 * 32;
+      let found = null, least = 48 * 48;
       for (const point of chart.points) {
         const away = (point.x - x) ** 2 + (point.y - y) ** 2;
         if (away < least) [found, least] = [point, away];
