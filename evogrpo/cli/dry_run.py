@@ -99,7 +99,8 @@ def _evolving(prepared: PreparedRun) -> str:
     spaces = ", ".join(f"{name} in {_range(parameter)}" for name, parameter in config.evolve.items())
     if prepared.networks_evolve:
         spaces = f"{spaces}{', ' if spaces else ''}the networks themselves"
-    shown = ("size", "z") if strategy["name"] in BUILT_IN else config.strategy.to_json()
+    # Of a tournament, what decides how hard it selects; of others all settings.
+    shown = ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
     details = ", ".join(f"{key} {strategy[key]}" for key in shown)
     return f"{spaces or 'no hyperparameter, selection only'}; {strategy['name']}{details and f' ({details})'}"
 

@@ -10,6 +10,7 @@ from evogrpo.evolution.mutation import Changes, Mutation, neighbour, quantile
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
 from evogrpo.evolution.strategies import (
+    PB2,
     Fixed,
     Replay,
     ScheduleStage,
@@ -20,6 +21,7 @@ from evogrpo.evolution.strategies import (
 )
 
 __all__ = [
+    "PB2",
     "Birth",
     "Change",
     "Changes",

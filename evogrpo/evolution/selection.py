@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.history import Generation
 from evogrpo.evolution.kept import KeptKey
 from evogrpo.randomness import streams
 
@@ -106,6 +107,44 @@ def tournament(
             choices.append(Choice(parent=slot, reason="kept: won its own tournament"))
         else:
             choices.append(_duel(slot, holder, challenger, _healthy(fitness, challenger), z))
+    return tuple(choices)
+
+
+def truncation(
+    last: Generation, quantile: float, rng: np.random.Generator, *, among: Collection[int] | None = None
+) -> tuple[Choice, ...]:
+    """Replace the worst by clones of the best, whatever the noise: each of the worst gets one of the best at random.
+
+    Args:
+        last: The generation that was evaluated.
+        quantile: Share of the healthy members, in (0, 0.5], that is replaced, and that clones are of; at least one
+            where there are two.
+        rng: The generator of these draws; they go by members' indices.
+        among: Only these slots take part; the members of others are kept, if they have not failed. By default all.
+
+    Returns:
+        One choice per slot: members that failed are replaced too, empty slots stay empty.
+
+    Raises:
+        ValueError: If every member failed.
+
+    Source: Jaderberg et al., 2017 (arXiv:1711.09846), section 4.1.1.
+    """
+    healthy_slots(last.fitness)
+    ranked = [slot for slot in last.ranked if among is None or slot in among]
+    count = min(len(ranked) // 2, max(1, round(quantile * len(ranked))))
+    best, worst = ranked[: max(count, 1)] or list(last.ranked[:1]), ranked[len(ranked) - count :]
+    stream = streams(rng)
+    choices = []
+    for slot, seat in enumerate(last.seats):
+        if seat.member is None:
+            choices.append(Choice(parent=None, reason="empty"))
+        elif seat.fitness is not None and slot not in worst:
+            choices.append(Choice(parent=slot, reason="kept: not among the worst"))
+        else:
+            donor = int(stream("donor", seat.member.index).choice(best))
+            why = "failed" if seat.fitness is None else f"among the worst {count}"
+            choices.append(Choice(parent=donor, reason=f"replaced by slot {donor}: {why}"))
     return tuple(choices)
 
 

@@ -1,5 +1,6 @@
 """Strategies: one file each, from the history of a run to a plan for what follows."""
 
+from evogrpo.evolution.strategies.bandit.pb2 import PB2
 from evogrpo.evolution.strategies.fixed import Fixed
 from evogrpo.evolution.strategies.registry import BUILT_IN, EARLIER_NAMES, strategy_from_json
 from evogrpo.evolution.strategies.replay import Replay, ScheduleStage
@@ -9,6 +10,7 @@ from evogrpo.evolution.strategies.tournament import Tournament
 __all__ = [
     "BUILT_IN",
     "EARLIER_NAMES",
+    "PB2",
     "Fixed",
     "Replay",
     "ScheduleStage",

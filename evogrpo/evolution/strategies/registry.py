@@ -5,14 +5,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.strategies.bandit.pb2 import PB2
 from evogrpo.evolution.strategies.fixed import Fixed
 from evogrpo.evolution.strategies.replay import Replay
 from evogrpo.evolution.strategies.strategy import Strategy
 from evogrpo.evolution.strategies.tournament import Tournament
 from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
 
-BUILT_IN: Mapping[str, type[Tournament] | type[Fixed] | type[Replay]] = {
+BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,
+    "pb2": PB2,
     "fixed": Fixed,
     "replay": Replay,
 }
@@ -38,7 +40,7 @@ def strategy_from_json(values: Mapping[str, Any], own: Callable[..., Strategy] |
     kind = BUILT_IN.get(name, own) if isinstance(name, str) else own
     if kind is None:
         raise unknown_name_error("strategy", name, BUILT_IN)
-    if isinstance(kind, type) and issubclass(kind, Tournament) and isinstance(settings.get("mutation"), Mapping):
+    if _takes_mutation(kind) and isinstance(settings.get("mutation"), Mapping):
         settings["mutation"] = Mutation.from_json(settings["mutation"])
     accepted = inspect.signature(kind)
     refuse_unknown(f"setting of {name}", settings, accepted.parameters)
@@ -47,3 +49,9 @@ def strategy_from_json(values: Mapping[str, Any], own: Callable[..., Strategy] |
     except TypeError as error:
         raise ValueError(f"the settings of {name} are not complete: {error}") from error
     return kind(**settings)
+
+
+def _takes_mutation(kind: Callable[..., Strategy]) -> bool:
+    """Say whether a class is of this package, or extends one, and has a mutation among its settings."""
+    known = isinstance(kind, type) and any(issubclass(kind, each) for each in BUILT_IN.values())
+    return known and "mutation" in inspect.signature(kind).parameters

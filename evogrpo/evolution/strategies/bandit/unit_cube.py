@@ -1,0 +1,65 @@
+"""Hyperparameters as points of a unit cube, on the scale that each has: what a Gaussian process sees of them."""
+
+import math
+
+import numpy as np
+
+from evogrpo.evolution.strategies.bandit.gaussian_process import Array
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter, is_categorical
+
+
+def place(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> Array:
+    """Return a point `[d]`: a coordinate for every number that evolves, and one for each name that another may be.
+
+    Values outside a range lie on its bound. Any two names of one hyperparameter are one apart.
+    """
+    coordinates: list[float] = []
+    for name, parameter in space.items():
+        if is_categorical(name):
+            chosen = getattr(hyperparameters, name)
+            coordinates += [math.sqrt(0.5) * (chosen == each) for each in parameter.names]
+        else:
+            coordinates.append(fraction(parameter, hyperparameters.number(name)))
+    return np.array(coordinates)
+
+
+def placed(fractions: Array, space: HyperparameterConfig) -> Array:
+    """Return the points `[n, d]` of what `evogrpo.evolution.founders.at` makes of fractions `[n, k]`, one per name."""
+    columns: list[Array] = []
+    for parameter, part in zip(space.values(), fractions.T, strict=True):
+        if parameter.choices is None:
+            columns.append(part)
+            continue
+        count = len(parameter.choices)
+        chosen = np.minimum((part * count).astype(int), count - 1)
+        if parameter.names:
+            columns += [math.sqrt(0.5) * (chosen == number) for number in range(count)]
+        else:
+            columns.append(chosen / (count - 1))
+    return np.stack(columns, axis=1)
+
+
+def fractions_of(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> Array:
+    """Return fractions `[k]` of which `evogrpo.evolution.founders.at` makes these values, or the nearest there are."""
+    found: list[float] = []
+    for name, parameter in space.items():
+        count = len(parameter.choices or ())
+        if is_categorical(name):
+            value = getattr(hyperparameters, name)
+            found.append((parameter.names.index(value) + 0.5) / count if value in parameter.names else 0.0)
+        else:
+            within = fraction(parameter, hyperparameters.number(name))
+            found.append((within * (count - 1) + 0.5) / count if count else within)
+    return np.array(found)
+
+
+def fraction(parameter: RLParameter, value: float) -> float:
+    """Return where in its range a number lies, from 0 to 1, on the range's scale; for a ladder by rungs."""
+    low, high = parameter.bounds
+    inside = min(max(value, low), high)
+    if parameter.choices is not None:
+        ladder = parameter.ladder
+        return ladder.index(min(ladder, key=lambda rung: abs(rung - inside))) / (len(ladder) - 1)
+    if parameter.scale == "log":
+        return math.log(inside / low) / math.log(high / low)
+    return (inside - low) / (high - low)
