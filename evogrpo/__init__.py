@@ -47,7 +47,7 @@ _HOMES = {
     "Objective": "evogrpo.objective.objective",
     "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
     "Population": "evogrpo.agents.population",
-    "RLParameter": "evogrpo.hyperparameters.space",
+    "RLParameter": "evogrpo.hyperparameters.parameter",
     "StepRewards": "evogrpo.envs.prompts.rewards.step_rewards",
     "Tournament": "evogrpo.evolution.strategies.tournament",
     "best_hyperparameters": "evogrpo.history.survivors",
@@ -71,7 +71,8 @@ if TYPE_CHECKING:
     from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
     from evogrpo.evolution.strategies.tournament import Tournament
     from evogrpo.history.survivors import best_hyperparameters
-    from evogrpo.hyperparameters.space import HyperparameterConfig, RLParameter
+    from evogrpo.hyperparameters.parameter import RLParameter
+    from evogrpo.hyperparameters.space import HyperparameterConfig
     from evogrpo.hyperparameters.values import Hyperparameters
     from evogrpo.objective.objective import Objective
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig

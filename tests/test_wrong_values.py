@@ -89,7 +89,7 @@ def test_spaces_refuse_what_no_member_could_have():
             if not isinstance(space, str):
                 first = space.first({}, {})
                 for _ in range(5):
-                    first, _ = Mutation()(first, space, rng)
+                    first = Mutation()(first, space, rng)
 
 
 SECTIONS: dict[str, list[str]] = {

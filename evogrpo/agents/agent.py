@@ -13,7 +13,7 @@ from evogrpo.agents.members.members import Members
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.founders import spread_members
 from evogrpo.evolution.lineage import NETWORK, MemberRecord
-from evogrpo.evolution.mutation import Changes, Mutation
+from evogrpo.evolution.mutation import Changes, Mutation, changes_between
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, LearnReport
@@ -221,8 +221,9 @@ class Agent:
             raise ValueError("nothing can be mutated: the agent was made without hp_config")
         changes: dict[str, tuple[Value, Value]] = {}
         if self.hp_config:
-            self.hyperparameters, moved = (mutation or Mutation())(self.hyperparameters, self.hp_config, rng)
-            changes.update(moved)
+            before = self.hyperparameters
+            self.hyperparameters = (mutation or Mutation())(before, self.hp_config, rng)
+            changes.update(changes_between(before, self.hyperparameters))
         drawn = self.members.proposal(self.slot, rng)
         if drawn is not None:
             self.members.reshape(self.slot, drawn.architecture, rng)

@@ -6,7 +6,8 @@ from evogrpo.evolution.founders import anywhere, spread_members
 from evogrpo.evolution.history import Generation, History, Seat
 from evogrpo.evolution.kept import Kept, KeptKey
 from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
-from evogrpo.evolution.mutation import Changes, Mutation, neighbour, quantile
+from evogrpo.evolution.mutation import Changes, Mutation, changes_between, neighbour, place, quantile
+from evogrpo.evolution.perturbation import Perturbation, proposals
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
 from evogrpo.evolution.strategies import (
@@ -37,6 +38,7 @@ __all__ = [
     "Lineage",
     "MemberRecord",
     "Mutation",
+    "Perturbation",
     "Plan",
     "Replay",
     "ScheduleStage",
@@ -46,10 +48,13 @@ __all__ = [
     "Tournament",
     "anywhere",
     "best_slot",
+    "changes_between",
     "healthy_slots",
     "neighbour",
     "paired_difference",
     "parent_of",
+    "place",
+    "proposals",
     "quantile",
     "spread_members",
     "strategy_from_json",

@@ -1,8 +1,6 @@
 """No two living members with the same parent and the same hyperparameters: the rule that every birth goes through."""
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -29,11 +27,11 @@ class Occupied:
 
     def __init__(self, space: HyperparameterConfig) -> None:
         self._space = space
-        self._points: set[tuple[int | None, Hyperparameters]] = set()
+        self._points: set[tuple[int | None, tuple[Value, ...]]] = set()
 
     def add(self, parent: int | None, hyperparameters: Hyperparameters) -> None:
         """Take a point: that of a member with this parent, by index, or None for a founder."""
-        self._points.add((parent, hyperparameters))
+        self._points.add((parent, self._space.point(hyperparameters)))
 
     def draw(
         self, parent: int | None, draw: Draw, stream: Callable[[int], np.random.Generator]
@@ -67,7 +65,7 @@ class Occupied:
 
     def free(self, parent: int | None, hyperparameters: Hyperparameters) -> bool:
         """Say whether nobody with this parent has these hyperparameters."""
-        return not self._space or (parent, hyperparameters) not in self._points
+        return not self._space or (parent, self._space.point(hyperparameters)) not in self._points
 
 
 def points(
@@ -81,17 +79,23 @@ def points(
         count: How many values of a range are tried at most.
         rng: The generator of the order, and of values in ranges.
     """
-    axes = {name: _values(parameter, name, count, rng) for name, parameter in space.items()}
-    yield from _combined(base, list(axes.items()))
+    axes = {name: _values(space[name], name, count, rng) for name in space.ordered}
+    for values in _combined(space, base.to_json(), axes, space.ordered):
+        yield Hyperparameters.from_json(values)
 
 
-def _combined(base: Hyperparameters, axes: list[tuple[str, list[Any]]]) -> Iterator[Hyperparameters]:
-    if not axes:
-        yield base
+def _combined(
+    space: HyperparameterConfig,
+    values: dict[str, Value],
+    axes: Mapping[str, Sequence[Value]],
+    names: Sequence[str],
+) -> Iterator[dict[str, Value]]:
+    if not names:
+        yield values
         return
-    (name, values), rest = axes[0], axes[1:]
-    for value in values:
-        yield from _combined(dataclasses.replace(base, **{name: value}), rest)
+    # What does not count makes no other point.
+    for value in axes[names[0]] if space.counts(names[0], values) else [values[names[0]]]:
+        yield from _combined(space, {**values, names[0]: value}, axes, names[1:])
 
 
 def _values(parameter: RLParameter, name: str, count: int, rng: np.random.Generator) -> list[Value]:

@@ -128,11 +128,17 @@ def anywhere(space: HyperparameterConfig, base: Hyperparameters, rng: np.random.
 
 
 def at(space: HyperparameterConfig, base: Hyperparameters, fractions: Mapping[str, float]) -> Hyperparameters:
-    """Return the point of a space with these fractions, each in [0, 1), of the founders' ranges below it."""
-    values: dict[str, Any] = {}
-    for name, parameter in space.items():
+    """Return the point of a space with these fractions, each in [0, 1), of the founders' ranges below it.
+
+    What does not count there is as in `base`.
+    """
+    values = base.to_json()
+    for name in space.ordered:
+        parameter, fraction = space[name], fractions[name]
+        if not space.counts(name, values):
+            continue
         if is_categorical(name):
-            values[name] = parameter.names[min(int(fractions[name] * len(parameter.names)), len(parameter.names) - 1)]
+            values[name] = parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
         else:
-            values[name] = quantile(parameter, fractions[name], integer=is_integer(name))
-    return dataclasses.replace(base, **values)
+            values[name] = quantile(parameter, fraction, integer=is_integer(name))
+    return Hyperparameters.from_json(values)

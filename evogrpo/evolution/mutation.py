@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,20 +24,39 @@ Changes = Mapping[str, tuple[Value, Value]]
 """Each hyperparameter that changed, by name: (old value, new value)."""
 
 
+STEP = 0.2
+"""The usual step, as a share of a range on its scale: three decades are crossed in five."""
+SPREAD = 0.75
+"""Standard deviation, in log units, of the sizes of steps around the usual or the inherited one."""
+SMALLEST, LARGEST = 0.02, 0.5
+"""The smallest step that is inherited, and the largest that is taken: from anywhere it fits one way at least."""
+
+
 @answering
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
     """How a child's hyperparameters differ from its parent's.
 
+    A number takes a step up or down, with equal chance, on its scale. The size of the step is drawn log-normally around
+    the one with which its parent was born: children of members that were right to move far move far as well, and
+    where small steps pay steps become small. Founders' children take steps of about a fifth of the range. Now and then
+    a number is drawn from anywhere in its range instead, so that no population stays where it began. Names change to
+    any other. Where an `RLParameter` has a `factor`, every step is of that size, and none is drawn from anywhere.
+
     Attributes:
         probability: Chance, in (0, 1], that each evolving hyperparameter moves, independently of the others. Where
             none would, one drawn uniformly moves: a mutation always changes something.
+        resample: Chance, in [0, 1], that one that moves is drawn from its whole range instead of taking a step.
 
     Raises:
-        ValueError: If `probability` lies outside (0, 1].
+        ValueError: If a setting is out of range.
+
+    Source: Beyer and Schwefel, Natural Computing 1 (2002), for step sizes that descend with what they changed;
+        Jaderberg et al. (arXiv:1711.09846) for drawing anew.
     """
 
     probability: float = 0.5
+    resample: float = 0.25
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "probability", finite_number("probability", self.probability))
@@ -45,53 +64,66 @@ class Mutation:
             raise ValueError(
                 f"probability must lie in (0, 1], got {self.probability}: for no mutation use Tournament(mutation=None)"
             )
+        object.__setattr__(self, "resample", share("resample", self.resample))
 
     def __call__(
-        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
-    ) -> tuple[Hyperparameters, Changes]:
-        """Move some hyperparameters: numbers to a neighbouring value, up or down with equal chance, names to any other.
+        self,
+        hyperparameters: Hyperparameters,
+        space: HyperparameterConfig,
+        rng: np.random.Generator,
+        steps: Mapping[str, float] | None = None,
+    ) -> Hyperparameters:
+        """Move some hyperparameters of those that count.
 
-        A None moves from the number it stands for (see `Hyperparameters.number`).
+        A None moves from the number it stands for (see `Hyperparameters.number`). What begins to count because another
+        one changed is drawn from its whole range.
 
         Args:
             hyperparameters: The parent's.
-            space: What evolves, and the size of a step (see `neighbour`).
+            space: What evolves.
             rng: The generator of these draws; how many there are depends on the space alone.
+            steps: The steps by which the parent's differ from its own parent's, as shares of the ranges, by name.
 
         Returns:
-            The child's hyperparameters, and what changed: at least one entry unless the space is empty.
+            The child's hyperparameters: they differ from the parent's unless nothing that counts evolves.
         """
-        names = list(space)
-        if not names:
-            return hyperparameters, {}
-        moves = rng.random(len(names)) < self.probability
-        upward = rng.random(len(names)) < 0.5
-        spare = rng.integers(len(names))
-        if not moves.any():
-            moves[spare] = True
-        # Drawn for every set of names, whether it moves or not.
-        picks = {name: float(rng.random()) for name in names if is_categorical(name)}
-        proposed: dict[str, Any] = {}
-        for name, move, up in zip(names, moves, upward, strict=True):
-            if not move:
+        names = space.ordered
+        draws = rng.random((4, len(names)))
+        around, spare = np.exp(SPREAD * rng.standard_normal(len(names))), rng.random()
+        before = hyperparameters.to_json()
+        counting = [name for name in names if space.counts(name, before)]
+        moving = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
+        if not moving.intersection(counting) and counting:
+            moving = {counting[int(spare * len(counting))]}
+        after = dict(before)
+        for place, name in enumerate(names):
+            _, up, anew, fraction = (float(draw) for draw in draws[:, place])
+            if not space.counts(name, after):
                 continue
-            if name in picks:
-                proposed[name] = other_name(space[name], getattr(hyperparameters, name), picks[name])
-            else:
-                value = hyperparameters.number(name)
-                proposed[name] = neighbour(space[name], value, upward=bool(up), integer=is_integer(name))
-        child = dataclasses.replace(hyperparameters, **proposed)
-        return child, {name: (getattr(hyperparameters, name), getattr(child, name)) for name in proposed}
+            if name not in counting:
+                after[name] = _anywhere(name, space[name], fraction)
+            elif name in moving:
+                size = (steps or {}).get(name)
+                usual = STEP if size is None else max(abs(size), SMALLEST)
+                size = min(usual * float(around[place]), LARGEST)
+                value = before[name] if is_categorical(name) else hyperparameters.number(name)
+                after[name] = self._moved(name, space[name], value, up < 0.5, size, anew, fraction)
+        return Hyperparameters.from_json(after)
 
-    def of(
-        self, hyperparameters: Hyperparameters, space: HyperparameterConfig
-    ) -> Callable[[np.random.Generator], Hyperparameters]:
-        """Return what proposes children of these hyperparameters, for `Plan.from_choices`."""
-        return lambda rng: self(hyperparameters, space, rng)[0]
+    def _moved(
+        self, name: str, parameter: RLParameter, value: Value, upward: bool, size: float, anew: float, fraction: float
+    ) -> Value:
+        if value is None or isinstance(value, str):
+            return other_name(parameter, value, fraction)
+        if anew < self.resample and parameter.factor is None:
+            drawn = _anywhere(name, parameter, fraction)
+            if drawn != value:
+                return drawn
+        return neighbour(parameter, value, upward=upward, integer=is_integer(name), size=size)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
-        return {"probability": self.probability}
+        return {"probability": self.probability, "resample": self.resample}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
@@ -100,8 +132,28 @@ class Mutation:
         Raises:
             ValueError: If a field is unknown or refused.
         """
-        refuse_unknown("field of Mutation", values, ["probability"])
+        refuse_unknown("field of Mutation", values, ["probability", "resample"])
         return cls(**values)
+
+
+def share(what: str, value: object) -> float:
+    """Return `value` as a number in [0, 1], or raise ValueError naming `what`."""
+    number = finite_number(what, value)
+    if not 0 <= number <= 1:
+        raise ValueError(f"{what} must lie in [0, 1], got {number}")
+    return number
+
+
+def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str, tuple[Value, Value]]:
+    """Return where two records differ, by name: (old value, new value)."""
+    old, new = before.to_json(), after.to_json()
+    return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
+
+
+def _anywhere(name: str, parameter: RLParameter, fraction: float) -> Value:
+    if is_categorical(name):
+        return parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
+    return quantile(dataclasses.replace(parameter, founders=None), fraction, integer=is_integer(name))
 
 
 def other_name(parameter: RLParameter, value: str | None, fraction: float) -> str:
@@ -110,33 +162,36 @@ def other_name(parameter: RLParameter, value: str | None, fraction: float) -> st
     return others[min(int(fraction * len(others)), len(others) - 1)]
 
 
-def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bool) -> float:
+def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float = STEP) -> float:
     """Return the value one step away, which always differs from `value`.
 
-    A log step multiplies or divides by `factor`, so that a step up and a step down cancel; a linear step adds or
-    subtracts (`factor` - 1) times the range. Integers are rounded and move by at least 1; a ladder moves one rung.
-    A step that would leave the range is taken the other way, so no bound is absorbing; in a range too narrow for
-    either, the value moves to the farther bound. A value outside the range, infinity included, moves to the nearer
-    bound or rung.
+    A step is a share of the range on its scale, so that on a log scale a step up and a step down cancel; `factor`,
+    where there is one, decides instead of `size`. Integers are rounded and move by at least 1; a ladder moves by its
+    share of the rungs, at least one. A step that would leave the range is taken the other way, so no bound is
+    absorbing; in a range too narrow for either, the value moves to the farther bound. A value outside the range,
+    infinity included, moves to the nearer bound or rung.
 
     Args:
         parameter: The range or ladder.
         value: Where to start.
         upward: The direction to try first.
         integer: Whether only whole numbers count.
+        size: Of the step, as a share of the range; greater than 0.
 
     Returns:
         A value of the range or ladder.
     """
+    low, high = parameter.bounds
     if parameter.choices is not None:
         above = [rung for rung in parameter.ladder if rung > value]
-        below = [rung for rung in parameter.ladder if rung < value]
-        return above[0] if above and (upward or not below) else below[-1]
-    low, high = parameter.bounds
+        below = [rung for rung in reversed(parameter.ladder) if rung < value]
+        way = above if above and (upward or not below) else below
+        rungs = max(1, round(size * (len(parameter.ladder) - 1))) if low <= value <= high else 1
+        return way[min(rungs, len(way)) - 1]
     if not low <= value <= high:
         return low if value < low else high
     for direction in (upward, not upward):
-        moved = _step(parameter, value, upward=direction, integer=integer)
+        moved = _step(parameter, value, upward=direction, integer=integer, size=size)
         for bound in (low, high):
             # 0.05 + 5 x 0.07 is a hair above 0.4: rounding must not keep a lattice from its own bound.
             if not integer and math.isclose(moved, bound, rel_tol=1e-9):
@@ -147,16 +202,28 @@ def neighbour(parameter: RLParameter, value: float, *, upward: bool, integer: bo
     return low if upper_half else high
 
 
-def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool) -> float:
+def _step(parameter: RLParameter, value: float, *, upward: bool, integer: bool, size: float) -> float:
     low, high = parameter.bounds
     if parameter.scale == "log":
-        moved = value * parameter.factor if upward else value / parameter.factor
+        times = math.pow(high / low, size) if parameter.factor is None else parameter.factor
+        moved = value * times if upward else value / times
     else:
-        size = (parameter.factor - 1) * (high - low)
-        moved = value + size if upward else value - size
-    if not integer:
+        by = (size if parameter.factor is None else parameter.factor - 1) * (high - low)
+        moved = value + by if upward else value - by
+    if not integer or not math.isfinite(moved):
         return moved
     return max(round(moved), value + 1) if upward else min(round(moved), value - 1)
+
+
+def place(parameter: RLParameter, value: float) -> float:
+    """Return where a value lies, from 0 at the smallest to 1 at the largest, on the range's scale or in rungs."""
+    low, high = parameter.bounds
+    inside = min(max(value, low), high)
+    if parameter.ladder:
+        return sum(rung < inside for rung in parameter.ladder) / (len(parameter.ladder) - 1)
+    if parameter.scale == "log":
+        return math.log(inside / low) / math.log(high / low)
+    return (inside - low) / (high - low)
 
 
 def quantile(parameter: RLParameter, fraction: float, *, integer: bool) -> float:

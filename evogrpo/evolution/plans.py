@@ -11,6 +11,7 @@ from evogrpo.evolution.distinct import Draw, Occupied
 from evogrpo.evolution.history import History
 from evogrpo.evolution.kept import KeptKey
 from evogrpo.evolution.lineage import Child, MemberRecord
+from evogrpo.evolution.mutation import changes_between
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
 from evogrpo.hyperparameters import (
     Hyperparameters,
@@ -156,14 +157,13 @@ class Plan:
                 continue
             parent = parent_of(history, choice)
             values = own[slot] if slot in own or parent is None else parent.hyperparameters
-            before, after = (values if parent is None else parent.hyperparameters).to_json(), values.to_json()
             children.append(
                 Child(
                     slot=slot,
                     index=history.next_index + len(children),
                     parent=None if parent is None else parent.index,
                     hyperparameters=values,
-                    changes={name: (before[name], after[name]) for name in before if before[name] != after[name]},
+                    changes=changes_between(values if parent is None else parent.hyperparameters, values),
                     reason=reasons[slot],
                     back_to=None if choice.kept is None else choice.kept[1],
                 )

@@ -13,13 +13,12 @@ from evogrpo.hyperparameters.checks import (
     whole_number,
 )
 from evogrpo.hyperparameters.named import answering
+from evogrpo.hyperparameters.parameter import RLParameter, Scale
 from evogrpo.hyperparameters.ranges import LANGUAGE_RANGES, NETWORK_RANGES, SEARCHED
 from evogrpo.hyperparameters.space import (
     MOST_MEMBERS,
     MOST_SAMPLES,
     HyperparameterConfig,
-    RLParameter,
-    Scale,
     check_group_size,
     common_samples,
     feasible_group_sizes,

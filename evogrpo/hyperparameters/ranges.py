@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from evogrpo.hyperparameters.space import RLParameter
+from evogrpo.hyperparameters.parameter import RLParameter
 
 SEARCHED = ("lr", "clip_coef", "group_size", "update_epochs")
 """What evolves where a caller leaves open what does: what decides most, and has no value that is good everywhere."""

@@ -1,151 +1,18 @@
-"""The space that evolution searches: the values each evolving hyperparameter may take."""
+"""The space that evolution searches: which hyperparameters evolve, and where each counts."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, Self
 
-from evogrpo.hyperparameters.checks import finite_number, refuse_unknown, single_number, whole_between
-from evogrpo.hyperparameters.named import answering
-from evogrpo.hyperparameters.values import HYPERPARAMETER_NAMES, Hyperparameters, checked_value, is_categorical
+from evogrpo.hyperparameters.checks import refuse_unknown, whole_between
+from evogrpo.hyperparameters.parameter import RLParameter
+from evogrpo.hyperparameters.values import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
 
-Scale = Literal["linear", "log"]
-DEFAULT_FACTOR = 1.2
 MOST_MEMBERS = 100_000
 """The most members of a population: each has weights, an optimiser's state and a record of its own."""
 MOST_SAMPLES = 10_000_000
 """The most samples of a learning step: each has random numbers, a reward and an advantage of its own."""
-
-
-@answering
-@dataclass(frozen=True, kw_only=True)
-class RLParameter:
-    """The values one hyperparameter may take: a range (`min` and `max`), a ladder of numbers or a set of names.
-
-    Attributes:
-        min: Smallest value of the range.
-        max: Largest value of the range.
-        scale: "log" multiplies or divides by `factor`; "linear" adds or subtracts (`factor` - 1) times the range.
-        choices: At least two distinct values, instead of a range. Numbers are a ladder, stored in ascending order:
-            mutation moves one rung. Names have no order: mutation takes any other one.
-        factor: Size of one mutation on a range, greater than 1: with 1.2 a log step is x1.2 or /1.2 and a linear
-            step is a fifth of the range.
-        founders: Part of the range, (low, high), that the members of a first population are spread over; all of it by
-            default. Mutation may leave it.
-
-    Raises:
-        ValueError: If the fields do not describe a range, a ladder or a set as above.
-    """
-
-    min: float | None = None
-    max: float | None = None
-    scale: Scale = "linear"
-    choices: Sequence[float] | Sequence[str] | None = None
-    factor: float = DEFAULT_FACTOR
-    founders: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        refuse_unknown("scale", [self.scale], get_args(Scale))
-        object.__setattr__(self, "factor", single_number("factor", self.factor))
-        if self.factor <= 1:
-            raise ValueError(f"factor must be greater than 1, got {self.factor}: a step of factor 1 would not move")
-        if self.choices is None:
-            self._check_range()
-        else:
-            self._check_choices(self.choices)
-
-    def _check_range(self) -> None:
-        if self.min is None or self.max is None:
-            raise ValueError(
-                f"an RLParameter needs both min and max, or choices, got min={self.min}, max={self.max}, choices=None"
-            )
-        low, high = finite_number("min", self.min), finite_number("max", self.max)
-        object.__setattr__(self, "min", low)
-        object.__setattr__(self, "max", high)
-        if not low < high:
-            raise ValueError(f"min must be below max, got min={self.min}, max={self.max}: leave out what stays fixed")
-        if self.scale == "log" and low <= 0:
-            raise ValueError(f'scale="log" needs min greater than 0, got {self.min}: use choices to include 0')
-        if self.founders is not None:
-            pair = self.founders if isinstance(self.founders, Sequence) and not isinstance(self.founders, str) else ()
-            inside = tuple(finite_number("each of founders", value) for value in pair)
-            if len(inside) != 2 or not low <= inside[0] < inside[1] <= high:
-                raise ValueError(f"founders must be two ascending numbers in [{low}, {high}], got {self.founders!r}")
-            object.__setattr__(self, "founders", inside)
-
-    def _check_choices(self, choices: Sequence[float] | Sequence[str]) -> None:
-        given = {
-            "min": self.min,
-            "max": self.max,
-            "scale": self.scale,
-            "factor": self.factor,
-            "founders": self.founders,
-        }
-        if tuple(given.values()) != (None, None, "linear", DEFAULT_FACTOR, None):
-            raise ValueError(
-                "an RLParameter with choices takes no min, max, scale, factor or founders, got "
-                f"{', '.join(f'{name}={value!r}' for name, value in given.items())}: a mutation moves one rung"
-            )
-        if isinstance(choices, str) or not isinstance(choices, Iterable):
-            raise ValueError(f"choices must be a list of numbers or of names, got {choices!r}")
-        names = tuple(value for value in choices if isinstance(value, str))
-        values: tuple[float | str, ...] = tuple(dict.fromkeys(names))
-        if len(names) != len(choices):
-            values = tuple(sorted({finite_number("each of choices", value) for value in choices}))
-        if len(values) < 2 or len(values) != len(choices):
-            raise ValueError(f"choices must be at least two distinct values, got {list(choices)}")
-        object.__setattr__(self, "choices", values)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names to choose from; empty for numbers."""
-        return tuple(value for value in self.choices or () if isinstance(value, str))
-
-    @property
-    def ladder(self) -> tuple[float, ...]:
-        """The numbers to choose from, ascending; empty for a range and for names."""
-        return tuple(value for value in self.choices or () if not isinstance(value, str))
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """The smallest and the largest number; raises ValueError for names, which have no order."""
-        if self.names:
-            raise ValueError(f"names have no bounds, got choices {list(self.names)}")
-        if self.ladder:
-            return self.ladder[0], self.ladder[-1]
-        assert self.min is not None and self.max is not None
-        return self.min, self.max
-
-    @property
-    def extent(self) -> str:
-        """What it may be, in words."""
-        if self.choices is not None:
-            return f"choices {list(self.choices)}"
-        low, high = self.bounds
-        return f"range [{low:g}, {high:g}]"
-
-    def closest(self, value: float | str) -> float | str | None:
-        """Return the value that it may take which is closest to `value`: itself inside; None for an unknown name."""
-        if isinstance(value, str):
-            return value if value in self.names else None
-        low, high = self.bounds
-        if self.ladder:
-            return min(self.ladder, key=lambda rung: abs(rung - value))
-        return min(max(value, low), high)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields that describe this range, ladder or set."""
-        if self.choices is not None:
-            return {"choices": list(self.choices)}
-        fields = {"min": self.min, "max": self.max, "scale": self.scale, "factor": self.factor}
-        return fields if self.founders is None else fields | {"founders": list(self.founders)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from fields by name; raises ValueError if a field is unknown or refused."""
-        refuse_unknown("field of RLParameter", values, [field.name for field in dataclasses.fields(cls)])
-        return cls(**values)
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):
@@ -158,7 +25,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             value, where it is given, lies among them; where it is not, it is the nearest to the default (see `first`).
 
     Raises:
-        ValueError: If a name is unknown, or a bound or a choice is illegal for its hyperparameter.
+        ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or one counts only in
+            a circle or where another has a value that it never takes.
     """
 
     def __init__(self, **parameters: RLParameter) -> None:
@@ -175,6 +43,8 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
                 checked_value(name, value)
         self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
+        self._check_conditions()
+        self._ordered = tuple(sorted(self._parameters, key=lambda name: (self._depth(name), name)))
 
     def __getitem__(self, name: str) -> RLParameter:
         return self._parameters[name]
@@ -187,6 +57,51 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
     def __repr__(self) -> str:
         return f"HyperparameterConfig({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+    def _check_conditions(self) -> None:
+        for name, parameter in self.items():
+            waiting = [name]
+            for other in waiting:  # grows while it is gone through
+                waiting += [each for each in self._condition(other) if each not in waiting]
+                if name in self._condition(other):
+                    raise ValueError(
+                        f"no hyperparameter can wait for itself, but {name} counts only when {other} has some value"
+                        f"{f', and {other} only when {name} has' if other != name else ''}: drop one `when`"
+                    )
+            for other, values in parameter.condition.items():
+                controlling = self.get(other)
+                if controlling is not None and not any(
+                    value is None or controlling.closest(value) == value for value in values
+                ):
+                    raise ValueError(
+                        f"{name} would never count: it needs {other} in {list(values)}, which has "
+                        f"{controlling.extent}: name values from there"
+                    )
+
+    def _condition(self, name: str) -> Mapping[str, tuple[Value, ...]]:
+        return self[name].condition if name in self else {}
+
+    def _depth(self, name: str) -> int:
+        return 1 + max((self._depth(other) for other in self._condition(name)), default=0)
+
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """The names such that each comes after those that it needs some value of."""
+        return self._ordered
+
+    def counts(self, name: str, values: Mapping[str, Value]) -> bool:
+        """Say whether a hyperparameter changes anything in a member with these values: see `RLParameter.when`.
+
+        What another needs counts itself, or the other does not either.
+        """
+        return all(
+            values[other] in needed and self.counts(other, values) for other, needed in self._condition(name).items()
+        )
+
+    def point(self, hyperparameters: Hyperparameters) -> tuple[Value, ...]:
+        """Return what makes a member differ from others here: all its values, None for those that do not count."""
+        values = hyperparameters.to_json()
+        return tuple(value if self.counts(name, values) else None for name, value in values.items())
 
     def first(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Hyperparameters:
         """Return the hyperparameters of a first member; where a default cannot evolve, it starts at the nearest value.
@@ -242,7 +157,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 f"the range of group_size must hold at least two divisors of samples_per_step={samples_per_step}, "
                 f"got {inside} in [{low}, {high}]: widen it to take in two of {valid}, or change samples_per_step"
             )
-        return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=inside)})
+        return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=inside, when=parameter.when)})
 
     def to_json(self) -> dict[str, dict[str, Any]]:
         """Return every parameter's fields by name."""

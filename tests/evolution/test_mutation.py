@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evogrpo.evolution.founders import spread_members
-from evogrpo.evolution.mutation import Mutation, neighbour, quantile
+from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, place, quantile
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 
 LR = RLParameter(min=1e-6, max=1e-3, scale="log")
@@ -96,7 +96,10 @@ class TestNeighbour:
         assert neighbour(parameter, 16, upward=upward, integer=True) == 8
 
     def test_a_range_narrower_than_a_step_is_crossed_to_the_farther_bound(self):
-        for parameter in (RLParameter(min=1.0, max=1.1, scale="log"), RLParameter(min=1.0, max=1.1, factor=3.0)):
+        for parameter in (
+            RLParameter(min=1.0, max=1.1, scale="log", factor=1.2),
+            RLParameter(min=1.0, max=1.1, factor=3.0),
+        ):
             assert neighbour(parameter, 1.02, upward=True, integer=False) == 1.1
             assert neighbour(parameter, 1.08, upward=True, integer=False) == 1.0
 
@@ -129,34 +132,39 @@ class TestMutation:
     @given(seed=st.integers(0, 2**32), probability=st.floats(0.001, 1))
     def test_it_records_exactly_what_changed(self, seed, probability):
         parent = Hyperparameters(max_grad_norm=0.7)
-        child, changes = Mutation(probability=probability)(parent, SPACE, np.random.default_rng(seed))
+        child = Mutation(probability=probability)(parent, SPACE, np.random.default_rng(seed))
         before, after = parent.to_json(), child.to_json()
+        changes = changes_between(parent, child)
         assert changes == {name: (before[name], after[name]) for name in before if before[name] != after[name]}
         assert changes
         assert set(changes) <= set(SPACE)
 
     def test_probability_one_changes_every_evolving_hyperparameter(self):
-        _, changes = Mutation(probability=1.0)(Hyperparameters(), SPACE, np.random.default_rng(0))
-        assert set(changes) == set(SPACE)
+        child = Mutation(probability=1.0)(Hyperparameters(), SPACE, np.random.default_rng(0))
+        assert set(changes_between(Hyperparameters(), child)) == set(SPACE)
 
     @pytest.mark.parametrize("probability", [1e-9, 0.5])
     def test_each_changes_as_often_as_stated(self, probability):
         rng, trials, names = np.random.default_rng(1), 4000, len(SPACE)
         counts = dict.fromkeys(SPACE, 0)
         for _ in range(trials):
-            for name in Mutation(probability=probability)(Hyperparameters(), SPACE, rng)[1]:
+            child = Mutation(probability=probability)(Hyperparameters(), SPACE, rng)
+            for name in changes_between(Hyperparameters(), child):
                 counts[name] += 1
         # Where none moves by itself, one drawn uniformly does.
         expected = probability + (1 - probability) ** names / names
         for count in counts.values():
             assert abs(count / trials - expected) < 5 * math.sqrt(expected * (1 - expected) / trials)
 
-    def test_many_mutations_do_not_drift_on_a_log_scale(self):
+    @pytest.mark.parametrize("factor", [None, 1.2, 4])
+    def test_many_mutations_do_not_drift_on_a_log_scale(self, factor):
         rng, trials = np.random.default_rng(2), 4000
-        space = HyperparameterConfig(lr=LR)
-        start = Hyperparameters(lr=3e-5)
-        logs = [math.log(Mutation()(start, space, rng)[0].lr / start.lr) for _ in range(trials)]
-        assert abs(np.mean(logs)) < 5 * math.log(LR.factor) / math.sqrt(trials)
+        space = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=factor))
+        start = Hyperparameters(lr=math.sqrt(1e-6 * 1e-3))  # the middle: what leaves one way leaves the other
+        logs = [math.log(Mutation()(start, space, rng).lr / start.lr) for _ in range(trials)]
+        assert abs(np.mean(logs)) < 5 * np.std(logs) / math.sqrt(trials)
+        if factor is not None:  # explicit: every step is of this size
+            assert np.allclose(np.abs(logs), math.log(factor))
 
     @pytest.mark.parametrize("start", ["grpo", "cispo", "dapo", None])
     def test_a_name_moves_to_any_other_one_with_equal_chance(self, start):
@@ -167,8 +175,8 @@ class TestMutation:
         others = [name for name in names if name != start]
         counts = dict.fromkeys(others, 0)
         for _ in range(trials):
-            child, changes = Mutation()(parent, space, rng)
-            assert changes == {"loss_type": (start, child.loss_type)}
+            child = Mutation()(parent, space, rng)
+            assert changes_between(parent, child) == {"loss_type": (start, child.loss_type)}
             counts[child.loss_type] += 1
         expected = 1 / len(others)
         for count in counts.values():
@@ -176,15 +184,16 @@ class TestMutation:
 
     def test_of_two_names_the_other_one_is_taken(self):
         space = HyperparameterConfig(advantage=RLParameter(choices=["outcome", "rloo"]))
-        child, _ = Mutation()(Hyperparameters(advantage="rloo"), space, np.random.default_rng(0))
+        child = Mutation()(Hyperparameters(advantage="rloo"), space, np.random.default_rng(0))
         assert child.advantage == "outcome"
 
     @pytest.mark.parametrize("name", ["clip_low", "clip_high"])
     def test_a_none_moves_from_the_number_it_stands_for(self, name):
         space = HyperparameterConfig(**{name: RLParameter(min=0.1, max=0.9, scale="log", factor=1.5)})
-        child, changes = Mutation()(Hyperparameters(clip_coef=0.3), space, np.random.default_rng(0))
+        parent = Hyperparameters(clip_coef=0.3)
+        child = Mutation()(parent, space, np.random.default_rng(0))
         assert getattr(child, name) in (pytest.approx(0.45), pytest.approx(0.2))
-        assert changes == {name: (None, getattr(child, name))}
+        assert changes_between(parent, child) == {name: (None, getattr(child, name))}
 
     @pytest.mark.parametrize(
         "parameter",
@@ -193,7 +202,7 @@ class TestMutation:
     def test_no_bound_on_advantages_moves_to_the_widest_one(self, parameter):
         space = HyperparameterConfig(advantage_clip=parameter)
         for seed in range(8):
-            child, _ = Mutation()(Hyperparameters(), space, np.random.default_rng(seed))
+            child = Mutation(resample=0)(Hyperparameters(), space, np.random.default_rng(seed))
             assert child.advantage_clip == 4
 
     def test_names_draw_as_much_whether_they_move_or_not(self):
@@ -209,7 +218,12 @@ class TestMutation:
 
     def test_an_empty_space_changes_nothing(self):
         parent = Hyperparameters()
-        assert Mutation()(parent, HyperparameterConfig(), np.random.default_rng(0)) == (parent, {})
+        assert Mutation()(parent, HyperparameterConfig(), np.random.default_rng(0)) == parent
+
+    @pytest.mark.parametrize("resample", [-0.1, 1.1, float("nan"), True, "0.5", None])
+    def test_a_chance_of_drawing_anew_outside_its_range_is_refused(self, resample):
+        with pytest.raises(ValueError, match="resample must"):
+            Mutation(resample=resample)
 
     @pytest.mark.parametrize("probability", [0, -0.1, 1.1, float("nan"), True, "0.5"])
     def test_a_probability_outside_its_range_is_refused(self, probability):
@@ -217,10 +231,76 @@ class TestMutation:
             Mutation(probability=probability)
 
     def test_json_round_trip(self):
-        mutation = Mutation(probability=0.25)
+        mutation = Mutation(probability=0.25, resample=0.5)
         assert Mutation.from_json(json.loads(json.dumps(mutation.to_json()))) == mutation
         with pytest.raises(ValueError, match="did you mean 'probability'"):
             Mutation.from_json({"propability": 0.25})
+
+
+class TestSteps:
+    @given(data=st.data(), integer=st.booleans(), size=st.floats(1e-6, 3), upward=st.booleans())
+    def test_steps_of_every_size_move_and_stay_in_bounds(self, data, integer, size, upward):
+        parameter = data.draw(parameters(integer))
+        value = quantile(parameter, data.draw(st.floats(0, 1)), integer=integer)
+        moved = neighbour(parameter, value, upward=upward, integer=integer, size=size)
+        low, high = parameter.bounds
+        assert moved != value
+        assert low <= moved <= high
+        assert parameter.choices is None or moved in parameter.choices
+
+    @pytest.mark.parametrize("scale", ["linear", "log"])
+    def test_a_step_is_a_share_of_the_range_on_its_scale(self, scale):
+        parameter = RLParameter(min=1e-4, max=1e-1, scale=scale)
+        value = quantile(parameter, 0.4, integer=False)
+        assert place(parameter, value) == pytest.approx(0.4)
+        for size, upward in ((0.2, True), (0.5, True), (0.1, False)):
+            moved = neighbour(parameter, value, upward=upward, integer=False, size=size)
+            assert place(parameter, moved) == pytest.approx(0.4 + size if upward else 0.4 - size)
+
+    def test_a_long_ladder_is_climbed_by_its_share_of_the_rungs(self):
+        parameter = RLParameter(choices=[2**power for power in range(11)])
+        assert neighbour(parameter, 1, upward=True, integer=True, size=0.3) == 8
+        assert neighbour(parameter, 512, upward=True, integer=True, size=0.3) == 1024
+        assert neighbour(parameter, 1024, upward=True, integer=True, size=0.3) == 128
+        assert place(parameter, 8) == pytest.approx(0.3)
+
+    def test_ladders_are_climbed_by_more_than_one_rung_at_times_and_every_rung_is_reached(self):
+        rungs = [4, 8, 16, 32, 64]
+        space = HyperparameterConfig(batch_size=RLParameter(choices=rungs))
+        rng, value, jumps, seen = np.random.default_rng(0), Hyperparameters(batch_size=4), set(), set()
+        for _ in range(300):
+            child = Mutation()(value, space, rng)
+            jumps.add(abs(rungs.index(child.batch_size) - rungs.index(value.batch_size)))
+            seen.add(child.batch_size)
+            value = child
+        assert jumps == {1, 2, 3, 4}
+        assert seen == set(rungs)
+
+    def test_sizes_descend_from_the_step_that_the_parent_was_born_with(self):
+        space, start = HyperparameterConfig(lr=LR), Hyperparameters(lr=3e-5)
+
+        def typical(steps):
+            rng = np.random.default_rng(1)
+            moved = [Mutation(resample=0)(start, space, rng, steps).lr for _ in range(400)]
+            return np.median([abs(place(LR, lr) - place(LR, start.lr)) for lr in moved])
+
+        assert typical({"lr": 0.05}) == pytest.approx(0.05, rel=0.2)
+        assert typical({"lr": -0.05}) == typical({"lr": 0.05})
+        assert typical(None) == typical({}) == pytest.approx(0.2, rel=0.2)
+        assert typical({"lr": 1e-9}) == pytest.approx(0.02, rel=0.2)  # no line comes to rest
+        assert typical({"lr": 1.0}) > 0.3
+
+    def test_one_that_moves_is_drawn_from_the_whole_range_as_often_as_stated(self):
+        narrow = RLParameter(min=1e-6, max=1e-3, scale="log", founders=(1e-6, 2e-6))
+        space, rng, trials = HyperparameterConfig(lr=narrow), np.random.default_rng(0), 3000
+        start = Hyperparameters(lr=1e-6)
+        places = [place(LR, Mutation(resample=0.4)(start, space, rng, {"lr": 0.02}).lr) for _ in range(trials)]
+        # A hundredth of a step's sizes lie beyond 0.02 exp(3 x 0.75), a sixth of the range's draws below.
+        far = sum(each > 0.2 for each in places) / trials
+        assert far == pytest.approx(0.4 * 0.8, abs=0.04)
+        # What a factor is given for takes that step and no other.
+        exact = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log", factor=2))
+        assert {round(Mutation(resample=1.0)(start, exact, rng).lr / start.lr, 6) for _ in range(50)} == {2.0}
 
 
 class TestSpread:

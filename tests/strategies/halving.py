@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.evolution import Choice, Draw, History, Mutation, Plan, Stateless
+from evogrpo.evolution import Choice, Draw, History, Mutation, Plan, Stateless, proposals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Halving(Stateless):
                 choices.append(Choice(parent=slot, reason="kept: survived the round"))
                 continue
             choices.append(Choice(parent=elite if born else None, reason="a new round"))
-            born[slot] = Mutation().of(last.member(elite).hyperparameters, space)
+            born[slot] = proposals(Mutation(), history, last.member(elite), space)
         return Plan.from_choices(history, choices, born, rng=rng, samples_per_step=first.samples_per_step)
 
     def to_json(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.perturbation import proposals
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
@@ -74,7 +75,7 @@ class Tournament(Stateless):
             parent = parent_of(history, choice)
             renewed = choice.parent != slot or (slot == elite and not self.elitism)
             if self.mutation is not None and parent is not None and renewed:
-                draws[slot] = self.mutation.of(parent.hyperparameters, space)
+                draws[slot] = proposals(self.mutation, history, parent, space)
         return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
 
     def to_json(self) -> dict[str, Any]:

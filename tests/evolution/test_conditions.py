@@ -1,0 +1,132 @@
+"""Hyperparameters that count only where others have some value: not drawn, not mutated, and no difference elsewhere."""
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution import Mutation, changes_between, spread_members
+from evogrpo.evolution.distinct import Occupied, points
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+
+NAMES = RLParameter(choices=["grpo", "gspo", "cispo"])
+SPACE = HyperparameterConfig(
+    loss_type=NAMES,
+    clip_high=RLParameter(min=0.1, max=0.6, when={"loss_type": ["grpo", "gspo"]}),
+    update_epochs=RLParameter(choices=[1, 2, 4], when={"clip_high": [0.1, 0.2], "loss_type": "grpo"}),
+    beta=RLParameter(choices=[0.0, 0.01]),
+)
+TREE = HyperparameterConfig(
+    loss_type=NAMES,
+    update_epochs=RLParameter(choices=[1, 2, 4], when={"loss_type": "grpo"}),
+    batch_size=RLParameter(choices=[8, 16], when={"update_epochs": [2, 4]}),
+)
+
+
+def counting(space, values):
+    """The slow way: every condition of every condition, written out."""
+    record = values.to_json()
+
+    def holds(name):
+        return name not in space or all(
+            record[other] in needed and holds(other) for other, needed in space[name].condition.items()
+        )
+
+    return {name for name in space if holds(name)}
+
+
+@pytest.mark.parametrize("space", [SPACE, TREE], ids=["wide", "tree"])
+@pytest.mark.parametrize("probability", [0.2, 1.0])
+def test_mutation_moves_what_counts_and_nothing_else(space, probability):
+    rng, parent, kinds = np.random.default_rng(0), Hyperparameters(loss_type="grpo"), set()
+    for _ in range(200):
+        child = Mutation(probability=probability)(parent, space, rng)
+        changes = set(changes_between(parent, child))
+        before, after = counting(space, parent), counting(space, child)
+        assert changes
+        assert changes <= after
+        if "loss_type" not in changes and probability == 1.0:
+            assert changes >= before & after
+        for name in after & set(changes) - {"loss_type"}:
+            assert space[name].closest(getattr(child, name)) == getattr(child, name)
+        kinds.add(frozenset(after))
+        parent = child
+    assert len(kinds) > 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_founders_are_not_spread_over_what_does_not_count(seed):
+    first = Hyperparameters(loss_type="cispo", batch_size=32)
+    members = spread_members(first, TREE, 30, np.random.default_rng(seed), 64)
+    for member in members:
+        for name in set(TREE) - counting(TREE, member):
+            assert getattr(member, name) == getattr(first, name)
+    # gspo, cispo, and grpo with one epoch or with 2 or 4 epochs of two batch sizes.
+    assert len({TREE.point(member) for member in members}) == 2 + 1 + 2 * 2
+
+
+def test_every_point_of_a_tree_is_found_once():
+    found = [TREE.point(each) for each in points(TREE, Hyperparameters(), 100, np.random.default_rng(0))]
+    assert len(found) == len(set(found)) == 7
+
+
+def test_what_does_not_count_makes_no_difference():
+    occupied = Occupied(TREE)
+    occupied.add(1, Hyperparameters(loss_type="gspo", batch_size=8))
+    assert not occupied.free(1, Hyperparameters(loss_type="gspo", batch_size=16))
+    assert occupied.free(1, Hyperparameters(loss_type="grpo", batch_size=8))
+    assert occupied.free(2, Hyperparameters(loss_type="gspo", batch_size=8))
+
+
+def test_none_is_a_value_of_its_own():
+    space = HyperparameterConfig(beta=RLParameter(choices=[0.0, 0.1], when={"loss_type": [None, "dapo"]}))
+    answers = {name: space.counts("beta", Hyperparameters(loss_type=name).to_json()) for name in (None, "dapo", "grpo")}
+    assert answers == {None: True, "dapo": True, "grpo": False}
+
+
+def test_conditions_survive_json_and_another_number_of_samples():
+    space = HyperparameterConfig(
+        loss_type=NAMES, group_size=RLParameter(min=2, max=16, when={"loss_type": ["grpo", "gspo"]})
+    )
+    again = HyperparameterConfig.from_json(space.to_json())
+    assert dict(again) == dict(space)
+    assert again.for_samples_per_step(16)["group_size"].condition == {"loss_type": ("grpo", "gspo")}
+    assert hash(space["group_size"]) == hash(again["group_size"])
+
+
+def ladder(**when):
+    return RLParameter(choices=[1, 2], when=when)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ladder(los_type="grpo"), "did you mean 'loss_type'"),
+        (lambda: ladder(loss_type="grp"), "loss_type must be one of"),
+        (lambda: ladder(loss_type=[]), "at least one value of loss_type"),
+        (lambda: ladder(update_epochs=1.5), "update_epochs must be an integer"),
+        (lambda: RLParameter(choices=[1, 2], when={}), "must name hyperparameters"),
+        (lambda: RLParameter(choices=[1, 2], when="grpo"), "must name hyperparameters"),
+        (lambda: HyperparameterConfig(batch_size=ladder(batch_size=1)), "no hyperparameter can wait for itself"),
+        (
+            lambda: HyperparameterConfig(batch_size=ladder(update_epochs=1), update_epochs=ladder(batch_size=1)),
+            "no hyperparameter can wait for itself",
+        ),
+        (
+            lambda: HyperparameterConfig(
+                beta=ladder(batch_size=1), batch_size=ladder(update_epochs=1), update_epochs=ladder(beta=1)
+            ),
+            "no hyperparameter can wait for itself",
+        ),
+        (lambda: HyperparameterConfig(batch_size=ladder(update_epochs=3), update_epochs=ladder()), "must name"),
+        (
+            lambda: HyperparameterConfig(batch_size=ladder(update_epochs=3), update_epochs=RLParameter(choices=[1, 2])),
+            "batch_size would never count",
+        ),
+        (
+            lambda: HyperparameterConfig(beta=ladder(loss_type="dapo"), loss_type=NAMES),
+            "beta would never count",
+        ),
+    ],
+)
+def test_conditions_that_mean_nothing_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
