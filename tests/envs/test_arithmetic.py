@@ -1,4 +1,4 @@
-"""The built-in arithmetic task."""
+"""The built-in arithmetic tasks."""
 
 import re
 
@@ -7,7 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo.envs import TASKS
-from evogrpo.envs.prompts.arithmetic import accuracy, final_number, two_digit_questions, two_digit_sums
+from evogrpo.envs.prompts.arithmetic import (
+    accuracy,
+    digit_chain_questions,
+    final_number,
+    two_digit_questions,
+    two_digit_sums,
+)
 from evogrpo.records.transcripts import in_one_turn
 
 ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
@@ -29,6 +35,22 @@ def test_every_answer_is_right_and_every_question_distinct_even_with_terms_excha
             assert min(a, b) >= 10
             seen.add((min(a, b), sign, max(a, b)))
     assert len(seen) == 8190
+
+
+def test_chains_are_right_begin_with_a_digit_and_each_occurs_once_in_whatever_order():
+    tables = digit_chain_questions(0, 64, 256)
+    assert {split: len(rows) for split, rows in tables.items()} == {"train": 5170, "validation": 64, "test": 256}
+    seen = set()
+    for row in (row for rows in tables.values() for row in rows):
+        problem = re.fullmatch(r"State the final answer to .* problem: (\d( [+-] \d){3}) =", row["question"])[1]
+        terms = [int(term.replace(" ", "")) for term in re.findall(r"(?:^|[+-] )\d", problem)]
+        assert len(terms) == 4
+        assert sum(terms) == int(row["answer"])
+        seen.add(tuple(sorted(terms)))
+    assert len(seen) == 5490
+    assert digit_chain_questions(0, 64, 256) == tables != digit_chain_questions(1, 64, 256)
+    with pytest.raises(ValueError, match="together less than 5490"):
+        digit_chain_questions(0, 5000, 490)
 
 
 def test_held_out_questions_are_like_training_questions():
@@ -101,6 +123,7 @@ def test_endless_digits_are_no_answer_and_no_error():
 
 
 def test_the_task_is_declared_and_builds(tokenizer, encode):
+    assert list(TASKS) == ["two_digit_sums", "digit_chains"]
     task = TASKS["two_digit_sums"]
     assert "\n" not in task.description
     env = task.build(tokenizer, seed=4, validation_size=8, test_size=16)

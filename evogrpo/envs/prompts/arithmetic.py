@@ -1,6 +1,7 @@
-"""The built-in task `two_digit_sums`: sums and differences of two-digit numbers, worded as reasoning-gym words them."""
+"""The built-in tasks: sums and differences, of two-digit numbers and of four digits, worded as reasoning-gym does."""
 
 import re
+from itertools import combinations_with_replacement
 from typing import Any
 
 from evogrpo.envs.groups import SPLITS, Split
@@ -58,20 +59,57 @@ def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict
     """
     rng = generator(seed, "two_digit_sums")
     terms = [(a, b, sign) for a in range(10, 100) for b in range(a, 100) for sign in (1, -1)]
-    if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(terms):
-        raise ValueError(
-            f"validation_size and test_size must be at least 1 and together less than {len(terms)}, "
-            f"got {validation_size} and {test_size}"
-        )
     exchange = rng.random(len(terms)) < 0.5
     rows = []
     for number in rng.permutation(len(terms)):
         a, b, sign = terms[number]
         if exchange[number]:
             a, b = b, a
-        problem = f"{a} {'+' if sign > 0 else '-'} {b}"
-        question = f"State the final answer to the following arithmetic problem: {problem} ="
-        rows.append({"question": question, "answer": str(a + sign * b)})
+        rows.append(_row(f"{a} {'+' if sign > 0 else '-'} {b}", a + sign * b))
+    return _split(rows, validation_size, test_size)
+
+
+def digit_chain_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+    """Return all questions of the task `digit_chains`, split by a seeded shuffle.
+
+    Four digits from 1 to 9 are added and subtracted. Each set of signed digits occurs once, in an order drawn by the
+    seed that begins with one that is added: no held-out question is a training question with its terms exchanged.
+
+    Args:
+        seed: Seed of the split and of the order of terms.
+        validation_size: Questions in the validation split.
+        test_size: Questions in the test split.
+
+    Returns:
+        Rows with the columns question and answer per split; 5490 in all.
+
+    Raises:
+        ValueError: If a size is not positive or leaves no training question.
+    """
+    rng = generator(seed, "digit_chains")
+    digits = [digit for digit in range(-9, 10) if digit]
+    chains = [chain for chain in combinations_with_replacement(digits, 4) if max(chain) > 0]
+    rows = []
+    for number in rng.permutation(len(chains)):
+        others = [int(term) for term in rng.permutation(chains[number])]
+        first = next(term for term in others if term > 0)
+        others.remove(first)
+        problem = " ".join([str(first), *(f"{'+' if term > 0 else '-'} {abs(term)}" for term in others)])
+        rows.append(_row(problem, first + sum(others)))
+    return _split(rows, validation_size, test_size)
+
+
+def _row(problem: str, answer: int) -> dict[str, str]:
+    question = f"State the final answer to the following arithmetic problem: {problem} ="
+    return {"question": question, "answer": str(answer)}
+
+
+def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+    if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(rows):
+        raise ValueError(
+            f"validation_size and test_size must be at least 1 and together less than {len(rows)}, "
+            f"got {validation_size} and {test_size}"
+        )
     ends = (len(rows) - validation_size - test_size, len(rows) - test_size)
     return dict(zip(SPLITS, (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]), strict=True))
 
@@ -88,7 +126,19 @@ def two_digit_sums(
         seed: Seed of the split and of the training order.
         gym_options: Further arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
     """
-    tables = two_digit_questions(seed, validation_size, test_size)
+    return _environment(two_digit_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
+
+
+def digit_chains(
+    tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
+) -> HuggingFaceGym:
+    """Return the task as an environment; its reward is `accuracy`, its arguments those of `two_digit_sums`."""
+    return _environment(digit_chain_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
+
+
+def _environment(
+    tables: dict[Split, list[dict[str, str]]], tokenizer: Tokenizer, seed: int, gym_options: dict[str, Any]
+) -> HuggingFaceGym:
     return HuggingFaceGym(
         tables["train"],
         tables["test"],
