@@ -17,6 +17,7 @@ from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.kept import Kept
 from evogrpo.evolution.lineage import NETWORK, Lineage
 from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.policies.sampler import Sampler
@@ -139,7 +140,12 @@ class Population(Sequence[Any]):
         return collect(self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
 
     def learn(
-        self, experience: Experience, *, step: int, sources: Mapping[int, Sequence[int]] | None = None
+        self,
+        experience: Experience,
+        *,
+        step: int,
+        sources: Mapping[int, Sequence[int]] | None = None,
+        shared: SharedExperience | None = None,
     ) -> dict[int, LearnReport]:
         """Let the healthy members learn from what was sampled, and mark those that fail.
 
@@ -148,6 +154,7 @@ class Population(Sequence[Any]):
             step: Number of the learning step; names the random streams.
             sources: For slots that are to learn from others' samples, by their ratio to the policy that acted and at
                 its temperature: the slots whose samples they learn from, their own only if it is among them.
+            shared: Which of these sources count, and how; None = all of them, each row like one of its own.
 
         Returns:
             One report per member, by slot.
@@ -164,7 +171,9 @@ class Population(Sequence[Any]):
                     f"{list(own)} with healthy slots {sorted(healthy)}"
                 )
         learners = [
-            replace(agent.learner(step), sources=tuple(given[agent.slot]) if agent.slot in given else None)
+            replace(agent.learner(step), sources=tuple(given[agent.slot]), shared=shared)
+            if agent.slot in given
+            else agent.learner(step)
             for agent in self.healthy
         ]
         self.members.banks.changed.update(
@@ -225,6 +234,12 @@ class Population(Sequence[Any]):
         check_groups(env)
         self.members.check(env)
 
+    def history(self, generations: Sequence[Generation]) -> History:
+        """Return what strategies see of these generations and of the members' line of descent."""
+        return History(
+            space=self.space, next_index=self.next_index, generations=tuple(generations), kept=self.kept.seen
+        )
+
     def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
         """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones.
 
@@ -235,10 +250,7 @@ class Population(Sequence[Any]):
         Raises:
             ValueError: If every member failed, or the plan cannot be carried out.
         """
-        seed = self.members.settings.seed
-        history = History(
-            space=self.space, next_index=self.next_index, generations=tuple(generations), kept=self.kept.seen
-        )
+        seed, history = self.members.settings.seed, self.history(generations)
         plan = strategy.plan(history, generator(seed, "plan", history.last.number))
         if not isinstance(plan, Plan):
             raise ValueError(f"a strategy returns a Plan, got {type(plan).__name__}: see evogrpo.evolution.Plan")

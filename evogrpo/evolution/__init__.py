@@ -10,6 +10,7 @@ from evogrpo.evolution.mutation import Changes, Mutation, changes_between, neigh
 from evogrpo.evolution.perturbation import Perturbation, proposals
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (
     PB2,
     Fixed,
@@ -43,6 +44,7 @@ __all__ = [
     "Replay",
     "ScheduleStage",
     "Seat",
+    "SharedExperience",
     "Stateless",
     "Strategy",
     "Tournament",

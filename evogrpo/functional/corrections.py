@@ -89,6 +89,33 @@ def _difference(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor) 
     return torch.where(mask & ~sampler_log_probs.isnan(), difference, 0.0)
 
 
+def effective_share(log_ratios: Tensor, sources: Tensor, count: int) -> Tensor:
+    r"""Return the effective sample size of each source's actions under another policy, as a share of their number.
+
+    With w = exp(log_ratios) it is (sum w)^2 / (k sum w^2) over the k actions of a source: 1 where all weights are
+    equal, 1/k where one of them is all that counts.
+
+    Args:
+        log_ratios: `[k]` log-probabilities under the policy that would learn, less those under the one that acted, in
+            nats.
+        sources: `[k]` which source each action is of, in 0..count - 1.
+        count: How many sources there are.
+
+    Returns:
+        `[count]` float64 in [0, 1]; NaN for a source without actions.
+
+    Source: Kish, Survey Sampling (1965).
+    """
+    given = log_ratios.double()
+    # A common factor changes nothing: without the largest weight of a source none overflows.
+    largest = given.new_full((count,), -math.inf).scatter_reduce(0, sources, given, "amax")
+    weights = (given - largest[sources]).exp()
+    totals, squares, amounts = (
+        given.new_zeros(count).index_add(0, sources, each) for each in (weights, weights**2, torch.ones_like(given))
+    )
+    return totals**2 / (amounts * squares)
+
+
 def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quantile: float) -> Tensor:
     """Tell which actions belong to the share of a member's actions with the highest entropy.
 

@@ -19,6 +19,7 @@ def neutral(
     *,
     samples_per_step: int,
     rows_are_samples: bool = True,
+    shared: bool = False,
 ) -> dict[str, str]:
     """Say which evolving hyperparameters change nothing, why, and what to do.
 
@@ -29,11 +30,12 @@ def neutral(
         samples_per_step: Samples of every member per learning step.
         rows_are_samples: Whether `batch_size` counts samples; False where it counts transitions, whose number is not
             known in advance.
+        shared: Whether members learn from each other's samples too, where the ratio is not 1 to begin with.
 
     Returns:
         A sentence by hyperparameter, in the order of `space`; empty when everything that evolves can matter.
     """
-    several = not rows_are_samples or _several_steps(members, space, samples_per_step)
+    several = shared or not rows_are_samples or _several_steps(members, space, samples_per_step)
     found: dict[str, str] = {}
     reasons = [*_clipping(objective, members, space), *_advantage_clip(objective, members, space)]
     if rows_are_samples:
@@ -65,9 +67,17 @@ def warn_neutral(
     *,
     samples_per_step: int,
     rows_are_samples: bool = True,
+    shared: bool = False,
 ) -> None:
     """Warn, once each, about evolving hyperparameters that change nothing; the arguments are those of `neutral`."""
-    found = neutral(objective, members, space, samples_per_step=samples_per_step, rows_are_samples=rows_are_samples)
+    found = neutral(
+        objective,
+        members,
+        space,
+        samples_per_step=samples_per_step,
+        rows_are_samples=rows_are_samples,
+        shared=shared,
+    )
     for reason in found.values():
         warnings.warn(reason, stacklevel=4)
 

@@ -11,6 +11,7 @@ from torch import nn
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment, Tried
+from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat
@@ -27,7 +28,7 @@ from evogrpo.training.schedule import LIMITS, Schedule
 
 _RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
 _SHOWN = ("strategy", "progress", "allow_memory")
-_EVOLVE = ("population", "env", *_SHOWN, *_RECORDS)
+_EVOLVE = ("population", "env", "experience", *_SHOWN, *_RECORDS)
 _RESUME = ("run_dir", "env", *_SHOWN, "actor_network", "algorithm", "allow_changed_data")
 
 
@@ -36,6 +37,7 @@ def evolve(
     env: GroupEnvironment,
     *,
     strategy: Strategy | None = None,
+    experience: SharedExperience | str = "own",
     run_dir: str | Path | None = None,
     keep_checkpoints: int = 2,
     checkpoint_steps: int | None = None,
@@ -56,6 +58,8 @@ def evolve(
         env: Where they act.
         strategy: The rule of selection and mutation; `Tournament()` by default. With a `run_dir`, one of your own must
             be of a class that a module other than the program itself defines, so that the run can be resumed.
+        experience: "own" lets every member learn from its own samples; "shared", or a `SharedExperience` with settings,
+            from those of others as well.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: Likewise.
@@ -82,7 +86,7 @@ def evolve(
         completions=completions,
         completions_format=completions_format,
     )
-    planned = Schedule(**schedule)
+    planned, shared = Schedule(**schedule), shared_experience(experience)
     _check_memory(population, env, planned, allowed=allow_memory)
     if isinstance(env, Tried):
         env.preflight()
@@ -91,6 +95,7 @@ def evolve(
         env,
         schedule=planned,
         strategy=Tournament() if strategy is None else strategy,
+        experience=shared,
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
     return _shown(run, console)
@@ -150,6 +155,7 @@ def resume(
         run_dir=saved.run_dir(run_dir),
         progress=so_far,
         changed_data=changed,
+        experience=saved.experience,
     )
     return _shown(run, console)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from evogrpo.envs.groups import SPLITS, GroupEnvironment
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.text import count_text, counted
 from evogrpo.training.configuration.sections import AnyConfig
 
@@ -59,7 +60,15 @@ def samples_row(config: AnyConfig, samples: str) -> str:
     size, each, most = config.population.size, config.schedule.samples_per_step, config.agent.objective.dynamic_sampling
     times = "once" if most == 1 else f"up to {most} times"
     refills = f"; groups whose rewards are all equal are sampled anew {times}" if most else ""
-    return f"{each} {samples} per member and learning step, {size * each} in all{refills}"
+    each_learns = "" if config.experience is None else _learnt_from(config.experience, size, each)
+    return f"{each} {samples} per member and learning step, {size * each} in all{each_learns}{refills}"
+
+
+def _learnt_from(experience: SharedExperience, size: int, each: int) -> str:
+    """Say whose samples a member learns from, and how many these are at most."""
+    whose = {"leader": "its own and the leader's", "better": "its own and those of better ones", "all": "those of all"}
+    most = size * each if experience.samplers == "rank" else experience.sources_at_most(size) * each
+    return f"; each learns from {whose[experience.learn_from]}, {most} at most"
 
 
 def sizes_text(env: GroupEnvironment) -> str:

@@ -89,7 +89,13 @@ def rehearse(prepared: PreparedRun) -> None:
     config.schedule.check_held_out(prepared.env)
     fingerprint_of(prepared.env)
     first = config.agent.objective.resolved(config.hyperparameters, config.evolve)
-    warn_neutral(config.agent.objective, [first], config.evolve, samples_per_step=config.schedule.samples_per_step)
+    warn_neutral(
+        config.agent.objective,
+        [first],
+        config.evolve,
+        samples_per_step=config.schedule.samples_per_step,
+        shared=config.experience is not None,
+    )
 
 
 def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
@@ -218,6 +224,7 @@ def _evolution(
         run_dir=run_dir,
         progress=progress,
         changed_data=changed_data,
+        experience=config.experience,
         description={name: fact for name, fact in facts.items() if fact is not None},
     )
 

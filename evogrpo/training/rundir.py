@@ -12,6 +12,7 @@ import evogrpo
 from evogrpo.agents.checkpoints.saving import population_state, save_agent
 from evogrpo.agents.classes import own_algorithm
 from evogrpo.agents.population import Population
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.checkpoint import write_checkpoint
 from evogrpo.persistence.claim import Claim
@@ -123,6 +124,7 @@ class RunDir:
         strategy: Strategy,
         schedule: Schedule,
         data: Mapping[str, str] | None,
+        experience: SharedExperience | None,
     ) -> None:
         """Checkpoint everything as the generation under way, and drop old generations; `data` is what it acts in."""
         self._check_claim()
@@ -136,6 +138,7 @@ class RunDir:
             "strategy": strategy_record(strategy),
             "strategy_state": strategy.state(),
             "schedule": schedule.to_json(),
+            "experience": "own" if experience is None else experience.to_json(),
             "records": self.logging.to_json(),
             "data": data,
             "config": self._config,

@@ -15,6 +15,7 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.checkpoint import read_checkpoint, read_record
 from evogrpo.persistence.claim import Claim
@@ -74,6 +75,11 @@ class Saved:
     def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
         """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
         return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
+
+    @property
+    def experience(self) -> SharedExperience | None:
+        """How its members learn from each other's samples; None = each from its own, as ever in earlier versions."""
+        return shared_experience(self.record.get("experience"))
 
     @property
     def logging(self) -> LoggingConfig:

@@ -160,8 +160,13 @@ class Schedule:
             sizes.append(int(parameter.bounds[0]))
         return samples // min(sizes)
 
-    def warn_neutral(self, population: "Population") -> None:
-        """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective."""
+    def warn_neutral(self, population: "Population", *, shared: bool) -> None:
+        """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective.
+
+        Args:
+            population: The members.
+            shared: Whether they learn from each other's samples.
+        """
         if "objective" in population.algorithm.unused_options:
             return  # what matters to an algorithm of the user's own is not known here
         warn_neutral(
@@ -170,4 +175,5 @@ class Schedule:
             population.space,
             samples_per_step=self.samples_per_step,
             rows_are_samples=not population.plays,
+            shared=shared,
         )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.functional.corrections import TIED, high_entropy_mask, importance_weights, mismatch
+from evogrpo.functional.corrections import TIED, effective_share, high_entropy_mask, importance_weights, mismatch
 from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
 RATIOS = torch.tensor([[1.5, 0.5, 3.0, 9.0], [1.6, 1.6, 1.0, 9.0]])
@@ -116,3 +116,27 @@ def test_keeping_everything_keeps_everything():
     entropies = torch.rand(3, 4, generator=torch.Generator().manual_seed(0))
     mask = torch.tensor([[True] * 4, [True] * 2 + [False] * 2, [False] * 4])
     assert torch.equal(high_entropy_mask(entropies, mask, torch.tensor([0, 1, 2]), 1.0), mask)
+
+
+# ---- effective sample size
+
+
+@pytest.mark.parametrize("learner", [(0.2, 0.3, 0.5), (0.5, 0.25, 0.25), (0.1, 0.1, 0.8), (0.001, 0.001, 0.998)])
+def test_the_effective_sample_size_of_two_categorical_policies(learner):
+    """Actions as often as the policy that acted takes them: 1 / sum q^2 / p, which is exp of minus their Rényi-2."""
+    acted = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+    actions = torch.arange(3).repeat_interleave((acted * 40).round().long())
+    log_ratios = (torch.tensor(learner, dtype=torch.float64) / acted).log()[actions]
+    expected = 1 / (torch.tensor(learner, dtype=torch.float64) ** 2 / acted).sum()
+    # Beside another source, and with weights known up to a factor only.
+    both = torch.cat([log_ratios, torch.zeros(7, dtype=torch.float64), log_ratios - 500.0])
+    sources = torch.tensor([0] * 40 + [1] * 7 + [3] * 40)
+    found = effective_share(both, sources, 5)
+    torch.testing.assert_close(found[[0, 1, 3]], torch.stack([expected, torch.ones_like(expected), expected]))
+    assert found[[2, 4]].isnan().all()
+
+
+@pytest.mark.parametrize("largest", [30.0, 800.0, 1e5])
+def test_one_action_that_carries_all_the_weight_is_one_of_many(largest):
+    log_ratios = torch.tensor([largest] + [0.0] * 9)
+    assert float(effective_share(log_ratios, torch.zeros(10, dtype=torch.long), 1)) == pytest.approx(0.1)

@@ -90,15 +90,19 @@ def test_evolving_a_clip_that_never_binds_is_warned_of(options, space, neutral):
     population = tiny_population(2, hp_config=HyperparameterConfig(**space), **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Schedule(generations=1, samples_per_step=64).warn_neutral(population)
+        Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=False)
     assert sum(str(warning.message).startswith("clip_coef evolves") for warning in caught) == neutral
+    with warnings.catch_warnings():  # others' samples were drawn from another policy, so ratios are not 1
+        warnings.filterwarnings("error", message="clip_coef evolves")
+        warnings.filterwarnings("ignore", message="batch_size evolves")
+        Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=True)
 
 
 def test_every_neutral_hyperparameter_is_warned_of_once():
     space = HyperparameterConfig(batch_size=RLParameter(choices=[64, 128]), **CLIP)
     population = tiny_population(2, hp_config=space)
     with pytest.warns(UserWarning, match=" evolves, but ") as caught:
-        Schedule(generations=1, samples_per_step=64).warn_neutral(population)
+        Schedule(generations=1, samples_per_step=64).warn_neutral(population, shared=False)
     assert [str(warning.message).split()[0] for warning in caught] == ["clip_coef", "batch_size"]
 
 

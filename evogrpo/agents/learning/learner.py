@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.hyperparameters import Hyperparameters
 
 
@@ -16,6 +17,7 @@ class Learner:
         hyperparameters: Read here and nowhere else.
         sources: Slots of the members whose samples it learns from, each at the temperature it was sampled at; None =
             its own only.
+        shared: Which of these sources count, and how; None = all of them, each row like one of its own.
     """
 
     slot: int
@@ -23,6 +25,7 @@ class Learner:
     step: int
     hyperparameters: Hyperparameters
     sources: tuple[int, ...] | None = None
+    shared: SharedExperience | None = None
 
     @property
     def taught_by(self) -> tuple[int, ...]:

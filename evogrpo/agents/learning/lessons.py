@@ -30,6 +30,17 @@ class Lessons:
             return self.batch.select(numbers)
         return replace(self.batch.select(self.rows[numbers]), member_ids=self.outcomes.member_ids[numbers])
 
+    @property
+    def of_others(self) -> Tensor:
+        """`[m]` booleans: another member than the one that learns has sampled the lesson's row."""
+        sampled_by, learners = self.outcomes.sampled_by, self.outcomes.member_ids
+        return torch.zeros_like(learners, dtype=torch.bool) if sampled_by is None else sampled_by != learners
+
+    def only(self, numbers: Tensor) -> "Lessons":
+        """Return some of the lessons, in that order."""
+        rows = numbers if self.rows is None else self.rows[numbers]
+        return Lessons(batch=self.batch, rows=rows, outcomes=self.outcomes.select(numbers))
+
     def as_sampled(self, numbers: Tensor) -> Batch:
         """Return the rows of some lessons as a batch of the members that acted."""
         part = self.select(numbers)

@@ -35,6 +35,10 @@ NAMES: Mapping[str, str] = {
     "optimizer steps' actions that needed a forward pass",
     "clip_fraction": "small networks only: fraction of these actions whose ratio lies outside the clip range, whether "
     "or not the clip binds",
+    "shared_ess": "effective sample size of the samples of others, as a share of their actions: mean over the members "
+    "that it was measured of; missing where it was not, as for the two below",
+    "shared_outside": "fraction of these actions whose ratio to the policy that acted lies outside the clip at first",
+    "shared_share": "fraction of the samples of others that count",
     "kl": "mean KL(policy || reference) per action as kl_estimator finds it, in nats; missing where beta is 0",
     "kl_coef": "beta times its adaptive factor; missing unless it adapts",
     "entropy": "mean entropy of the distributions acted from, in nats, over the actions that needed a forward pass",

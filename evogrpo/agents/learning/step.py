@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.action_losses import MEASURES, ActionLosses
+from evogrpo.agents.learning.borrowed import near_enough
 from evogrpo.agents.learning.coefficients import Coefficients, row_coefficients
 from evogrpo.agents.learning.known_log_probs import KnownLogProbs
 from evogrpo.agents.learning.learner import Learner
@@ -141,6 +142,8 @@ def minibatches(learner: Learner, batch: Batch, seed: int, *, keep_groups: bool 
     """
     rows = (batch.member_ids == learner.slot).nonzero()[:, 0]
     size = learner.hyperparameters.batch_size
+    if learner.shared is not None and batch.sampled_by is not None:  # as many steps as alone, on more rows each
+        size *= max(1, len(batch.sampled_by[rows].unique()))
     rng = generator(seed, "minibatches", learner.step, learner.index)
     group, groups = numbered(batch.group_ids[rows]) if keep_groups else (None, len(rows))
     steps: list[Tensor] = []
@@ -166,13 +169,15 @@ class _LearningStep:
         self._objective = objective = policy.settings.objective
         self._objectives = {slot: objective.of(learner.hyperparameters) for slot, learner in learners.items()}
         self._check(batch)
-        lessons = lessons_of(without_groups(batch, objective), learners)
+        self._borrowed = near_enough(self._bank, lessons_of(without_groups(batch, objective), learners), learners)
+        lessons = self._borrowed.lessons
         self._episodes = episodes = lessons.outcomes
         self._steps: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
         self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)
         self._counted = torch.zeros(self._bank.size, dtype=torch.float64)
         trusted = batch.exact and objective.importance_correction is None
         self._known = KnownLogProbs(self._bank, lessons, trust_sampler=trusted)
+        self._known.tokens |= self._borrowed.tokens
         coefficients = self._coefficients(episodes)
         held = ((coefficients.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]
         if objective.kl_estimator in FULL_KLS:
@@ -322,8 +327,13 @@ class _LearningStep:
         mine = self._episodes.member_ids == slot
         episodes, worth = self._episodes.select(mine.nonzero()[:, 0]), self._worth[mine].double()
         sums = dict(zip(MEASURES, self._sums[slot].tolist(), strict=True))
-        found = reward_metrics(episodes) | length_metrics(episodes)
+        own = torch.ones_like(worth[:, 0], dtype=torch.bool)
+        if episodes.sampled_by is not None:
+            own = episodes.sampled_by == slot
+        sampled = episodes.select(own.nonzero()[:, 0]) if bool(own.any()) else episodes
+        found = reward_metrics(sampled) | length_metrics(sampled)
         found |= update_metrics(steps, sums, float(self._counted[slot])) | self._sampling(slot)
+        found |= self._borrowed.metrics.get(slot, {})
         if h.beta > 0:
             in_reward = self._objective.kl_placement == "reward"
             actions = float(episodes.action_mask.sum()) if in_reward else sums["actions"]
@@ -331,7 +341,6 @@ class _LearningStep:
             if self._objective.kl_target is not None:
                 found["kl_coef"] = h.beta * float(self._bank.carried[slot, 0])
         per_sample = worth.sum(1) / episodes.action_mask.sum(1).clamp(min=1)
-        own = slice(None) if episodes.sampled_by is None else episodes.sampled_by == slot
         bad = [step for step in steps if not math.isfinite(step.grad_norm)]
         return LearnReport(
             metrics=measured(found),

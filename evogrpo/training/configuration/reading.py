@@ -10,6 +10,7 @@ import yaml
 
 import evogrpo
 from evogrpo.evolution.founders import like_earlier
+from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.history.survivors import best_hyperparameters
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.hyperparameters.synonyms import counterpart
@@ -102,6 +103,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         "logging": _logging(values.get("logging"), {}),
         "auto": auto,
     }
+    parsed["experience"] = _refused("experience", lambda: shared_experience(values.get("experience")))
     if values.get("strategy") is not None:
         strategy = mapping(values["strategy"], "strategy")
         parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))

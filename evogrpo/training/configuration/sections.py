@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Replay, Strategy, Tournament
 from evogrpo.hyperparameters import (
     MOST_MEMBERS,
@@ -155,6 +156,8 @@ class Config(Generic[TaskT, AgentT]):
         population: How many members and how they start.
         strategy: The rule of selection and mutation: "tournament", "fixed", "replay", or a class of your own as
             "path.py:Class" or "module:Class"; and its settings.
+        experience: How members learn from each other's samples: "own" for each from its own alone, "shared", or the
+            settings of `evogrpo.evolution.SharedExperience`.
         agent: What members share.
         logging: What is written.
         run_id: Names the run that this configuration was written into the folder of; a new run gets a new one.
@@ -172,6 +175,7 @@ class Config(Generic[TaskT, AgentT]):
     evolve: HyperparameterConfig = field(default_factory=HyperparameterConfig)
     population: PopulationConfig = field(default_factory=PopulationConfig)
     strategy: Strategy = field(default_factory=Tournament)
+    experience: SharedExperience | None = None
     agent: AgentT
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run_id: str | None = None
@@ -222,6 +226,7 @@ class Config(Generic[TaskT, AgentT]):
             "hyperparameters": self.hyperparameters.to_json(),
             "evolve": self.evolve.to_json(),
             "strategy": strategy_record(self.strategy),
+            "experience": "own" if self.experience is None else self.experience.to_json(),
             "schedule": asdict(self.schedule),
         }
 

@@ -49,7 +49,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
     "logging": _names(LoggingConfig, "completions", "completions_format"),
 }
 """Where a configuration has each setting, which all go by names of their own."""
-_OTHERS = ("seed", "device", "hp_config", "strategy")
+_OTHERS = ("seed", "device", "hp_config", "strategy", "experience")
 _OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "allow_memory")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
 _SPACE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
@@ -159,6 +159,8 @@ def _configured(
     if "hp_config" in settings:
         space = settings["hp_config"] or HyperparameterConfig()
         values["evolve"] = instance("hp_config", space, HyperparameterConfig, _SPACE).to_json()
+    if "experience" in settings:
+        values["experience"] = settings["experience"]
     config = parse_config(values)
     return replace(config, strategy=settings["strategy"]) if settings.get("strategy") is not None else config
 
@@ -205,6 +207,7 @@ def _evolution(prepared: PreparedNetworks, run_dir: str | Path | None, *, regist
         prepared.env,
         schedule=config.schedule,
         strategy=config.strategy,
+        experience=config.experience,
         run_dir=None if run_dir is None else RunDir(run_dir, config.logging),
         description={"task": config.task.label},
     )

@@ -171,6 +171,9 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
     sampling = (1 + config.agent.objective.dynamic_sampling) * (groups * longest + completions)
     # A group cut in two by the end of an optimizer step runs its prompt twice.
     updates = epochs * ((groups + splits) * longest + completions)
+    if config.experience is not None:  # and one pass over others' samples tells how near they are
+        others = config.experience.sources_at_most(config.population.size) - 1
+        updates += others * (updates + (groups * longest + completions if config.experience.least_ess else 0))
     reference = groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.evolve else 0
     return sampling + updates + reference
 

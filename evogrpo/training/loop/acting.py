@@ -12,11 +12,13 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Paced, Split
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
 from evogrpo.training.loop.clock import Clock, OutOfTime
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.remarks import remark
+from evogrpo.training.loop.shared import sources_of
 from evogrpo.training.loop.stopping import PATIENCE_SECONDS, Stopping
 from evogrpo.training.schedule import Schedule
 
@@ -41,6 +43,7 @@ class Acting:
         env: Where they act.
         schedule: How many questions they are evaluated on.
         progress: Where the run stands; only its seconds are counted.
+        experience: How members learn from each other's samples; None = each from its own.
 
     Attributes:
         schedule: As given, but for fewer validation questions where all of them would take too much of `max_seconds`.
@@ -49,8 +52,16 @@ class Acting:
         evaluation_seconds: What the latest evaluation of all members took.
     """
 
-    def __init__(self, population: Population, env: GroupEnvironment, schedule: Schedule, progress: Progress) -> None:
+    def __init__(
+        self,
+        population: Population,
+        env: GroupEnvironment,
+        schedule: Schedule,
+        progress: Progress,
+        experience: SharedExperience | None = None,
+    ) -> None:
         self._population, self._env, self._progress = population, env, progress
+        self._experience = experience
         self._learning_seconds = self.evaluation_seconds = 0.0
         self.schedule = schedule
         self.stopping, self.clock = Stopping(), Clock(schedule.max_seconds, progress)
@@ -187,7 +198,9 @@ class Acting:
 
     def _timed_learning(self, collected: Collected) -> dict[int, LearnReport]:
         began = time.monotonic()
-        learned = self._population.learn(collected.experience, step=self._progress.step)
+        shared = self._experience
+        sources = None if shared is None else sources_of(shared, self._population, collected)
+        learned = self._population.learn(collected.experience, step=self._progress.step, sources=sources, shared=shared)
         self._learning_seconds = time.monotonic() - began
         return learned
 

@@ -161,4 +161,5 @@ def _prolonged(evolution: Evolution, timesteps: int) -> Evolution:
         strategy=evolution.strategy,
         run_dir=None if evolution.run_dir is None else evolution.run_dir.again(),
         progress=evolution.progress,
+        experience=evolution.experience,
     )

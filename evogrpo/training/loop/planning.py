@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from evogrpo.agents.population import Population
 from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.shared_experience import SharedExperience, sampling_by_rank
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.reports.observing import generation_of
@@ -23,10 +24,18 @@ class Planning:
         strategy: Who decides.
         schedule: What a learning step and a generation are at first.
         progress: Where the run stands; its budgets are set.
+        experience: How members learn from each other's samples; None = each from its own.
     """
 
-    def __init__(self, population: Population, strategy: Strategy, schedule: Schedule, progress: Progress) -> None:
-        self._population, self._strategy = population, strategy
+    def __init__(
+        self,
+        population: Population,
+        strategy: Strategy,
+        schedule: Schedule,
+        progress: Progress,
+        experience: SharedExperience | None = None,
+    ) -> None:
+        self._population, self._strategy, self._experience = population, strategy, experience
         self._schedule, self._progress = schedule, progress
         self._set_budgets(None, None)
 
@@ -39,21 +48,15 @@ class Planning:
         remembered = self._strategy.state()
         try:
             plan = self._population.plan(self._strategy, self._progress.history)
-            self._check_samples(plan)
+            if self._experience is None:
+                _check_samples(plan)
+            elif self._experience.samplers == "rank":
+                plan = sampling_by_rank(plan, self._population.history(self._progress.history))
         except Exception as error:
             self._strategy.load_state(remembered)  # what it noted half-way is forgotten
             name = type(self._strategy).__name__
             raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error
         return plan
-
-    def _check_samples(self, plan: Plan) -> None:
-        """Refuse a plan that leaves somebody with nothing to learn from."""
-        idle = [slot for slot, count in enumerate(plan.samples or ()) if not count and slot not in plan.vacant]
-        if idle:
-            raise ValueError(
-                f"members learn from their own samples, so each collects some, got none in slots {idle} of "
-                f"{plan.samples}"
-            )
 
     def carry_out(self, plan: Plan) -> None:
         """Do what a plan says."""
@@ -87,3 +90,13 @@ class Planning:
         # Kept when members with the smallest groups are gone: it decides the order of questions.
         needed = replace(schedule, samples_per_step=progress.samples_per_step).block(self._population)
         progress.block = max(progress.block, needed)
+
+
+def _check_samples(plan: Plan) -> None:
+    """Refuse a plan that leaves somebody with nothing to learn from."""
+    idle = [slot for slot, count in enumerate(plan.samples or ()) if not count and slot not in plan.vacant]
+    if idle:
+        raise ValueError(
+            f"members learn from their own samples, so each collects some, got none in slots {idle} of {plan.samples}: "
+            "give experience='shared' to let them learn from others'"
+        )

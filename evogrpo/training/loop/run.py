@@ -9,6 +9,7 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.history.records import BaselineReport, GenerationReport, Report, StepReport, TestReport
 from evogrpo.history.results import Result
@@ -32,6 +33,7 @@ from evogrpo.training.loop.reports.observing import (
     test_report,
 )
 from evogrpo.training.loop.reports.step_closing import close_step
+from evogrpo.training.loop.shared import check_shared
 from evogrpo.training.loop.stopping import STOPPED, Stopping
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.schedule import Schedule
@@ -53,10 +55,12 @@ class Evolution:
         progress: Where the run stands; a fresh start by default.
         description: Further facts for the journal's first event, such as task and model.
         changed_data: How the environment differs from the one that the run began in, for the journal.
+        experience: How members learn from each other's samples; None = each from its own.
 
     Attributes:
         acting: What the members do.
         changed_data: As given.
+        experience: As given.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Evolution:
         progress: Progress | None = None,
         description: dict[str, Any] | None = None,
         changed_data: Sequence[str] = (),
+        experience: SharedExperience | None = None,
     ) -> None:
         if not isinstance(population, Population):
             raise ValueError(
@@ -78,13 +83,16 @@ class Evolution:
             )
         population.check(env)
         schedule.check_held_out(env)
+        if experience is not None:
+            check_shared(population)
         self.population, self.env = population, env
         self.strategy, self.run_dir = strategy, run_dir
         self.progress = progress or Progress(members=len(population))
         schedule.check_counted(plays=population.plays, counted=self.progress.timesteps is not None)
-        self.acting = Acting(population, env, schedule, self.progress)
+        self.experience = experience
+        self.acting = Acting(population, env, schedule, self.progress, experience)
         self._given_up = False
-        self._planning = Planning(population, strategy, schedule, self.progress)
+        self._planning = Planning(population, strategy, schedule, self.progress, experience)
         self._description = description or {}
         self._ended: str | None = None
         self._tested: TestReport | None = None
@@ -94,7 +102,7 @@ class Evolution:
         self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         check_strategy(strategy)
         if progress is None:
-            schedule.warn_neutral(population)
+            schedule.warn_neutral(population, shared=experience is not None)
             if run_dir is not None:
                 check_resumable(strategy)
                 run_dir.create()
@@ -243,6 +251,7 @@ class Evolution:
             **self._description,
             **description_of(self.population, self.schedule),
             strategy=strategy_record(self.strategy),
+            experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
         )
         try:
@@ -399,7 +408,7 @@ class Evolution:
 
     def _save(self, stopped: str | None = None) -> None:
         if self.run_dir is not None:
-            self.run_dir.save(self.population, self.progress, self.strategy, self.schedule, self._data)
+            self.run_dir.save(self.population, self.progress, self.strategy, self.schedule, self._data, self.experience)
         if stopped is not None:
             self._record("stopped", reason=stopped)
 

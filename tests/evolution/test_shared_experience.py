@@ -1,0 +1,109 @@
+"""Who learns from whose samples, and who samples how much: rules of numbers alone."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution import Fixed, SharedExperience
+from evogrpo.evolution.shared_experience import sampling_by_rank, shared_experience
+from tests.evolution.test_strategies import Life
+
+REWARDS = {0: 3.0, 2: 5.0, 3: 3.0, 5: -1.0}
+
+
+@pytest.mark.parametrize(
+    ("learn_from", "expected"),
+    [
+        ("leader", {0: (0, 2), 2: (2,), 3: (2, 3), 5: (2, 5), 7: (2,)}),
+        ("better", {0: (0, 2, 3), 2: (2,), 3: (0, 2, 3), 5: (0, 2, 3, 5), 7: (2,)}),
+        ("all", dict.fromkeys((0, 2, 3, 5, 7), (0, 2, 3, 5))),
+    ],
+)
+def test_members_learn_from_their_own_samples_and_from_those_of_whom_the_rule_names(learn_from, expected):
+    """Slot 7 has not sampled."""
+    assert SharedExperience(learn_from=learn_from).sources(REWARDS, list(expected)) == expected
+
+
+@pytest.mark.parametrize("learn_from", ["leader", "better", "all"])
+@pytest.mark.parametrize("unknown", [{1: math.nan}, {1: math.nan, 4: 2.0}, {1: math.nan, 4: math.nan}])
+def test_members_learn_from_somebody_although_no_reward_applies(learn_from, unknown):
+    sources = SharedExperience(learn_from=learn_from).sources(unknown, [1, 4])
+    assert {1, 4} & {source for own in sources.values() for source in own} <= set(unknown)
+    assert all(sources[slot] for slot in (1, 4))
+    assert 1 in sources[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learn_from": "best"}, "unknown value of learn_from: 'best'"),
+        ({"samplers": 3}, "unknown value of samplers: 3"),
+        ({"least_ess": 1.0}, r"must lie in \[0, 1\), got 1: 0 lets every source count"),
+        ({"least_ess": -0.1}, r"must lie in \[0, 1\)"),
+        ({"least_ess": math.nan}, "must be finite"),
+        ({"least_ess": "0.5"}, "must be a number"),
+        ({"ess": 0.5}, "ess"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SharedExperience(**settings)
+    with pytest.raises(ValueError, match=message):
+        shared_experience(settings)
+
+
+@pytest.mark.parametrize("value", ["alone", "Shared", 1, True, ["shared"]])
+def test_what_stands_for_no_experience_is_refused(value):
+    with pytest.raises(ValueError, match=r"experience.*'?own"):
+        shared_experience(value)
+
+
+def test_names_and_settings_stand_for_the_same():
+    settings = {"learn_from": "all", "least_ess": 0.5, "samplers": "rank"}
+    assert shared_experience("own") is shared_experience(None) is None
+    assert shared_experience("shared") == shared_experience({}) == SharedExperience()
+    assert (
+        shared_experience(SharedExperience(**settings)).to_json() == settings == shared_experience(settings).to_json()
+    )
+
+
+# ---- better members sample more
+
+
+def ranked(means, **life):
+    """Return the plan of a strategy that keeps everybody, with samples by rank; and who is there."""
+    history = Life(len(means), **life).evaluate()
+    seats = [
+        seat
+        if seat.fitness is None
+        else dataclasses.replace(seat, fitness=type(seat.fitness).from_scores([mean - 1, mean + 1]))
+        for seat, mean in zip(history.last.seats, means, strict=True)
+    ]
+    last = dataclasses.replace(history.last, seats=tuple(seats))
+    history = dataclasses.replace(history, generations=(last,))
+    plan = sampling_by_rank(Fixed().plan(history, np.random.default_rng(0)), history)
+    plan.check(history)  # whole groups, and no more in all than samples_per_step for each
+    return plan, history.last
+
+
+@pytest.mark.parametrize("means", [(1, 4, 2, 3), (0, 0, 0, 0), (-5, -1, 7, 7), (9, 8)])
+def test_better_members_sample_more_and_all_of_the_samples_are_dealt_out(means):
+    plan, last = ranked(means)
+    sizes = [seat.member.hyperparameters.group_size for seat in last.seats]
+    whole = last.samples_per_step * len(means)
+    assert whole - sum(plan.samples) < min(sizes)
+    order = sorted(range(len(means)), key=lambda slot: (-means[slot], slot))
+    for rank, slot in enumerate(order):
+        part = whole * 2 * (len(means) - rank) / (len(means) * (len(means) + 1))
+        assert abs(plan.samples[slot] - part) <= 2 * max(sizes)
+    assert plan.samples[order[0]] >= plan.samples[order[-1]]
+
+
+def test_nobody_samples_where_nobody_lives_and_a_plan_that_says_who_samples_stays():
+    plan, last = ranked((1, 4, 2, 3), empty=(3,))
+    assert plan.samples[3] == 0
+    size = last.member(0).hyperparameters.group_size
+    own = dataclasses.replace(plan, samples=(size, 0, 0, 0))
+    assert sampling_by_rank(own, None) is own

@@ -1,0 +1,148 @@
+"""Runs whose members learn from each other's samples: every kind, counted by what is played, resumed bit for bit."""
+
+import pytest
+import torch
+
+import evogrpo
+from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
+from evogrpo.evolution import SharedExperience
+from evogrpo.history.records import StepReport
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.forecast import samples_row
+from evogrpo.training.saved import open_run
+from tests.agents.test_own_algorithm import small
+from tests.cli.project import CONFIG
+from tests.tiny_models import tiny_model
+from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_population
+from tests.tiny_training import SPACE, equal_states, final_states, story, tiny_env, tiny_population
+from tests.training import test_multi_agent_runs as teams
+
+RANKED = SharedExperience(learn_from="all", least_ess=0.2, samplers="rank")
+
+
+def language():
+    return tiny_population(3, hp_config=SPACE), tiny_env(), {"actor_network": tiny_model()}
+
+
+def steps():
+    env = cart_pole()
+    return step_population(3, env, hp_config=STEP_SPACE, update_epochs=2), env, {}
+
+
+def team():
+    env = teams.environment()
+    return teams.members(env, network=teams.NetworkConfig(hidden=(6,))), env, {}
+
+
+KINDS = {"language": language, "steps": steps, "team": team}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def whole(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param) / "run"
+    population, env, _ = KINDS[request.param]()
+    run = evolve(population, env, run_dir=folder, experience=RANKED, strategy=Tournament(z=0.0), **QUICK)
+    return KINDS[request.param], folder, list(run.evolution.reports()), run.evolution
+
+
+def test_every_member_learns_and_only_what_is_played_is_counted(whole):
+    _, folder, reports, run = whole
+    learned = [each for report in reports if isinstance(report, StepReport) for each in report.learned.values()]
+    assert all(each.failed is None for each in learned)
+    assert max(each.samples for each in learned) > 16  # others' as well as the most that it sampled itself
+    assert all({"shared_ess", "shared_outside", "shared_share"} <= set(each.metrics) for each in learned[:3])
+    events = read_journal(folder / "journal.jsonl")
+    assert events[0]["experience"] == RANKED.to_json()
+    plans = [event["plan"] for event in events if event["event"] == "generation" and event["plan"]]
+    assert all(sum(plan["samples"]) <= 24 for plan in plans)
+    assert any(len(set(plan["samples"])) > 1 for plan in plans)
+    assert sum(run.progress.slot_timesteps) < run.progress.tokens
+
+
+@pytest.mark.parametrize("stopped", [1, 4])
+def test_a_stop_in_between_changes_nothing(whole, tmp_path, stopped):
+    make, folder, _, _ = whole
+    population, env, options = make()
+    run = evolve(population, env, run_dir=tmp_path / "run", experience=RANKED, strategy=Tournament(z=0.0), **QUICK)
+    for report in run.evolution.reports():
+        if isinstance(report, StepReport) and report.step + 1 == stopped:
+            run.stop()
+    list(resume(tmp_path / "run", make()[1], **options))
+    assert story(tmp_path / "run") == story(folder)
+    assert equal_states(final_states(tmp_path / "run"), final_states(folder))
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_every_member_learning_from_its_own(tmp_path):
+    population, env, _ = steps()
+    list(evolve(population, env, run_dir=tmp_path / "run", **QUICK))
+    saved = open_run(tmp_path / "run")
+    assert saved.record["experience"] == "own"
+    del saved.record["experience"]
+    assert saved.experience is None
+
+
+def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
+    states, sampled = [], []
+    for experience in ("own", "shared"):
+        population, env, _ = steps()
+        run = evolve(population, env, experience=experience, **(QUICK | {"generations": 1}))
+        first = next(report for report in run.evolution.reports() if isinstance(report, StepReport))
+        states.append([agent.state() for agent in population])
+        sampled.append([first.learned[slot].metrics["reward"] for slot in range(3)])
+    assert sampled[0] == sampled[1]
+    equal = [torch.allclose(one["weights"], other["weights"], atol=1e-6) for one, other in zip(*states, strict=True)]
+    assert sum(equal) == 1  # the leader's alone, who learns from its own
+
+
+# ---- refused, before anything is sampled
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda env: step_population(1, env), "at least 2 members, got 1: take more, or give experience='own'"),
+        (lambda env: step_population(2, env, normalise_observations=True), "see alike, .*normalise_observations=True"),
+        (lambda env: small(2, env), "Reinforce has a learning rule"),
+    ],
+)
+def test_members_that_cannot_learn_from_each_other_are_refused(make, message):
+    env = cart_pole()
+    with pytest.raises(ValueError, match=message):
+        evolve(make(env), env, experience="shared", **QUICK)
+
+
+def test_what_is_no_experience_is_refused_everywhere():
+    population, env, _ = steps()
+    for refused in ("alone", {"learn_from": "best"}, {"least": 1}, 3):
+        with pytest.raises(ValueError, match=r"experience|learn_from|least"):
+            evolve(population, env, experience=refused, **QUICK)
+        with pytest.raises(ValueError, match="experience: "):
+            parse_config(CONFIG | {"experience": refused})
+
+
+# ---- configurations
+
+
+@pytest.mark.parametrize("given", ["own", "shared", {"learn_from": "all"}, RANKED.to_json()])
+def test_a_configuration_says_it_in_words_or_with_settings_and_reads_back_equal(given):
+    config = parse_config(CONFIG | {"experience": given})
+    again = parse_config(config.to_json())
+    assert again.experience == config.experience
+    assert config.to_json()["experience"] == ("own" if given == "own" else config.experience.to_json())
+    row = samples_row(config, "completions")
+    assert ("each learns from" in row) == (given != "own")
+
+
+def test_train_shares(tmp_path):
+    space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=2e-2))
+    run = evogrpo.train(
+        "CartPole-v1", run_dir=tmp_path / "run", experience={"learn_from": "all"}, size=2, samples_per_step=4,
+        group_size=4, steps_per_generation=1, generations=1, max_episode_steps=10, validation_size=4, test_size=4,
+        validation_questions=4, test_questions=4, hp_config=space,
+    )  # fmt: skip
+    assert run.evolution.experience == SharedExperience(learn_from="all")
+    assert open_run(tmp_path / "run").experience == SharedExperience(learn_from="all")
+    assert torch.isfinite(torch.tensor(run.result.best.fitness.mean))
+    run.learn(total_timesteps=50)
+    assert run.evolution.experience == SharedExperience(learn_from="all")
