@@ -14,10 +14,12 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (
     PB2,
     Fixed,
+    MultiFrequency,
     Replay,
     ScheduleStage,
     Stateless,
     Strategy,
+    SuccessiveHalving,
     Tournament,
     strategy_from_json,
 )
@@ -38,6 +40,7 @@ __all__ = [
     "KeptKey",
     "Lineage",
     "MemberRecord",
+    "MultiFrequency",
     "Mutation",
     "Perturbation",
     "Plan",
@@ -47,6 +50,7 @@ __all__ = [
     "SharedExperience",
     "Stateless",
     "Strategy",
+    "SuccessiveHalving",
     "Tournament",
     "anywhere",
     "best_slot",

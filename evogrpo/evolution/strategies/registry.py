@@ -7,14 +7,18 @@ from typing import Any
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies.bandit.pb2 import PB2
 from evogrpo.evolution.strategies.fixed import Fixed
+from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.replay import Replay
 from evogrpo.evolution.strategies.strategy import Strategy
+from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
 from evogrpo.evolution.strategies.tournament import Tournament
 from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
 
 BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,
     "pb2": PB2,
+    "multi_frequency": MultiFrequency,
+    "successive_halving": SuccessiveHalving,
     "fixed": Fixed,
     "replay": Replay,
 }

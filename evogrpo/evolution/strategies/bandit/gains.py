@@ -12,7 +12,7 @@ from evogrpo.hyperparameters import Hyperparameters
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gain:
+class Gained:
     """How much better a member's policy was after a generation than before.
 
     Attributes:
@@ -26,14 +26,14 @@ class Gain:
     gain: float
 
 
-def gains(history: History) -> list[Gain]:
+def gains(history: History) -> list[Gained]:
     """Return what each member has gained in each generation, the oldest first, then by index.
 
     A child's generation is compared with what its parent's state had earned. Founders all begin as the untrained base:
     what that earns is taken to be the least that any of them earned. Who failed counts as the worst of its generation.
     """
     known: dict[tuple[int, int], float] = {kept.key: kept.fitness.mean for kept in history.kept}
-    found: list[Gain] = []
+    found: list[Gained] = []
     for generation in history.generations:
         who = [(seat.member.index, seat.member, seat.fitness) for seat in generation.seats if seat.member]
         lived = sorted(who, key=lambda each: each[0])
@@ -49,7 +49,7 @@ def gains(history: History) -> list[Gain]:
         for index, member, fitness in lived:
             gain = worst if fitness is None else measured.get(index)
             if gain is not None:
-                found.append(Gain(generation=generation.number, hyperparameters=member.hyperparameters, gain=gain))
+                found.append(Gained(generation=generation.number, hyperparameters=member.hyperparameters, gain=gain))
     return found
 
 

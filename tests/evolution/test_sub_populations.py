@@ -1,0 +1,111 @@
+"""Sub-populations at several intervals: who evolves when, who migrates where, and with whose hyperparameters."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution import Fitness, MultiFrequency, strategy_from_json
+from tests.conformance.strategy import Life, StrategyTestCase, moved
+
+RNG = np.random.default_rng(0)
+
+
+class TestMultiFrequency(StrategyTestCase):
+    def make_strategy(self):
+        return MultiFrequency(intervals=(1, 3))
+
+
+class TestMultiFrequencyThatGoesBack(StrategyTestCase):
+    def make_strategy(self):
+        return MultiFrequency(intervals=(1, 2, 5), backtrack=True)
+
+
+def ranked(life, order):
+    """Return a history in which the members of these slots rank like this in the newest generation, the best first."""
+    history = life.evaluate()
+    seats = list(history.last.seats)
+    for place, slot in enumerate(order):
+        fitness = Fitness.from_scores([10.0 - place, 11.0 - place])
+        seats[slot] = dataclasses.replace(seats[slot], fitness=fitness)
+    last = dataclasses.replace(history.last, seats=tuple(seats))
+    life.generations = (*life.generations[:-1], last)
+    return life.history
+
+
+def told(life, order, strategy):
+    history = ranked(life, order)
+    return history, strategy.plan(history, np.random.default_rng(0))
+
+
+# Eight members: 0, 2, 4, 6 evolve after every generation, 1, 3, 5, 7 after every second one.
+FAST, SLOW = (0, 2, 4, 6), (1, 3, 5, 7)
+
+
+def test_only_sub_populations_whose_interval_has_ended_evolve():
+    life, strategy = Life(8), MultiFrequency(intervals=(1, 2))
+    _, plan = told(life, (*FAST, *SLOW), strategy)
+    assert [child.slot for child in plan.children] == [6]  # no migrant is better than any of the fast
+    life.carry_out(plan)
+    _, plan = told(life, (*FAST, *SLOW), strategy)
+    assert [child.slot for child in plan.children] == [5, 6, 7]
+
+
+def test_a_migrant_to_the_slow_brings_its_weights_alone():
+    life, strategy = Life(8), MultiFrequency(intervals=(1, 2))
+    life.carry_out(told(life, (*FAST, *SLOW), strategy)[1])
+    history, plan = told(life, (0, 2, 4, 1, 3, 5, 6, 7), strategy)
+    births = {child.slot: child for child in plan.children}
+    assert (plan.parents[5], plan.parents[7]) == (0, 1)
+    assert births[5].hyperparameters == history.last.member(1).hyperparameters  # those of the best where it arrives
+    assert "its weights alone" in plan.reasons[5]
+
+
+def test_a_migrant_to_the_fast_brings_all():
+    life, strategy = Life(8), MultiFrequency(intervals=(1, 2))
+    history, plan = told(life, (1, 3, 0, 2, 4, 6, 5, 7), strategy)
+    (migrant,) = (child for child in plan.children if child.slot == 4)
+    assert migrant.parent == history.last.member(1).index
+    assert set(migrant.changes) < set(history.space)  # a mutated clone, not the best of the fast
+    assert "its hyperparameters too" in plan.reasons[4]
+
+
+def test_who_fails_is_replaced_whatever_the_interval():
+    life, strategy = Life(8), MultiFrequency(intervals=(1, 5))
+    history = ranked(life, (*FAST, *SLOW))
+    seats = list(history.last.seats)
+    seats[3] = dataclasses.replace(seats[3], fitness=None)
+    history = dataclasses.replace(history, generations=(dataclasses.replace(history.last, seats=tuple(seats)),))
+    assert strategy.plan(history, RNG).parents[3] == 1
+    # With its whole sub-population failed, the best of all takes their places.
+    for slot in SLOW:
+        seats[slot] = dataclasses.replace(seats[slot], fitness=None)
+    history = dataclasses.replace(history, generations=(dataclasses.replace(history.last, seats=tuple(seats)),))
+    assert [strategy.plan(history, RNG).parents[slot] for slot in SLOW] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("size", "groups"), [(1, [1]), (7, [7]), (8, [4, 4]), (11, [6, 5]), (12, [4, 4, 4])])
+def test_members_are_dealt_by_who_they_are(size, groups):
+    strategy = MultiFrequency(intervals=(1, 2, 4))
+    history = Life(size).evaluate()
+    dealt = strategy._groups(history)
+    assert [len(group) for group in dealt] == groups
+    order = np.random.default_rng(1).permutation(size).tolist()
+    again = strategy._groups(moved(history, order))
+    assert [sorted(order[slot] for slot in group) for group in again] == [sorted(group) for group in dealt]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule"),
+    [
+        ({"intervals": []}, "intervals must be a list of whole numbers"),
+        ({"intervals": "12"}, "intervals must be a list of whole numbers"),
+        ({"intervals": [1, 1]}, "intervals must ascend"),
+        ({"intervals": [0, 1]}, "each of intervals must"),
+        ({"mutation": None}, "mutation must be a Mutation, got None"),
+        ({"backtrack": "no"}, "backtrack must be True or False"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, rule):
+    with pytest.raises(ValueError, match=rule):
+        strategy_from_json({"name": "multi_frequency", **settings})
