@@ -11,6 +11,7 @@ import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
 from evogrpo.agents.options import Options, TeamOptions
+from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import Fixed
 from evogrpo.objective import Optimizer
@@ -39,6 +40,8 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Fixed, {}),
     (Mutation, {}),
     (Schedule, {"generations": 2}),
+    (FitnessConfig, {}),
+    (FitnessConfig, {"by": "both", "sampled": True, "racing": True}),
     (PopulationConfig, {}),
     (LoggingConfig, {}),
     (NetworkConfig, {}),

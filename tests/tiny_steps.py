@@ -8,7 +8,7 @@ import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournament
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.evolution import Strategy
+from evogrpo.evolution import FitnessConfig, Strategy
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.run import Evolution
@@ -51,6 +51,7 @@ def step_run(
     env: GymnasiumGroups | None = None,
     strategy: Strategy | None = None,
     options: Mapping[str, Any] | None = None,
+    fitness: object = "validation",
     **schedule: Any,
 ) -> Evolution:
     """Return a small run that has not begun: members that evolve, networks included."""
@@ -61,6 +62,7 @@ def step_run(
         env,
         schedule=Schedule(**(QUICK | schedule)),
         strategy=strategy or Tournament(z=0.0),
+        fitness=FitnessConfig.of(fitness),
         run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
     )
 
@@ -80,6 +82,7 @@ def resumed_step_run(
         env or cart_pole(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
         strategy=saved.strategy(strategy),
+        fitness=saved.fitness,
         run_dir=saved.run_dir(folder),
         progress=progress,
     )

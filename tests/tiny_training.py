@@ -15,7 +15,7 @@ from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLPa
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.members.tokens.experiences import as_batch
 from evogrpo.envs.prompts.templates import Tokenizer
-from evogrpo.evolution import Strategy
+from evogrpo.evolution import FitnessConfig, Strategy
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.randomness import generator
@@ -157,6 +157,7 @@ def tiny_run(
     strategy: Strategy | None = None,
     options: Mapping[str, Any] | None = None,
     first_group: int | None = None,
+    fitness: object = "validation",
     **schedule: Any,
 ) -> Evolution:
     """Return a small run that has not begun: members that evolve, several optimizer steps, ragged group sizes.
@@ -171,6 +172,7 @@ def tiny_run(
         env or tiny_env(),
         schedule=Schedule(**(QUICK | schedule)),
         strategy=strategy or Tournament(z=0.0),
+        fitness=FitnessConfig.of(fitness),
         run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
     )
 
@@ -190,6 +192,7 @@ def resumed_run(
         env or tiny_env(),
         schedule=Schedule(**(saved.record["schedule"] | schedule)),
         strategy=saved.strategy(strategy),
+        fitness=saved.fitness,
         run_dir=saved.run_dir(folder),
         progress=progress,
     )

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from evogrpo.agents.kept_states import KeptStates, State
 from evogrpo.agents.members.members import Members
-from evogrpo.agents.rollout.collecting import check_groups, collect, commonly_scored, evaluate
-from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.agents.rollout.assessing import Assessed, answered, assess
+from evogrpo.agents.rollout.collecting import check_groups, collect, commonly_scored
+from evogrpo.agents.rollout.wanted import Asked, Collected
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.fitness_config import GREEDILY, FitnessConfig
 from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.kept import Kept
 from evogrpo.evolution.lineage import NETWORK, Lineage
@@ -192,27 +194,51 @@ class Population(Sequence[Any]):
             split: "validation" for selection.
             questions: Only the first so many; None = the whole split.
         """
-        earned: dict[int, Fitness] = {}
-        if healthy := [agent.slot for agent in self.healthy]:
-            scores = commonly_scored(evaluate(self.members, healthy, env, split, questions=questions), split)
-            earned = {slot: Fitness.from_scores(row.tolist()) for slot, row in zip(healthy, scores, strict=True)}
+        healthy = [agent.slot for agent in self.healthy]
+        earned = self.assess(env, split, slots=healthy, questions=questions).fitness if healthy else {}
         for agent in self.agents:  # only now: an evaluation that is abandoned has changed nothing
             agent.fitness = earned.get(agent.slot)
 
-    def baseline(self, env: GroupEnvironment, split: Split, *, questions: int | None = None) -> Fitness:
-        """Return the fitness of the untrained base."""
-        scores = commonly_scored(evaluate(self.members, [0], env, split, questions=questions, base=True), split)
-        return Fitness.from_scores(scores[0].tolist())
+    def assess(
+        self,
+        env: GroupEnvironment,
+        split: Split,
+        *,
+        slots: Sequence[int],
+        questions: int | None = None,
+        config: FitnessConfig = GREEDILY,
+        rival: Fitness | None = None,
+    ) -> Assessed:
+        """Return what members earn on held-out questions, and nothing else; see `assessing.assess`."""
+        return assess(self.members, slots, env, split, config=config, questions=questions, rival=rival)
+
+    def baseline(
+        self, env: GroupEnvironment, split: Split, *, questions: int | None = None, config: FitnessConfig = GREEDILY
+    ) -> Assessed:
+        """Return the fitness of the untrained base, as that of slot 0."""
+        return assess(self.members, [0], env, split, config=config, questions=questions, base=True)
 
     def compare(
-        self, state: Mapping[str, Tensor], env: GroupEnvironment, split: Split, *, questions: int | None = None
-    ) -> tuple[Fitness, Fitness]:
-        """Return the fitness of the untrained base, and of a learner state."""
+        self,
+        state: Mapping[str, Tensor],
+        env: GroupEnvironment,
+        split: Split,
+        *,
+        questions: int | None = None,
+        config: FitnessConfig = GREEDILY,
+    ) -> tuple[Fitness, Fitness, int]:
+        """Return the fitness of the untrained base and of a learner state, and the tokens that both took."""
         alone = self.members.alone()
         alone.banks.load_state(0, state)
-        both = [evaluate(alone, [0], env, split, questions=questions, base=base) for base in (True, False)]
-        before, after = commonly_scored(np.concatenate(both), split).tolist()
-        return Fitness.from_scores(before), Fitness.from_scores(after)
+        count = env.size(split) if questions is None else min(questions, env.size(split))
+        answers = config.answers if config.sampled else None
+        asked = [
+            Asked(split=split, questions=tuple(range(count)), slots=(0,), base=base, answers=answers)
+            for base in (True, False)
+        ]
+        both = [answered(alone, env, each) for each in asked]
+        before, after = commonly_scored(np.concatenate([rewards for rewards, _ in both]), split).tolist()
+        return Fitness.from_scores(before), Fitness.from_scores(after), sum(tokens for _, (tokens,) in both)
 
     def sample_with(self, sampler: Sampler) -> None:
         """Let an outside engine write the completions of language models instead of the bank itself.

@@ -2,6 +2,7 @@
 
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.founders import anywhere, spread_members
 from evogrpo.evolution.history import Generation, History, Seat
 from evogrpo.evolution.kept import Kept, KeptKey
@@ -33,6 +34,7 @@ __all__ = [
     "Choice",
     "Draw",
     "Fitness",
+    "FitnessConfig",
     "Fixed",
     "Generation",
     "History",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from evogrpo.history.estimates import Estimate
+from evogrpo.history.estimates import Estimate, EvaluationCost
 from evogrpo.history.records import TestReport
 from evogrpo.history.text import number_text
 from evogrpo.hyperparameters import Hyperparameters
@@ -16,7 +16,7 @@ class BestMember:
     Attributes:
         index: Who it was.
         generation: When.
-        fitness: On the validation split.
+        fitness: What it was chosen by.
         hyperparameters: What it trained with; None in a run that an earlier version began, which did not keep them.
     """
 
@@ -39,6 +39,7 @@ class Result:
             models, and in a run that began without counting them.
         tokens: Tokens (or transitions) processed by all members, evaluations left out.
         seconds: Wall-clock time, resumed parts included.
+        evaluation: What all evaluations took, those of the untrained base and the test included.
         baseline: What the untrained base earned on the validation split; None if the run stopped before that.
         best: The best member ever; None before the first evaluation.
         test: The base and the best member on the test split, with the paired difference; None if there was no test.
@@ -52,6 +53,7 @@ class Result:
     timesteps: int | None
     tokens: int
     seconds: float
+    evaluation: EvaluationCost
     baseline: Estimate | None
     best: BestMember | None
     test: TestReport | None

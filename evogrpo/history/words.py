@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from evogrpo.history.records import GenerationReport, TestReport
-from evogrpo.history.text import count_text
+from evogrpo.history.results import Result
+from evogrpo.history.text import count_text, duration_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,17 @@ def processed(report: GenerationReport, words: Words) -> str:
     """Say what a run has spent so far: the steps in the environment, where there are any, and all work."""
     played = "" if report.timesteps is None else f"{count_text(report.timesteps)} steps played, "
     return f"{played}{count_text(report.tokens)} {words.tokens} processed"
+
+
+def evaluated(result: Result, words: Words) -> list[str]:
+    """Say what all evaluations of a run took, beside what its members learnt from; nothing where none took any."""
+    cost = result.evaluation
+    if not cost.tokens:
+        return []
+    learnt = result.tokens if result.timesteps is None else result.timesteps
+    what = words.tokens if result.timesteps is None else "steps"
+    share = f", {cost.tokens / (cost.tokens + learnt):.0%} of all {what}" if learnt else ""
+    return [f"evaluations took {duration_text(cost.seconds)} and {count_text(cost.tokens)} {what}{share}"]
 
 
 def verdict(test: TestReport, words: Words) -> str | None:

@@ -1,6 +1,7 @@
 """Starting a run from Python, and opening one again."""
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import nn
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment, Tried
+from evogrpo.evolution.fitness_config import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
@@ -28,7 +30,7 @@ from evogrpo.training.schedule import LIMITS, Schedule
 
 _RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
 _SHOWN = ("strategy", "progress", "allow_memory")
-_EVOLVE = ("population", "env", "experience", *_SHOWN, *_RECORDS)
+_EVOLVE = ("population", "env", "experience", "fitness", *_SHOWN, *_RECORDS)
 _RESUME = ("run_dir", "env", *_SHOWN, "actor_network", "algorithm", "allow_changed_data")
 
 
@@ -38,6 +40,7 @@ def evolve(
     *,
     strategy: Strategy | None = None,
     experience: SharedExperience | str = "own",
+    fitness: FitnessConfig | FitnessBy | Mapping[str, Any] = "validation",
     run_dir: str | Path | None = None,
     keep_checkpoints: int = 2,
     checkpoint_steps: int | None = None,
@@ -60,6 +63,8 @@ def evolve(
             be of a class that a module other than the program itself defines, so that the run can be resumed.
         experience: "own" lets every member learn from its own samples; "shared", or a `SharedExperience` with settings,
             from those of others as well.
+        fitness: How fitness is measured: "validation", "rollouts" or "both", or a mapping of the settings of
+            `evogrpo.evolution.FitnessConfig`.
         run_dir: Where the journal, the checkpoints, the best member and TensorBoard logs go; None keeps no record.
         keep_checkpoints: See `evogrpo.training.configuration.sections.LoggingConfig`.
         checkpoint_steps: Likewise.
@@ -87,6 +92,7 @@ def evolve(
         completions_format=completions_format,
     )
     planned, shared = Schedule(**schedule), shared_experience(experience)
+    measured = FitnessConfig.of(fitness)
     _check_memory(population, env, planned, allowed=allow_memory)
     if isinstance(env, Tried):
         env.preflight()
@@ -96,6 +102,7 @@ def evolve(
         schedule=planned,
         strategy=Tournament() if strategy is None else strategy,
         experience=shared,
+        fitness=measured,
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
     )
     return _shown(run, console)
@@ -152,6 +159,7 @@ def resume(
         env,
         schedule=schedule,
         strategy=chosen,
+        fitness=saved.fitness,
         run_dir=saved.run_dir(run_dir),
         progress=so_far,
         changed_data=changed,

@@ -161,23 +161,23 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         allow_changed_data=allow_changed_data,
     )
     schedule = dataclasses.replace(saved.schedule, **limits)
-    progress = saved.record["progress"]
+    progress = Progress.from_json(saved.record["progress"])
     scores = None if saved.best is None else saved.best[1]["member"]["scores"]
     ended = schedule.ended_by(
-        **{name: progress[name] for name in ("generation", "tokens")},
-        seconds=max(progress["seconds"], progress.get("out_of_time", 0.0)),  # earlier versions knew no such thing
-        timesteps=sum(progress.get("slot_timesteps", ())),
+        **progress.spent(evaluations=schedule.count_evaluations),
+        generation=progress.generation,
+        seconds=max(progress.seconds, progress.out_of_time),
         fitness=None if scores is None else Fitness.from_json(scores).mean,
     )
     tested = schedule.test_questions == 0 or _tested(run_dir)
     return Resumable(
         config=config,
         schedule=schedule,
-        generation=progress["generation"],
-        step=progress["step"],
+        generation=progress.generation,
+        step=progress.step,
         skipped=saved.skipped,
         ignored=ignored,
-        ended=ended if tested and progress["generation"] > 0 and progress["step_in_generation"] == 0 else None,
+        ended=ended if tested and progress.generation > 0 and progress.step_in_generation == 0 else None,
     )
 
 
@@ -221,6 +221,7 @@ def _evolution(
         prepared.env,
         schedule=schedule,
         strategy=strategy,
+        fitness=config.fitness,
         run_dir=run_dir,
         progress=progress,
         changed_data=changed_data,

@@ -12,6 +12,8 @@ import evogrpo
 from evogrpo.agents.checkpoints.saving import population_state, save_agent
 from evogrpo.agents.classes import own_algorithm
 from evogrpo.agents.population import Population
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.checkpoint import write_checkpoint
@@ -123,6 +125,7 @@ class RunDir:
         progress: Progress,
         strategy: Strategy,
         schedule: Schedule,
+        fitness: FitnessConfig,
         data: Mapping[str, str] | None,
         experience: SharedExperience | None,
     ) -> None:
@@ -139,6 +142,7 @@ class RunDir:
             "strategy_state": strategy.state(),
             "schedule": schedule.to_json(),
             "experience": "own" if experience is None else experience.to_json(),
+            "fitness": fitness.to_json(),
             "records": self.logging.to_json(),
             "data": data,
             "config": self._config,
@@ -158,15 +162,20 @@ class RunDir:
             return "nothing of this run has been saved yet, so it is to be started again"
         return f"the checkpoint of generation {left} is whole, so the run goes on from there once that is mended"
 
-    def save_best(self, agent: Any, generation: int) -> str:
+    def save_best(self, agent: Any, generation: int, fitness: Fitness) -> str:
         """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one.
+
+        Args:
+            agent: The member.
+            generation: That it was the best in.
+            fitness: What it was chosen by.
 
         Returns:
             What identifies this very folder; see `digest_of`.
         """
         self._check_claim()
         note = {"generation": generation, "run_id": self.run_id}
-        save_agent(agent, self.path / BEST, include_base=False, replace=True, note=note)
+        save_agent(agent, self.path / BEST, include_base=False, replace=True, note=note, fitness=fitness)
         return digest_of(self.path / BEST)
 
     def _check_claim(self) -> None:

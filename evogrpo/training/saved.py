@@ -15,6 +15,7 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.persistence.checkpoint import read_checkpoint, read_record
@@ -71,6 +72,11 @@ class Saved:
     def schedule(self) -> Schedule:
         """The schedule the run had."""
         return Schedule(**self.record["schedule"])
+
+    @property
+    def fitness(self) -> FitnessConfig:
+        """How the run measured fitness."""
+        return FitnessConfig.stored(self.record.get("fitness"))
 
     def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
         """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""

@@ -9,6 +9,7 @@ from evogrpo.hyperparameters import (
     answering,
     check_group_size,
     finite_number,
+    flag,
     whole_between,
 )
 from evogrpo.objective.neutral import warn_neutral
@@ -39,9 +40,11 @@ class Schedule:
         samples_per_step: Completions of every member per learning step, likewise.
         validation_questions: Questions of the validation split used for fitness; None = all.
         test_questions: Questions of the test split used at the end; None = all; 0 = no test.
-        max_timesteps: Most steps in the environment, all members' together; those of evaluations are not counted. A
-            learning step is played to its end, so a run takes up to one more than that. Not for language models.
-        max_tokens: Most tokens, all members and updates together; evaluations are not counted.
+        max_timesteps: Most steps in the environment, all members' together. A learning step is played to its end, so a
+            run takes up to one more than that. Not for language models.
+        max_tokens: Most tokens, all members and updates together.
+        count_evaluations: Whether these two count what evaluations take as well, up to those at the run's end: members
+            are still evaluated and the best is tested once a limit is reached.
         max_seconds: Most wall-clock time of the whole run, evaluations and the test included.
         target_fitness: Stop once a member reaches it.
     """
@@ -55,6 +58,7 @@ class Schedule:
     max_tokens: int | None = None
     max_seconds: float | None = None
     target_fitness: float | None = None
+    count_evaluations: bool = False
 
     def __post_init__(self) -> None:
         if all(limit is None for limit in (self.generations, self.max_timesteps, self.max_tokens, self.max_seconds)):
@@ -73,6 +77,10 @@ class Schedule:
         if self.test_questions == 1:
             raise ValueError("test_questions must be 0 or at least 2, got 1: one question gives no standard error")
         self._whole("samples_per_step", 2, MOST_SAMPLES)
+        if flag("count_evaluations", self.count_evaluations) and self.max_tokens is None and self.max_timesteps is None:
+            raise ValueError(
+                "count_evaluations is about max_tokens and max_timesteps, got neither: give one, or leave it out"
+            )
 
     def _whole(self, name: str, least: int, most: int = MOST_COUNTED, *, optional: bool = False) -> None:
         """Refuse what is no whole number of at least `least`, and make it a plain one."""

@@ -105,7 +105,7 @@ def test_the_journal_holds_every_event_whole(run):
     assert opening["strategy"] == {"name": "tournament", **Tournament(z=0.0).to_json()}
     assert [set(member) for member in opening["members"]] == [{"slot", "index", "parent", "hyperparameters"}] * 4
     (baseline,) = run.events("baseline")
-    assert set(baseline) == {"event", "time", "split", "fitness", "standard_error", "questions"}
+    assert set(baseline) == {"event", "time", "split", "fitness", "standard_error", "questions", "measure", "cost"}
     assert (baseline["split"], baseline["questions"]) == ("validation", 8)
     for number, event in enumerate(run.events("step")):
         assert (event["step"], event["generation"]) == (number, number // 2 + 1)
@@ -128,7 +128,19 @@ def test_the_journal_holds_every_event_whole(run):
             for member in event["members"]
         )
     (test,) = run.events("test")
-    assert set(test) == {"event", "time", "split", "questions", "index", "before", "after", "gain"}
+    assert set(test) == {
+        "event",
+        "time",
+        "split",
+        "questions",
+        "index",
+        "before",
+        "after",
+        "gain",
+        "measure",
+        "cost",
+        "scores",
+    }
     assert (test["split"], test["questions"]) == ("test", 36)
     assert run.journal[-1]["reason"] == "generations 4 are done"
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from evogrpo import MultiAgentGRPO, PettingZooGroups, record_video
+from evogrpo.agents.rollout.collecting import evaluate
 from tests.envs import joint_probes
 from tests.tiny_steps import step_agent
 
@@ -65,7 +66,7 @@ def test_what_is_filmed_is_what_fitness_is_measured_on(tmp_path, policies):
     env = PettingZooGroups(Legal, validation_size=2, test_size=2)
     agent = team(env, policies=policies)
     records = record_video(agent, env, tmp_path / "team.mp4", episodes=2)
-    earned = agent.members.evaluate(env, "validation", 2, [0], base=False)
+    earned = evaluate(agent.members, [0], env, "validation", questions=2)[0]
     assert [record.episode_return for record in records] == pytest.approx(earned.tolist())
     assert min(record.episode_return for record in records) > 0  # nobody did what is not legal
 

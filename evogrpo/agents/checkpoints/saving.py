@@ -39,10 +39,16 @@ def save_agent(
     include_base: bool,
     replace: bool,
     note: Mapping[str, Any] | None = None,
+    fitness: Fitness | None = None,
 ) -> None:
-    """Write one agent and, in its record, a note of plain JSON values; see `GRPO.save_checkpoint`."""
-    members = agent.members
-    record = {"shared": _members_record(members), "member": _member_record(agent), "note": dict(note or {})}
+    """Write one agent and, in its record, a note of plain JSON values; see `GRPO.save_checkpoint`.
+
+    A `fitness` takes the place of the agent's own.
+    """
+    members, member = agent.members, _member_record(agent)
+    if fitness is not None:
+        member["scores"] = fitness.to_json()
+    record = {"shared": _members_record(members), "member": member, "note": dict(note or {})}
     files = members.files(agent.slot, include_base=include_base)
     tensors = {**agent.state(), **_named(members.constants())}
     write_checkpoint(path, tensors, record, files=files, kind="agent", replace=replace)

@@ -7,14 +7,13 @@ from typing import Any, ClassVar, Protocol, Self
 import numpy as np
 import torch
 from gymnasium import spaces
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import LearningSettings, Policy
 from evogrpo.agents.members.banks import Banks
-from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
-from evogrpo.envs.groups import GroupEnvironment, Split
+from evogrpo.agents.rollout.wanted import Answered, Asked, Collected, Observed, Wanted
+from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.policies.sampler import Sampler
@@ -120,10 +119,8 @@ class Members(Protocol):
         """Act from training starts, sampling."""
         ...
 
-    def evaluate(
-        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
-    ) -> NDArray[np.float64]:
-        """Act greedily from the first `count` starts of a split; return raw rewards `[slots * count]`, slot by slot."""
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Answer held-out questions; training streams and cursors stay where they are."""
         ...
 
     def absorb(self, observed: Sequence[Observed]) -> None:

@@ -1,16 +1,17 @@
 """Acting in an environment: collecting a learning step's experience, and evaluating on held-out starts."""
 
-import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import Members
+from evogrpo.agents.rollout.assessing import answered, commonly_answered
 from evogrpo.agents.rollout.refilling import refill
 from evogrpo.agents.rollout.rounds import Groups, sample_groups
-from evogrpo.agents.rollout.wanted import Collected
-from evogrpo.envs.groups import Excluding, GroupEnvironment, Split
+from evogrpo.agents.rollout.wanted import Asked, Collected
+from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.hyperparameters import check_group_size
 
 
@@ -59,10 +60,11 @@ def collect(
         for learner in learners
     ]
     sampled = sample_groups(members, env, groups, block=whole, purpose="sample")
+    earned = sampled.by_start()
     if refills:
         sampled = refill(members, env, learners, sampled, block=whole, most=refills)
     members.absorb(sampled.observed)
-    return sampled
+    return replace(sampled, earned=earned)
 
 
 def evaluate(
@@ -73,8 +75,9 @@ def evaluate(
     *,
     questions: int | None = None,
     base: bool = False,
+    answers: int | None = None,
 ) -> np.ndarray:
-    """Act greedily from held-out starts, all members in one batch; training streams and cursors stay where they are.
+    """Answer held-out questions, all members in one batch; training streams and cursors stay where they are.
 
     Args:
         members: Who acts.
@@ -83,6 +86,7 @@ def evaluate(
         split: "validation" for selection, "test" for the final report.
         questions: Use only the first so many; None = all.
         base: Evaluate the untrained base rather than members.
+        answers: How many answers to each question are sampled, and averaged; None = one greedy answer.
 
     Returns:
         `[members, questions]` raw task rewards, float64; NaN where the environment leaves a completion out.
@@ -95,33 +99,10 @@ def evaluate(
     count = available if questions is None else min(questions, available)
     if count < 1:
         raise ValueError(f"the {split} split holds no questions, so nothing can be evaluated on it")
-    rewards = members.evaluate(env, split, count, slots, base=base).reshape(len(slots), count)
-    missing = int((~np.isfinite(rewards)).sum())
-    if missing and not (isinstance(env, Excluding) and env.excludes_failures):
-        raise ValueError(
-            f"fitness needs a reward for every {split} completion, but none applied to {missing} of {rewards.size}: "
-            "let at least one reward function return a number for every question of the held-out splits, or leave out "
-            "those that have none (on_reward_error='exclude')"
-        )
-    return rewards
+    asked = Asked(split=split, questions=tuple(range(count)), slots=tuple(slots), base=base, answers=answers)
+    return answered(members, env, asked)[0]
 
 
 def commonly_scored(rewards: np.ndarray, split: Split) -> np.ndarray:
-    """Return `[members, k]` the rewards for the questions that have one for everybody, so that all are compared alike.
-
-    Raises:
-        ValueError: If these are less than half of the questions.
-    """
-    kept = np.isfinite(rewards).all(0)
-    asked, left = len(kept), int(kept.sum())
-    if left < asked:
-        if 2 * left < asked:
-            raise ValueError(
-                f"members are compared by the {split} questions that all of them have a reward for, but these are only "
-                f"{left} of {asked}: mend the reward function, or let it return a number where it fails"
-            )
-        warnings.warn(
-            f"{asked - left} of {asked} {split} questions are left out: not everybody's completion could be rewarded",
-            stacklevel=3,
-        )
-    return rewards[:, kept]
+    """Return `[members, k]` the rewards for the questions that have one for everybody; see `commonly_answered`."""
+    return rewards[:, commonly_answered(rewards, np.ones(rewards.shape, dtype=np.bool_), split)]

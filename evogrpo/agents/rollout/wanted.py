@@ -1,14 +1,17 @@
-"""What is asked of members that act, and what comes back."""
+"""What is asked of members that act, to learn from or to be evaluated, and what comes back."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.envs.control.normalisation import ObservationStatistics
-from evogrpo.envs.groups import Scores
+from evogrpo.envs.groups import Scores, Split
 from evogrpo.outline import outline
 from evogrpo.records import Experience
 
@@ -73,6 +76,8 @@ class Collected:
         starts: Training starts that were opened.
         questions: What these starts ask, in words for people; untrusted text. Empty where they ask nothing.
         observed: What these samples add to running statistics of observations; one entry per sampling.
+        earned: By slot, the mean raw reward of each group whose samples have any, by the position of its start; without
+            the groups that took the place of others because these taught nothing.
     """
 
     experience: Experience
@@ -84,5 +89,84 @@ class Collected:
     starts: tuple[int, ...] = ()
     questions: tuple[str, ...] = ()
     observed: tuple[Observed, ...] = field(default=())
+    earned: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
     __repr__ = outline
+
+    def by_start(self) -> dict[int, dict[int, float]]:
+        """Return what `earned` is for these samples as they are."""
+        found: dict[int, dict[int, list[float]]] = {}
+        rows = zip(self.member_ids.tolist(), self.start_ids.tolist(), self.scores.rewards.tolist(), strict=True)
+        for slot, start, reward in rows:
+            if math.isfinite(reward):
+                found.setdefault(slot, {}).setdefault(start, []).append(reward)
+        return {
+            slot: {start: math.fsum(rewards) / len(rewards) for start, rewards in each.items()}
+            for slot, each in found.items()
+        }
+
+
+HELD_OUT = "held-out answers"
+"""Names the random numbers of sampled evaluations: the same for all members and at every evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Held-out questions that members are to answer: each slot all of them, each question as often as wanted.
+
+    Attributes:
+        split: Where the questions come from.
+        questions: Their positions in it.
+        slots: Who answers; for the untrained base one entry, of any value.
+        base: Whether the untrained base answers.
+        answers: How many answers are sampled to each question, at temperature 1; None = a greedy one.
+    """
+
+    split: Split
+    questions: tuple[int, ...]
+    slots: tuple[int, ...]
+    base: bool = False
+    answers: int | None = None
+
+    @property
+    def each(self) -> int:
+        """Answers of a slot to a question."""
+        return self.answers or 1
+
+    @property
+    def start_ids(self) -> Tensor:
+        """`[n]` position of each row's question among `questions`: slot by slot, question by question."""
+        return torch.arange(len(self.questions)).repeat_interleave(self.each).repeat(len(self.slots))
+
+    @property
+    def member_ids(self) -> Tensor:
+        """`[n]` slots."""
+        return torch.tensor(self.slots).repeat_interleave(self.per_slot)
+
+    @property
+    def per_slot(self) -> int:
+        """Rows of a slot."""
+        return len(self.questions) * self.each
+
+    @property
+    def temperature(self) -> Tensor:
+        """`[n]` 1 where answers are sampled, 0 where they are greedy."""
+        return torch.full((len(self.slots) * self.per_slot,), 0.0 if self.answers is None else 1.0)
+
+    @property
+    def streams(self) -> list[tuple[int, ...]]:
+        """The numbers that name each question's random stream, beside the purpose."""
+        return [(number,) for number in self.questions]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answered:
+    """Answers to held-out questions.
+
+    Attributes:
+        rewards: `[n]` raw task rewards in the order of `Asked.start_ids`, float64; NaN where there is none.
+        tokens: For each of the slots asked, tokens that were read and written, or steps in the environment.
+    """
+
+    rewards: NDArray[np.float64]
+    tokens: tuple[int, ...]

@@ -192,11 +192,17 @@ class TokenBank(Generic[W]):
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return how many tokens one pass over the batch processes for each member; shared prompts count once."""
         inputs: TokenInputs = batch.inputs
+        return self.tokens_of(inputs.prompts, inputs.prompt_ids, batch.member_ids, batch.present.sum(1).tolist())
+
+    def tokens_of(
+        self, prompts: Sequence[Sequence[int]], prompt_ids: Tensor, member_ids: Tensor, lengths: Sequence[int]
+    ) -> dict[int, int]:
+        """Return how many tokens rows of so many tokens after their prompts have, by slot; see `cost`."""
         tokens: dict[int, int] = {}
-        pairs, rows = share_prefixes(batch.member_ids.cpu(), inputs.prompt_ids.cpu())
+        pairs, rows = share_prefixes(member_ids.cpu(), prompt_ids.cpu())
         for slot, prompt in pairs if self.base.shares_prefix else [pairs[row] for row in rows.tolist()]:
-            tokens[slot] = tokens.get(slot, 0) + len(inputs.prompts[prompt])
-        for slot, length in zip(batch.member_ids.tolist(), batch.present.sum(1).tolist(), strict=True):
+            tokens[slot] = tokens.get(slot, 0) + len(prompts[prompt])
+        for slot, length in zip(member_ids.tolist(), lengths, strict=True):
             tokens[slot] += length
         return tokens
 

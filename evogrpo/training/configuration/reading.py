@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import yaml
 
 import evogrpo
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.founders import like_earlier
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.history.survivors import best_hyperparameters
@@ -104,6 +105,8 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         "auto": auto,
     }
     parsed["experience"] = _refused("experience", lambda: shared_experience(values.get("experience")))
+    if values.get("fitness") is not None:
+        parsed["fitness"] = _refused("fitness", lambda: FitnessConfig.of(values["fitness"]))
     if values.get("strategy") is not None:
         strategy = mapping(values["strategy"], "strategy")
         parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))

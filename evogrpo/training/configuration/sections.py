@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Replay, Strategy, Tournament
 from evogrpo.hyperparameters import (
@@ -158,6 +159,7 @@ class Config(Generic[TaskT, AgentT]):
             "path.py:Class" or "module:Class"; and its settings.
         experience: How members learn from each other's samples: "own" for each from its own alone, "shared", or the
             settings of `evogrpo.evolution.SharedExperience`.
+        fitness: How fitness is measured: "validation", "rollouts" or "both", or settings of `FitnessConfig`.
         agent: What members share.
         logging: What is written.
         run_id: Names the run that this configuration was written into the folder of; a new run gets a new one.
@@ -176,6 +178,7 @@ class Config(Generic[TaskT, AgentT]):
     population: PopulationConfig = field(default_factory=PopulationConfig)
     strategy: Strategy = field(default_factory=Tournament)
     experience: SharedExperience | None = None
+    fitness: FitnessConfig = field(default_factory=FitnessConfig)
     agent: AgentT
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     run_id: str | None = None

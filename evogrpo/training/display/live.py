@@ -11,10 +11,12 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.history.records import GenerationReport, Report, StepReport
 from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.history.text import count_text, duration_text, score_text
-from evogrpo.history.words import Words, processed, verdict, words_of
+from evogrpo.history.words import Words, evaluated, processed, verdict, words_of
 from evogrpo.tally import Work, heard_by
 from evogrpo.training.display.completions_table import completions_table
 from evogrpo.training.display.pace import Pace
@@ -97,7 +99,7 @@ class RunDisplay:
             console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
             return
         lines: list[RenderableType] = [*outcome_lines(self._outcome, self.words), ""] if self._outcome else []
-        console.print(Group(*lines, f"ended: {result.reason}"))
+        console.print(Group(*lines, *evaluated(result, self.words), f"ended: {result.reason}"))
 
     def _log_step(self, report: StepReport) -> None:
         """Write a line into a log: for the last step of a generation, and else if none was written for a second."""
@@ -109,11 +111,9 @@ class RunDisplay:
             self._logged = time.monotonic()
 
     def _show_baseline(self) -> None:
-        baseline, questions = self._evolution.progress.baseline, self._evolution.acting.questions("validation")
+        baseline = self._evolution.progress.baseline
         if not self._baseline_shown and baseline is not None:
-            score = score_text(baseline.mean, baseline.standard_error)
-            words = self.words
-            self._console.print(f"{words.untrained}: fitness {score} on {questions} validation {words.questions}\n")
+            self._console.print(f"{baseline_text(baseline, self._evolution.fitness, self.words)}\n")
             self._baseline_shown = True
 
     def _show_generation(self, report: GenerationReport) -> None:
@@ -174,7 +174,7 @@ class RunDisplay:
         evolution, schedule = self._evolution, self._evolution.schedule
         progress = evolution.progress
         total = "" if schedule.generations is None else f"/{schedule.generations}"
-        if progress.baseline is None:
+        if not progress.begun and evolution.fitness.asks:
             return Text(f"measuring the {self.words.untrained}")
         if evolution.finished():
             return Text(f"testing on {self._evolution.acting.questions('test')} {self.words.questions}")
@@ -184,6 +184,15 @@ class RunDisplay:
             return Text(f"generation {number}{total} · validating")
         where = f"generation {progress.generation + 1}{total}"
         return Text(f"{where} · step {progress.step_in_generation + 1}/{progress.steps_per_generation}")
+
+
+def baseline_text(baseline: Fitness, config: FitnessConfig, words: Words) -> str:
+    """Say what the untrained base earned, or in its place the founders in the first learning step."""
+    score, count = score_text(baseline.mean, baseline.standard_error), len(baseline.scores)
+    if not config.asks:
+        return f"first learning step: mean reward {score} over {count} {words.questions}, before anything is learnt"
+    sampled = ", sampled" if config.sampled else ""
+    return f"{words.untrained}: fitness {score} on {count} validation {words.questions}{sampled}"
 
 
 def work_text(work: Work) -> Text:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from evogrpo.evolution.fitness import MEASURES
 from evogrpo.history.records import GenerationReport, MemberReport, StepReport
 from evogrpo.history.text import (
     changes_text,
@@ -57,7 +58,12 @@ def generation_table(
     """
     wide = width >= NARROW
     heads = {"slot": "right", "member": "right", "parent": "right", **dict.fromkeys(evolving, "right")}
-    heads |= {"fitness ± SE": "left", words.tokens: "right"} | ({"time": "right"} if wide else {}) | {"": "left"}
+    others = _measured_otherwise(report) if wide else []
+    heads |= (
+        {"fitness ± SE": "left", **dict.fromkeys(others, "left"), words.tokens: "right"}
+        | ({"time": "right"} if wide else {})
+        | {"": "left"}
+    )
     long = any("_" in head for head in heads)
     table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", pad_edge=False)
     for head, justify in heads.items():
@@ -73,11 +79,28 @@ def generation_table(
             *(_value(member, name) for name in evolving),
             Text("failed", "red") if member.fitness is None else score_text(member.fitness, member.standard_error),
         ]
+        row += [_estimate(member, name) for name in others]
         costs = [_short_count(member.tokens), *([_short_time(member.seconds)] if wide else [])]
         table.add_row(
             *row, *costs, member_note(member, report, short=not wide, kept=kept), style="bold green" if best else ""
         )
     return table
+
+
+def _measured_otherwise(report: GenerationReport) -> list[str]:
+    """Return how members were measured beside what selection goes by, in the order of `MEASURES`."""
+    found = {
+        name
+        for member in report.members
+        for name, each in member.measured.items()
+        if (each.mean, each.standard_error) != (member.fitness, member.standard_error)
+    }
+    return [name for name in MEASURES if name in found]
+
+
+def _estimate(member: MemberReport, name: str) -> str:
+    measured = member.measured.get(name)
+    return "–" if measured is None else score_text(measured.mean, measured.standard_error)
 
 
 def _value(member: MemberReport, name: str) -> Text:

@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium
 
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.hyperparameters import (
     HyperparameterConfig,
     Hyperparameters,
@@ -49,7 +50,7 @@ _SECTIONS: Mapping[str, frozenset[str]] = {
     "logging": _names(LoggingConfig, "completions", "completions_format"),
 }
 """Where a configuration has each setting, which all go by names of their own."""
-_OTHERS = ("seed", "device", "hp_config", "strategy", "experience")
+_OTHERS = ("seed", "device", "hp_config", "strategy", "experience", "fitness")
 _OWN = ("env", "total_timesteps", "preset", "run_dir", "progress", "callback", "allow_memory")
 _POLICIES = ("MlpPolicy", "CnnPolicy", "MultiInputPolicy")
 _SPACE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
@@ -84,8 +85,8 @@ def train(
         callback: Called with the run after every generation, e.g. an `EvalCallback`; False from it ends the run.
         allow_memory: Go on although more memory is estimated to be needed than is there.
         settings: Hyperparameters (lr, gamma, ...) and other arguments of `GRPO.population` (size, seed, network,
-            hp_config, ...), of `evolve` (steps_per_generation, target_fitness, strategy, ...) and of `GymnasiumGroups`
-            (env_kwargs, max_episode_steps, ...), by the names that they have there.
+            hp_config, ...), of `evolve` (steps_per_generation, target_fitness, strategy, fitness, ...) and of
+            `GymnasiumGroups` (env_kwargs, max_episode_steps, ...), by the names that they have there.
 
     Returns:
         The run, which has ended: `run.best` is the best member as an agent, with `predict` and `save_checkpoint`;
@@ -161,6 +162,8 @@ def _configured(
         values["evolve"] = instance("hp_config", space, HyperparameterConfig, _SPACE).to_json()
     if "experience" in settings:
         values["experience"] = settings["experience"]
+    if settings.get("fitness") is not None:
+        values["fitness"] = FitnessConfig.of(settings["fitness"]).to_json()
     config = parse_config(values)
     return replace(config, strategy=settings["strategy"]) if settings.get("strategy") is not None else config
 
@@ -208,6 +211,7 @@ def _evolution(prepared: PreparedNetworks, run_dir: str | Path | None, *, regist
         schedule=config.schedule,
         strategy=config.strategy,
         experience=config.experience,
+        fitness=config.fitness,
         run_dir=None if run_dir is None else RunDir(run_dir, config.logging),
         description={"task": config.task.label},
     )

@@ -12,9 +12,12 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Paced, Split
 from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.history.estimates import EvaluationCost
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
+from evogrpo.training.loop.assessment.measuring import Measured, measure
 from evogrpo.training.loop.clock import Clock, OutOfTime
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.remarks import remark
@@ -42,7 +45,8 @@ class Acting:
         population: The members.
         env: Where they act.
         schedule: How many questions they are evaluated on.
-        progress: Where the run stands; only its seconds are counted.
+        progress: Where the run stands; its seconds are counted, and what evaluations take.
+        fitness: How they are evaluated.
         experience: How members learn from each other's samples; None = each from its own.
 
     Attributes:
@@ -58,9 +62,10 @@ class Acting:
         env: GroupEnvironment,
         schedule: Schedule,
         progress: Progress,
+        fitness: FitnessConfig,
         experience: SharedExperience | None = None,
     ) -> None:
-        self._population, self._env, self._progress = population, env, progress
+        self._population, self._env, self._progress, self._fitness = population, env, progress, fitness
         self._experience = experience
         self._learning_seconds = self.evaluation_seconds = 0.0
         self.schedule = schedule
@@ -80,7 +85,7 @@ class Acting:
         while True:
             fitness = self._base(tried)
             fitting = self.clock.fitting(
-                self.clock.share(VALIDATION_SHARE) / len(self._population), self.clock.expected
+                self.clock.share(VALIDATION_SHARE) / max(1, self._asked()), self.clock.expected
             )
             if tried >= min(fitting, asked):
                 break
@@ -123,21 +128,21 @@ class Acting:
                 banks.load_state(slot, state)
             raise
 
-    def evaluate(self) -> None:
-        """Measure every healthy member's fitness on the validation split.
+    def evaluate(self) -> dict[int, Measured]:
+        """Measure every healthy member's fitness, by slot.
 
         Where time runs out in a run that has no fitness of anybody yet, an eighth of the questions has to do.
         """
         self._tell_pace()
         try:
-            self._evaluate()
+            return self._evaluate()
         except OutOfTime:
             if self._progress.best is not None:
                 raise
             self._ask_fewer(max(2, self.questions("validation") // 8), "there is no time left for more")
-            self._evaluate()
+            return self._evaluate()
 
-    def compare(self, state: Mapping[str, Tensor]) -> tuple[Fitness, Fitness]:
+    def compare(self, state: Mapping[str, Tensor]) -> tuple[Fitness, Fitness, EvaluationCost]:
         """Return what the untrained base and a learner state earn on as many questions of the test as time allows."""
         self._tell_pace()
         asked = self.questions("test")
@@ -146,13 +151,23 @@ class Acting:
             raise OutOfTime
         if questions < asked:
             remark(f"the test has {questions} questions instead of {asked}, as there is no time left for more")
+        began = time.monotonic()
         with self._abandonable(leaving=0.0):
-            return self._population.compare(state, self._env, "test", questions=questions)
+            before, after, tokens = self._population.compare(
+                state, self._env, "test", questions=questions, config=self._fitness
+            )
+        cost = EvaluationCost(tokens=tokens, seconds=time.monotonic() - began)
+        self._progress.add_evaluation(cost)
+        return before, after, cost
 
     def closing(self) -> float:
         """Return how many seconds the end of a run is expected to take: an evaluation and the test."""
-        answers = len(self._population.healthy) * self.questions("validation")
-        return self.clock.expected(answers) + self._testing()
+        return self.clock.expected(self._asked() * self.questions("validation")) + self._testing()
+
+    def _asked(self) -> int:
+        """Return the most members that an evaluation asks."""
+        healthy = len(self._population.healthy)
+        return {"validation": healthy, "both": min(healthy, self._fitness.candidates), "rollouts": 0}[self._fitness.by]
 
     def questions(self, split: Split) -> int:
         """Return how many questions of a held-out split are asked."""
@@ -169,16 +184,21 @@ class Acting:
     def _base(self, questions: int) -> Fitness:
         began = time.monotonic()
         with self._abandonable(leaving=0.0):
-            fitness = self._population.baseline(self._env, "validation", questions=questions)
-        self.clock.took_answers(time.monotonic() - began, questions, base=True)
-        return fitness
+            found = self._population.baseline(self._env, "validation", questions=questions, config=self._fitness)
+        seconds = time.monotonic() - began
+        self.clock.took_answers(seconds, questions, base=True)
+        self._progress.add_evaluation(EvaluationCost(tokens=found.tokens[0], seconds=seconds))
+        return found.fitness[0]
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> dict[int, Measured]:
         began, questions = time.monotonic(), self.questions("validation")
         with self._abandonable(leaving=self._testing()):
-            self._population.evaluate(self._env, "validation", questions=questions)
+            measured = measure(self._population, self._env, self._fitness, self._progress, questions=questions)
         self.evaluation_seconds = time.monotonic() - began
-        self.clock.took_answers(self.evaluation_seconds, len(self._population.healthy) * questions)
+        answers = sum(each.questions for each in measured.values())
+        if answers:
+            self.clock.took_answers(self.evaluation_seconds, answers)
+        return measured
 
     def _ask_fewer(self, questions: int, why: str) -> None:
         self.schedule = replace(self.schedule, validation_questions=questions)

@@ -88,8 +88,10 @@ class Clock:
     def expected(self, answers: int) -> float:
         """Return about how many seconds so many answers are going to take.
 
-        By the latest evaluation, and by how much longer samples take now than right after it.
+        By the latest evaluation, and by how much longer samples take now than right after it; without one, by samples.
         """
+        if not self._per_answer:
+            return CAUTION * (self._per_sample or 0.0) * answers
         growth = 1.0
         if self._per_sample and self._per_sample_then:
             growth = max(growth, self._per_sample / self._per_sample_then)

@@ -159,6 +159,7 @@ def _prolonged(evolution: Evolution, timesteps: int) -> Evolution:
         evolution.env,
         schedule=replace(evolution.schedule, **limits),
         strategy=evolution.strategy,
+        fitness=evolution.fitness,
         run_dir=None if evolution.run_dir is None else evolution.run_dir.again(),
         progress=evolution.progress,
         experience=evolution.experience,

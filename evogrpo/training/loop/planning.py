@@ -70,7 +70,7 @@ class Planning:
         progress = self._progress
         if progress.unplanned:
             if not progress.history:  # a checkpoint of an earlier version, which kept none
-                progress.history.append(generation_of(self._population, progress))
+                progress.history.append(generation_of(self._population, progress, {}))
             self.carry_out(self.plan())
 
     def _set_samples(self, samples: Sequence[int] | None) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation
+from evogrpo.history.estimates import EvaluationCost
 from evogrpo.history.records import Example
 
 
@@ -63,6 +64,10 @@ class Progress:
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
+        evaluation_tokens: Tokens (or environment steps) that evaluations took so far, the untrained base's included.
+        evaluation_seconds: Their wall-clock time.
+        rollouts: What each slot earned in the generation under way: step, place of the start in that step's block, and
+            the mean raw reward of the group.
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: The best member ever; None before the first evaluation.
@@ -88,6 +93,9 @@ class Progress:
     member_tokens: list[int] = field(default_factory=list)
     member_seconds: list[float] = field(default_factory=list)
     metrics: list[dict[str, tuple[float, int]]] = field(default_factory=list)
+    evaluation_tokens: int = 0
+    evaluation_seconds: float = 0.0
+    rollouts: list[list[tuple[int, int, float]]] = field(default_factory=list)
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
     best: Best | None = None
@@ -97,6 +105,28 @@ class Progress:
         if not self.member_tokens:
             self.slot_tokens, self.slot_timesteps, self.slot_epochs = ([0] * self.members for _ in range(3))
             self.start_generation()
+        if not self.rollouts:  # also amid a generation that an earlier version began
+            self.rollouts = [[] for _ in range(self.members)]
+
+    @property
+    def begun(self) -> bool:
+        """Whether anything was measured or learnt yet."""
+        return self.baseline is not None or self.step > 0
+
+    @property
+    def evaluation(self) -> EvaluationCost:
+        """What evaluations took so far."""
+        return EvaluationCost(tokens=self.evaluation_tokens, seconds=self.evaluation_seconds)
+
+    def add_evaluation(self, cost: EvaluationCost) -> None:
+        """Count an evaluation."""
+        self.evaluation_tokens += cost.tokens
+        self.evaluation_seconds += cost.seconds
+
+    def spent(self, *, evaluations: bool) -> dict[str, int]:
+        """Return timesteps and tokens so far, as limits count them: with or without those of evaluations."""
+        extra = self.evaluation_tokens if evaluations else 0
+        return {"timesteps": (self.timesteps or 0) + extra, "tokens": self.tokens + extra}
 
     @property
     def timesteps(self) -> int | None:
@@ -109,6 +139,7 @@ class Progress:
         self.member_tokens = [0] * self.members
         self.member_seconds = [0.0] * self.members
         self.metrics = [{} for _ in range(self.members)]
+        self.rollouts = [[] for _ in range(self.members)]
 
     def add_step(
         self,
@@ -118,6 +149,7 @@ class Progress:
         *,
         timesteps: Mapping[int, int],
         epochs: Mapping[int, int],
+        earned: Mapping[int, Mapping[int, float]],
     ) -> None:
         """Count one learning step; its time is shared out among members by their tokens.
 
@@ -127,7 +159,10 @@ class Progress:
             metrics: By slot.
             timesteps: Those of the tokens that were sampled, by slot; of those who sampled.
             epochs: Passes over the samples, by slot.
+            earned: Mean raw reward of each group, by slot and place of its start in the step's block.
         """
+        for slot, groups in earned.items():
+            self.rollouts[slot] += [(self.step, place, score) for place, score in groups.items()]
         total = max(1, sum(tokens.values()))
         self.step += 1
         self.step_in_generation += 1
@@ -164,6 +199,9 @@ class Progress:
         """Build from what `to_json` returned, without the best member."""
         plain = dict(values)
         plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
+        plain["rollouts"] = [
+            [(step, place, score) for step, place, score in slot] for slot in plain.get("rollouts", [])
+        ]
         plain["examples"] = tuple(Example(**example) for example in plain["examples"])
         plain["baseline"] = None if plain["baseline"] is None else Fitness.from_json(plain["baseline"])
         plain["history"] = [Generation.from_json(generation) for generation in plain.get("history", [])]

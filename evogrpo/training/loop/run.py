@@ -9,8 +9,11 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.evolution.fitness import ROLLOUTS
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.history.estimates import EvaluationCost
 from evogrpo.history.records import BaselineReport, GenerationReport, Report, StepReport, TestReport
 from evogrpo.history.results import Result
 from evogrpo.history.text import counted
@@ -19,16 +22,18 @@ from evogrpo.records import LearnReport
 from evogrpo.training.charts import generation_curves, step_curves
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting
+from evogrpo.training.loop.assessment.crowning import Crown
+from evogrpo.training.loop.assessment.rollouts import check_starts, first_step
 from evogrpo.training.loop.clock import OutOfTime
 from evogrpo.training.loop.equal_rewards import EqualRewards
 from evogrpo.training.loop.planning import Planning, StrategyError
-from evogrpo.training.loop.progress import Best, Progress
+from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.remarks import remark
 from evogrpo.training.loop.reports.observing import (
+    baseline_report,
     description_of,
-    estimate,
     generation_of,
-    member_reports,
+    generation_report,
     result_of,
     test_report,
 )
@@ -51,6 +56,7 @@ class Evolution:
         env: Where they act.
         schedule: How long and at what cost.
         strategy: The rule of selection and mutation.
+        fitness: How fitness is measured; by the default settings if None.
         run_dir: Where records go; None = nowhere.
         progress: Where the run stands; a fresh start by default.
         description: Further facts for the journal's first event, such as task and model.
@@ -70,6 +76,7 @@ class Evolution:
         *,
         schedule: Schedule,
         strategy: Strategy,
+        fitness: FitnessConfig | None = None,
         run_dir: RunDir | None = None,
         progress: Progress | None = None,
         description: dict[str, Any] | None = None,
@@ -86,11 +93,14 @@ class Evolution:
         if experience is not None:
             check_shared(population)
         self.population, self.env = population, env
-        self.strategy, self.run_dir = strategy, run_dir
+        self.strategy, self.run_dir, self.fitness = strategy, run_dir, fitness or FitnessConfig()
         self.progress = progress or Progress(members=len(population))
         schedule.check_counted(plays=population.plays, counted=self.progress.timesteps is not None)
         self.experience = experience
-        self.acting = Acting(population, env, schedule, self.progress, experience)
+        if self.fitness.selecting == ROLLOUTS:
+            check_starts(population, schedule, experience)
+        self.acting = Acting(population, env, schedule, self.progress, self.fitness, experience)
+        self._crown = Crown(population, self.progress, self.fitness, run_dir)
         self._given_up = False
         self._planning = Planning(population, strategy, schedule, self.progress, experience)
         self._description = description or {}
@@ -167,9 +177,8 @@ class Evolution:
         """Take the learning steps of the generation under way, or as many as there is time for."""
         progress, clock = self.progress, self.acting.clock
         while progress.step_in_generation < progress.steps_per_generation:
-            spent = self.schedule.spent(
-                timesteps=progress.timesteps or 0, tokens=progress.tokens, seconds=progress.seconds
-            )
+            so_far = progress.spent(evaluations=self.schedule.count_evaluations)
+            spent = self.schedule.spent(**so_far, seconds=progress.seconds)
             if progress.step_in_generation and spent is not None:
                 return
             if progress.step and not clock.step_fits(self.acting.closing()):
@@ -241,7 +250,7 @@ class Evolution:
     def _open(self) -> None:
         """Record the start: the untrained base's fitness and a checkpoint of the founders, or that the run resumed."""
         progress = self.progress
-        if progress.baseline is not None:
+        if progress.begun:
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
             self._record("resumed", generation=progress.generation, step=progress.step, **changed)
             return
@@ -249,18 +258,20 @@ class Evolution:
         self._record(
             "run",
             **self._description,
-            **description_of(self.population, self.schedule),
+            **description_of(self.population, self.schedule, self.fitness),
             strategy=strategy_record(self.strategy),
             experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
         )
+        if not self.fitness.asks:  # the first learning step will tell
+            return
         try:
             progress.baseline = self.acting.baseline()
         except OutOfTime:
             self.acting.clock.end()
             return
         self.acting.clock.tick()
-        self._write(BaselineReport(questions=len(progress.baseline.scores), fitness=estimate(progress.baseline)))
+        self._write(baseline_report(progress.baseline, measure=self.fitness.asking, cost=progress.evaluation))
         self._save()
 
     def finished(self) -> bool:
@@ -276,9 +287,8 @@ class Evolution:
         """Return in words which limit of the schedule has been reached; None if none has."""
         progress = self.progress
         return self.schedule.ended_by(
+            **progress.spent(evaluations=self.schedule.count_evaluations),
             generation=progress.generation,
-            timesteps=progress.timesteps or 0,
-            tokens=progress.tokens,
             seconds=max(progress.seconds, progress.out_of_time),
             fitness=None if progress.best is None else progress.best.fitness.mean,
         )
@@ -299,6 +309,10 @@ class Evolution:
         self.acting.clock.tick()
         most = 0 if self.run_dir is None else self.run_dir.completions.most
         closed = close_step(self.population, self.progress, collected, learned, time.monotonic() - began, most)
+        if closed.report.step == 0 and not self.fitness.asks:
+            self.progress.baseline = first_step(self.progress)
+            if self.progress.baseline is not None:
+                self._write(baseline_report(self.progress.baseline, measure=ROLLOUTS, cost=EvaluationCost()))
         self._write(closed.report)
         self._equal_rewards.look_at(learned)
         if self.run_dir is not None:
@@ -312,29 +326,16 @@ class Evolution:
         progress, population = self.progress, self.population
         self._require_healthy()
         try:
-            self.acting.evaluate()
+            measured = self.acting.evaluate()
         except Exception as error:
             self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
             raise
         self.acting.clock.tick()
         progress.generation += 1
-        members = member_reports(population, progress)
-        self._keep_best()
+        report = generation_report(population, progress, measured, best=self._crown.contest(measured))
         progress.step_in_generation = 0
         progress.unplanned = True
-        progress.history.append(generation_of(population, progress))
-        report = GenerationReport(
-            generation=progress.generation,
-            step=progress.step,
-            members=members,
-            best=next(member for member in members if member.slot == population.best_slot),
-            plan=None,
-            seconds=progress.seconds,
-            tokens=progress.tokens,
-            examples=progress.examples,
-            timesteps=self._timesteps,
-            questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
-        )
+        progress.history.append(generation_of(population, progress, measured))
         try:
             plan = None if self.finished() else self._planning.plan()
         except StrategyError:
@@ -346,7 +347,7 @@ class Evolution:
         self._write(report)
         if self.run_dir is not None:
             # Under the last learning step: a run that goes on from here purges what stands from the next one on.
-            self.run_dir.log_scalars(progress.step - 1, generation_curves(members, self.population.space))
+            self.run_dir.log_scalars(progress.step - 1, generation_curves(report.members, self.population.space))
         progress.start_generation()
         if plan is not None:
             self._planning.carry_out(plan)
@@ -364,30 +365,16 @@ class Evolution:
                 "with lower learning rates or temperatures: resuming this one would only repeat it"
             )
 
-    def _keep_best(self) -> None:
-        """Remember the best member ever, as it was when it earned its fitness."""
-        agent = self.population.agents[self.population.best_slot]
-        best = self.progress.best
-        if agent.fitness is not None and (best is None or agent.fitness.mean > best.fitness.mean):
-            generation = self.progress.generation
-            self.progress.best = Best(
-                index=agent.index,
-                generation=generation,
-                fitness=agent.fitness,
-                state=self.population.members.banks.state(agent.slot),
-                digest=None if self.run_dir is None else self.run_dir.save_best(agent, generation),
-            )
-
     def _test(self) -> Iterator[TestReport]:
         """Let the best member ever and the base answer the test split, if there is time."""
         best = self.progress.best
         assert best is not None  # the caller asks for it
         try:
-            before, after = self.acting.compare(best.state)
+            before, after, cost = self.acting.compare(best.state)
         except OutOfTime:
             remark("the test is left out, as no time was left for it: give max_seconds more")
             return
-        self._tested = test_report(best.index, before, after)
+        self._tested = test_report(best.index, before, after, measure=self.fitness.asking, cost=cost)
         self._write(self._tested)
         yield self._tested
 
@@ -408,7 +395,8 @@ class Evolution:
 
     def _save(self, stopped: str | None = None) -> None:
         if self.run_dir is not None:
-            self.run_dir.save(self.population, self.progress, self.strategy, self.schedule, self._data, self.experience)
+            records = self.schedule, self.fitness, self._data, self.experience
+            self.run_dir.save(self.population, self.progress, self.strategy, *records)
         if stopped is not None:
             self._record("stopped", reason=stopped)
 

@@ -19,11 +19,11 @@ from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.step_experiences import StepExperiences, as_arrays, as_step_batch, tensors_of
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles, TextRequest
-from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
+from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
-from evogrpo.envs.control.draws import StepDraws
+from evogrpo.envs.control.draws import StepDraws, StepUniforms
 from evogrpo.envs.control.episodes import Played
-from evogrpo.envs.groups import GroupEnvironment, Scores, Split
+from evogrpo.envs.groups import GroupEnvironment, Scores
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
@@ -149,19 +149,27 @@ class NetworkMembers:
             truncated=truncated,
         )
 
-    def evaluate(
-        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
-    ) -> NDArray[np.float64]:
-        """Play the first `count` starts of a split greedily; return undiscounted returns `[slots * count]`."""
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Play held-out starts, sampled at temperature 1 or greedily; rewards are undiscounted returns."""
         self.check(env)
-        played: Played = env.open(split, range(count)).play(
-            self.networks.bank,
-            list(range(count)) * len(slots),
-            np.repeat(list(slots), count).tolist(),
+        bank = self.networks.bank
+        played: Played = env.open(asked.split, asked.questions).play(
+            bank,
+            asked.start_ids.tolist(),
+            asked.member_ids.tolist(),
+            uniforms=None if asked.answers is None else self._held_out_draws(asked, bank.uniforms_per_action),
+            temperature=None if asked.answers is None else asked.temperature.numpy(),
             statistics=self.networks.statistics,
-            base=base,
+            base=asked.base,
         )
-        return played.rewards
+        steps = played.lengths.reshape(len(asked.slots), asked.per_slot).sum(axis=1)
+        return Answered(rewards=played.rewards, tokens=tuple(steps.tolist()))
+
+    def _held_out_draws(self, asked: Asked, width: int) -> StepUniforms:
+        draws = StepDraws(
+            self.settings.seed, HELD_OUT, streams=asked.streams, rows=[asked.each] * len(asked.questions), width=width
+        )
+        return lambda rows, t: draws(rows % asked.per_slot, t)
 
     def absorb(self, observed: Sequence[Observed]) -> None:
         """Add what a learning step's episodes observed to the members' running statistics."""

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.agents.checkpoints.stored_spaces import space_from_json, space_to_json
@@ -18,14 +17,14 @@ from evogrpo.agents.members.control.team_batches import team_batch
 from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles, TextRequest
-from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
+from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
 from evogrpo.envs.control.actions import legal_actions, to_environment
-from evogrpo.envs.control.draws import AgentDraws
+from evogrpo.envs.control.draws import AgentDraws, AgentUniforms
 from evogrpo.envs.control.joint.assignment import AgentSpaces, Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.trees import stack, unflatten
-from evogrpo.envs.groups import Scores, Split
+from evogrpo.envs.groups import Scores
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
@@ -144,7 +143,7 @@ class TeamMembers:
                 wanted.purpose,
                 streams=wanted.streams,
                 rows=list(wanted.counts),
-                width_of=lambda agent: self.policies[self.assignment.policy_of(agent)].bank.uniforms_per_action,
+                width_of=self._width_of,
             ),
             temperature=temperature,
         )
@@ -170,18 +169,40 @@ class TeamMembers:
             observed=(seen,),
         )
 
-    def evaluate(self, env: Any, split: Split, count: int, slots: Sequence[int], *, base: bool) -> NDArray[np.float64]:
-        """Play the first `count` starts of a split greedily; return what each is worth `[slots * count]`."""
+    def evaluate(self, env: Any, asked: Asked) -> Answered:
+        """Play held-out starts, sampled at temperature 1 or greedily; rewards are what each start is worth."""
         self.check(env)
-        played = env.open(split, range(count)).play(
+        member_ids = asked.member_ids.numpy()
+        played = env.open(asked.split, asked.questions).play(
             self.policies,
             self.assignment,
-            list(range(count)) * len(slots),
-            np.repeat(list(slots), count).tolist(),
-            base=base,
+            asked.start_ids.tolist(),
+            member_ids.tolist(),
+            uniforms=None if asked.answers is None else self._held_out_draws(asked),
+            temperature=None if asked.answers is None else asked.temperature.numpy(),
+            base=asked.base,
         )
-        scores: NDArray[np.float64] = env.scores(played)
-        return scores
+        steps = np.zeros(len(member_ids), dtype=np.int64)
+        for episodes in played.episodes.values():
+            np.add.at(steps, episodes.rows, episodes.present.sum(axis=1))
+        return Answered(
+            rewards=env.scores(played),
+            tokens=tuple(steps.reshape(len(asked.slots), asked.per_slot).sum(axis=1).tolist()),
+        )
+
+    def _held_out_draws(self, asked: Asked) -> AgentUniforms:
+        draws = AgentDraws(
+            self.settings.seed,
+            HELD_OUT,
+            streams=asked.streams,
+            rows=[asked.each] * len(asked.questions),
+            width_of=self._width_of,
+        )
+        return lambda agent, rows, t: draws(agent, rows % asked.per_slot, t)
+
+    def _width_of(self, agent: str) -> int:
+        """Return how many random numbers an agent's action takes."""
+        return self.policies[self.assignment.policy_of(agent)].bank.uniforms_per_action
 
     def absorb(self, observed: Sequence[Observed]) -> None:
         """Add what each policy's agents have observed to its running statistics."""

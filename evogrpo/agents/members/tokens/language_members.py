@@ -26,7 +26,7 @@ from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.members.tokens.texts import text_rows, texts_of
 from evogrpo.agents.members.tokens.token_batches import token_batch
 from evogrpo.agents.rollout.conversing import Conversed, converse
-from evogrpo.agents.rollout.wanted import Collected, Observed, Wanted
+from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
 from evogrpo.envs.groups import Conversations, GroupEnvironment, Scores, Split
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
@@ -205,25 +205,40 @@ class LanguageMembers:
             questions=tuple(opened.questions),
         )
 
-    def evaluate(
-        self, env: GroupEnvironment, split: Split, count: int, slots: Sequence[int], *, base: bool
-    ) -> NDArray[np.float64]:
-        """Answer the first `count` questions of a split greedily; return raw rewards `[slots * count]`."""
-        opened = self._open(env, split, range(count))
-        start_ids = torch.arange(count).repeat(len(slots))
-        member_ids = torch.tensor(list(slots)).repeat_interleave(count)
-        nothing = torch.zeros(len(start_ids), self.settings.max_output_tokens)
-        rows = self._rows(opened, start_ids, member_ids, torch.zeros(len(start_ids)), nothing)
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Answer held-out questions, sampled at temperature 1 or greedily.
+
+        Token t of a question's answer a is drawn with number `[a, t]` of the stream (seed, purpose, question), from the
+        second turn on under the purpose's name with the turn's number. An outside engine that draws by itself does not
+        use them: its sampled answers differ from one evaluation to the next.
+        """
+        opened = self._open(env, asked.split, asked.questions)
+        rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, self._held_out_draws(asked, 0))
         conversed = converse(
             self._engine(),
             opened,
             rows,
-            draws=lambda turn: nothing,
+            draws=lambda turn: self._held_out_draws(asked, turn),
             room=self._room(opened),
             device=self.device,
-            base=base,
+            base=asked.base,
         )
-        return self._scored(opened, conversed).rewards
+        lengths = conversed.rollout.present.sum(1).tolist()
+        costs = self.bank.tokens_of(rows.prompts, asked.start_ids, asked.member_ids, lengths)
+        tokens = tuple(costs[slot] for slot in asked.slots)
+        return Answered(rewards=self._scored(opened, conversed).rewards, tokens=tokens)
+
+    def _held_out_draws(self, asked: Asked, turn: int) -> Tensor:
+        """Return `[n, t]` uniforms of all rows for a turn of held-out conversations; zeros where nothing is drawn."""
+        length = self.settings.max_output_tokens
+        if asked.answers is None:
+            return torch.zeros(len(asked.slots) * asked.per_slot, length)
+        purpose = HELD_OUT if not turn else f"{HELD_OUT} turn {turn}"
+        parts = [
+            generator(self.settings.seed, purpose, *stream).random((asked.each, length), dtype=np.float32)
+            for stream in asked.streams
+        ]
+        return torch.from_numpy(np.concatenate(parts)).repeat(len(asked.slots), 1)
 
     def _scored(self, opened: Conversations, conversed: Conversed) -> Scores:
         """Let the environment reward what was said."""

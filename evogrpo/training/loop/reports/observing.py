@@ -1,20 +1,24 @@
 """From a population's state to plain numbers: member reports and metrics."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.history import Generation, Seat
-from evogrpo.history.estimates import Estimate
-from evogrpo.history.records import MemberReport, TestReport
+from evogrpo.history.estimates import Estimate, EvaluationCost
+from evogrpo.history.records import BaselineReport, GenerationReport, MemberReport, TestReport
 from evogrpo.history.results import BestMember, Result
+from evogrpo.training.loop.assessment.measuring import Measured
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.schedule import Schedule
 
 
-def generation_of(population: Population, progress: Progress) -> Generation:
+def generation_of(population: Population, progress: Progress, measured: Mapping[int, Measured]) -> Generation:
     """Return what strategies see of the generation that has just been evaluated."""
+    nothing = Measured()
     return Generation(
         number=progress.generation,
         samples_per_step=progress.samples_per_step,
@@ -27,13 +31,49 @@ def generation_of(population: Population, progress: Progress) -> Generation:
                 fitness=agent.fitness,
                 tokens=progress.member_tokens[agent.slot],
                 seconds=progress.member_seconds[agent.slot],
+                measured={
+                    name: fitness
+                    for name, fitness in measured.get(agent.slot, nothing).by.items()
+                    if fitness is not agent.fitness
+                },
+                evaluation_tokens=measured.get(agent.slot, nothing).cost.tokens,
+                evaluation_seconds=measured.get(agent.slot, nothing).cost.seconds,
             )
             for agent in population.agents
         ),
     )
 
 
-def member_reports(population: Population, progress: Progress) -> tuple[MemberReport, ...]:
+def generation_report(
+    population: Population, progress: Progress, measured: Mapping[int, Measured], *, best: int
+) -> GenerationReport:
+    """Describe a generation that has been evaluated, before anything is planned.
+
+    Args:
+        population: The members.
+        progress: Where the run stands.
+        measured: What members are worth, by slot.
+        best: The slot of the best of them.
+    """
+    members = member_reports(population, progress, measured)
+    return GenerationReport(
+        generation=progress.generation,
+        step=progress.step,
+        members=members,
+        best=next(member for member in members if member.slot == best),
+        plan=None,
+        seconds=progress.seconds,
+        tokens=progress.tokens,
+        examples=progress.examples,
+        timesteps=progress.timesteps if population.plays else None,
+        questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
+        evaluation=progress.evaluation,
+    )
+
+
+def member_reports(
+    population: Population, progress: Progress, measured: Mapping[int, Measured]
+) -> tuple[MemberReport, ...]:
     """Describe every member at the end of a generation, in slot order; retired ones are left out."""
     births = {birth.index: birth for birth in population.lineage.births}
     return tuple(
@@ -53,13 +93,16 @@ def member_reports(population: Population, progress: Progress) -> tuple[MemberRe
             reason=births[agent.index].reason,
             back_to=agent.back_to,
             metrics=progress.mean_metrics(agent.slot),
+            measured={name: estimate(each) for name, each in measured.get(agent.slot, Measured()).by.items()},
+            questions=measured.get(agent.slot, Measured()).questions,
+            evaluation=measured.get(agent.slot, Measured()).cost,
         )
         for agent in population.agents
         if not agent.retired
     )
 
 
-def description_of(population: Population, schedule: Schedule) -> dict[str, Any]:
+def description_of(population: Population, schedule: Schedule, fitness: FitnessConfig) -> dict[str, Any]:
     """Return what the journal's first event says of the members and the schedule."""
     return {
         "kind": population.members.kind,
@@ -68,6 +111,7 @@ def description_of(population: Population, schedule: Schedule) -> dict[str, Any]
         "samples_per_step": schedule.samples_per_step,
         "steps_per_generation": schedule.steps_per_generation,
         "schedule": schedule.to_json(),
+        "fitness": fitness.to_json(),
         "evolvable": population.space.to_json(),
         "algorithm": population.algorithm.__qualname__,
         "members": [
@@ -77,8 +121,13 @@ def description_of(population: Population, schedule: Schedule) -> dict[str, Any]
     }
 
 
-def test_report(index: int, before: Fitness, after: Fitness) -> TestReport:
-    """Compare what the untrained base and a member earned on the same questions."""
+def baseline_report(fitness: Fitness, *, measure: str, cost: EvaluationCost) -> BaselineReport:
+    """Describe what the untrained base earned, however measured."""
+    return BaselineReport(questions=len(fitness.scores), fitness=estimate(fitness), measure=measure, cost=cost)
+
+
+def test_report(index: int, before: Fitness, after: Fitness, *, measure: str, cost: EvaluationCost) -> TestReport:
+    """Compare what the untrained base and a member earned on the same questions, however measured."""
     mean, standard_error = paired_difference(after, before)
     return TestReport(
         questions=len(after.scores),
@@ -87,6 +136,8 @@ def test_report(index: int, before: Fitness, after: Fitness) -> TestReport:
         after=estimate(after),
         gain=Estimate(mean=mean, standard_error=standard_error),
         scores=after.scores,
+        measure=measure,
+        cost=cost,
     )
 
 
@@ -116,6 +167,7 @@ def result_of(
         timesteps=timesteps,
         tokens=progress.tokens,
         seconds=progress.seconds,
+        evaluation=progress.evaluation,
         baseline=None if progress.baseline is None else estimate(progress.baseline),
         best=None
         if best is None

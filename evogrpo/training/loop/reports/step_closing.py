@@ -51,7 +51,8 @@ def close_step(
     progress.examples = first_of_each(table)
     measured = {slot: {**collected.scores.metrics, **finite_metrics(each)} for slot, each in learned.items()}
     epochs = {slot: population.agents[slot].hyperparameters.update_epochs for slot in learned}
-    progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs)
+    earned = {slot: collected.earned.get(slot, {}) for slot in learned}
+    progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs, earned=earned)
     spent, renamed = step_costs(progress, seconds, tokens), sb3_names(population, progress, measured)
     report = StepReport(
         step=step,

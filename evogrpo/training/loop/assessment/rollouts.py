@@ -1,0 +1,66 @@
+"""Fitness from what members earn while they train: it costs nothing.
+
+Every member acts from a prefix of the same block of starts in each learning step, so members are compared start by
+start: one score per start and step, the mean of its group. Of a generation the last half of its steps counts, as the
+first speak for what a member was: a child's for its parent.
+"""
+
+import math
+
+from evogrpo.agents.population import Population
+from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.hyperparameters import MOST_SAMPLES
+from evogrpo.training.loop.progress import Progress
+from evogrpo.training.schedule import Schedule
+
+TOO_FEW = "fitness by rollouts needs rewards from at least 2 starts in the last half of a generation's steps"
+REMEDY = "take more samples_per_step, smaller groups or more steps_per_generation, or fitness: validation"
+
+
+def rollouts_of(progress: Progress, slot: int) -> Fitness | None:
+    """Return what a member earned in the last half of the generation under way; None with fewer than two starts."""
+    return _averaged(progress.rollouts[slot], since=progress.step - math.ceil(progress.step_in_generation / 2))
+
+
+def check_starts(population: Population, schedule: Schedule, experience: SharedExperience | None) -> None:
+    """Refuse a run in which a member could come to have fewer than two starts to be judged by.
+
+    Raises:
+        ValueError: With what to change.
+    """
+    if experience is not None and experience.samplers == "rank":
+        raise ValueError(
+            f"{TOO_FEW}, but with samplers 'rank' some members may sample nothing: let samplers be 'equal', or measure "
+            "fitness by validation"
+        )
+    space = population.space.for_samples_per_step(schedule.samples_per_step)
+    sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
+    if "group_size" in space:
+        sizes.append(int(space["group_size"].bounds[1]))
+    starts = schedule.samples_per_step // max(sizes) * math.ceil(schedule.steps_per_generation / 2)
+    if starts < 2:
+        raise ValueError(f"{TOO_FEW}, got {starts} in groups of {max(sizes)}: {REMEDY}")
+
+
+def first_step(progress: Progress) -> Fitness | None:
+    """Return what all members together earned in the run's first step, start by start, before they had learnt.
+
+    Where that is a single start, every member's score counts by itself.
+    """
+    found: dict[int, list[float]] = {}
+    for scores in progress.rollouts:
+        for step, place, score in scores:
+            if step == 0:
+                found.setdefault(place, []).append(score)
+    by_start = [math.fsum(scores) / len(scores) for scores in found.values()]
+    every = by_start if len(by_start) > 1 else [score for scores in found.values() for score in scores]
+    return Fitness.from_scores(every) if len(every) > 1 else None
+
+
+def _averaged(scores: list[tuple[int, int, float]], *, since: int) -> Fitness | None:
+    counted = {(step, place): score for step, place, score in scores if step >= since}
+    if len(counted) < 2:
+        return None
+    keys = [step * MOST_SAMPLES + place for step, place in counted]  # the same for all members
+    return Fitness.from_scores(list(counted.values()), keys=keys)

@@ -1,0 +1,325 @@
+"""Fitness by held-out answers, greedy and sampled, by training rewards, and by both; what it costs; that it resumes."""
+
+from dataclasses import replace
+
+import gymnasium
+import numpy as np
+import pytest
+
+from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
+from evogrpo.agents.rollout.assessing import answered, assess
+from evogrpo.agents.rollout.wanted import Asked
+from evogrpo.evolution import Fitness, FitnessConfig
+from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.training.loop.assessment.measuring import candidates
+from tests.envs import joint_probes
+from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run
+from tests.tiny_training import (
+    equal_states,
+    final_states,
+    finish,
+    scatter,
+    story,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+)
+
+WAYS = [
+    "rollouts",
+    {"sampled": True, "answers": 2, "racing": True},
+    {"by": "both", "sampled": True, "racing": True, "candidates": 3, "z": 9.0},
+]
+
+
+def language():
+    population = tiny_population(3)
+    for agent in population:
+        scatter(agent, agent.slot)
+    return population.members, tiny_env()
+
+
+def networks():
+    env = cart_pole()
+    return step_population(3, env).members, env
+
+
+def teams():
+    env = PettingZooGroups(joint_probes.Masked, validation_size=6, test_size=4)
+    population = MultiAgentGRPO.population(
+        3, observation_spaces=env.observation_spaces, action_spaces=env.action_spaces, group_size=4
+    )
+    return population.members, env
+
+
+KINDS = {"language": language, "networks": networks, "teams": teams}
+
+
+def validation(questions, slots, answers=None):
+    return Asked(split="validation", questions=tuple(questions), slots=slots, answers=answers)
+
+
+@pytest.fixture(params=list(KINDS))
+def kind(request):
+    return KINDS[request.param]()
+
+
+# ---- sampled answers
+
+
+def test_sampled_answers_depend_on_member_and_question_alone(kind):
+    members, env = kind
+    whole, spent = answered(members, env, validation(range(6), (0, 1, 2), answers=3))
+    again, _ = answered(members, env, validation((4, 1), (2,), answers=3))
+    np.testing.assert_array_equal(again[0], whole[2, [4, 1]])
+    parts = [answered(members, env, validation((number,), (0, 1, 2), answers=3)) for number in range(6)]
+    assert tuple(np.sum([tokens for _, tokens in parts], axis=0)) == spent
+
+
+def test_members_that_are_alike_answer_alike_so_that_luck_cancels(kind):
+    members, env = kind
+    members.banks.inherit([1, 1, 1])
+    rewards, tokens = answered(members, env, validation((0, 1, 2, 3), (0, 1, 2), answers=4))
+    assert (rewards == rewards[0]).all()
+    assert len(set(tokens)) == 1
+
+
+def test_sampled_answers_are_draws_of_the_policy_not_its_likeliest_ones():
+    members, env = networks()
+    greedy, _ = answered(members, env, validation((0, 1, 2, 3), (0,)))
+    few, many = (answered(members, env, validation((0, 1, 2, 3), (0,), answers=count))[0] for count in (1, 40))
+    assert not np.array_equal(few, many)
+    assert not np.array_equal(few, greedy)
+    # An untrained policy falls after about twenty steps, whichever way it begins.
+    assert 15 < many.mean() < 30
+
+
+def test_steps_of_evaluations_are_those_that_were_played():
+    members, env = networks()
+    rewards, steps = answered(members, env, validation((0, 1, 2), (2, 0), answers=2))
+    assert steps == tuple((2 * rewards).sum(axis=1).astype(int))  # CartPole rewards every step with 1
+
+
+def test_tokens_of_evaluations_are_prompts_once_and_answers():
+    members, env = language()
+    heard = []
+    wrapped = members.sampler.sample
+    asked = validation((0, 1, 2), (1, 2), answers=2)
+    opened = env.open("validation", asked.questions)
+
+    class Listening:
+        def sample(self, rows, *, base=False):
+            heard.append(wrapped(rows, base=base))
+            return heard[-1]
+
+        def sync(self, changed):
+            pass
+
+    members.sample_with(Listening())
+    _, tokens = answered(members, env, asked)
+    lengths = heard[0].present.sum(1).reshape(2, 6).sum(1).tolist()
+    assert list(tokens) == [length + sum(map(len, opened.prompts)) for length in lengths]
+
+
+# ---- races
+
+
+class Choice(gymnasium.Env):
+    """One step: the second action pays one more than the first, beside what the start pays."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.luck = self.np_random.uniform(-1, 1)
+        return np.array([self.luck], np.float32), {}
+
+    def step(self, action):
+        return np.zeros(1, np.float32), float(action) + self.luck, True, False, {}
+
+
+@pytest.fixture(scope="module")
+def unequal():
+    """Return members of whom the first has learnt to choose, and the others have not."""
+    env = GymnasiumGroups(Choice, validation_size=40)
+    population = step_population(3, env, lr=0.1)
+    for step in range(6):
+        population.learn(population.collect(env, step=step, samples_per_step=16, block=4).experience, step=step)
+    population.members.banks.inherit([0, None, None])
+    return population.members, env
+
+
+@pytest.mark.parametrize("rival", [None, 0.4, 1e6])
+def test_a_race_asks_prefixes_and_its_leader_everything_unless_it_is_behind_the_best_ever(unequal, rival):
+    members, env = unequal
+    best = None if rival is None else Fitness.from_scores(np.linspace(rival, rival + 1, 40).tolist())
+    config = FitnessConfig(sampled=True, racing=True)
+    found = assess(members, [0, 1, 2], env, "validation", config=config, rival=best)
+    whole = assess(members, [0, 1, 2], env, "validation", config=replace(config, racing=False))
+    asked = {slot: len(fitness.scores) for slot, fitness in found.fitness.items()}
+    for slot, fitness in found.fitness.items():
+        assert fitness.scores == whole.fitness[slot].scores[: asked[slot]]
+        assert found.tokens[slot] == asked[slot]
+    assert max(asked[1], asked[2]) < 40
+    assert asked[0] == (max(asked[1], asked[2]) if rival == 1e6 else 40)
+    gap = np.subtract(found.fitness[2].scores, found.fitness[0].scores[: asked[2]]).mean()
+    assert found.fitness[2].mean == pytest.approx(found.fitness[0].mean + gap)
+
+
+# ---- training rewards
+
+
+def rewards_by_member(reports):
+    """Return every member's mean reward in each learning step, by generation and index."""
+    found = {}
+    for report in reports:
+        if isinstance(report, StepReport):
+            for member in report.learned.values():
+                found.setdefault((report.generation, member.index), []).append(member.reward)
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_rollouts_are_the_mean_rewards_of_the_last_half_of_the_steps(steps):
+    run = step_run(None, fitness="rollouts", steps_per_generation=steps, generations=2, samples_per_step=16)
+    reports = finish(run)
+    earned = rewards_by_member(reports)
+    members = [member for report in reports if isinstance(report, GenerationReport) for member in report.members]
+    assert len(members) == 6
+    for member in members:
+        last = earned[member.generation, member.index][steps // 2 :]
+        assert member.fitness == pytest.approx(sum(last) / len(last), rel=1e-6)
+        assert (member.questions, member.evaluation.tokens) == (0, 0)
+        assert member.measured.keys() == {"rollouts"}
+
+
+def test_members_of_different_group_sizes_are_paired_by_their_common_starts():
+    run = step_run(None, fitness="rollouts", generations=1, samples_per_step=16)
+    run.population[0].group_size, run.population[1].group_size = 2, 8
+    finish(run)
+    many, few = (agent.fitness for agent in run.population.agents[:2])
+    assert len(many.scores) == 4 * len(few.scores) == 8
+    assert few.by_key.keys() < many.by_key.keys()
+
+
+def test_by_rollouts_nothing_is_asked_but_the_test_and_the_first_step_stands_for_the_untrained():
+    env = cart_pole()
+    run = step_run(None, fitness="rollouts", env=env, generations=2, samples_per_step=8, options={"hp_config": None})
+    reports = finish(run)
+    first = next(report for report in reports if isinstance(report, StepReport))
+    every = [member.reward for member in first.learned.values()]
+    assert run.result.baseline.mean == pytest.approx(sum(every) / len(every))
+    assert run.result.evaluation == run.result.test.cost
+    assert run.result.test.cost.tokens > 0
+
+
+@pytest.mark.parametrize("way", ["rollouts", "both"])
+def test_by_rollouts_a_lone_start_is_refused_with_the_remedy_before_anything_is_done(way):
+    lone = {"fitness": way, "samples_per_step": 8, "options": {"group_size": 8, "hp_config": None}}
+    for steps in (1, 2):
+        with pytest.raises(ValueError, match=r"at least 2 starts in the last half .* take more samples_per_step"):
+            step_run(None, steps_per_generation=steps, **lone)
+    step_run(None, steps_per_generation=3, **lone)  # two of them count
+
+
+# ---- both
+
+
+def test_by_both_plans_go_by_rollouts_and_the_best_is_chosen_on_validation(tmp_path):
+    run = step_run(tmp_path / "run", size=4, fitness={"by": "both", "candidates": 2, "z": 99.0}, samples_per_step=16)
+    reports = [report for report in finish(run) if isinstance(report, GenerationReport)]
+    crowned = []
+    for report in reports:
+        asked = [member for member in report.members if member.questions]
+        assert len(asked) == 2
+        ranked = sorted(report.members, key=lambda member: -member.fitness)
+        assert {member.index for member in asked} == {member.index for member in ranked[:2]}
+        assert all(member.fitness == member.measured["rollouts"].mean for member in report.members)
+        assert report.best.measured["greedy"].mean == max(member.measured["greedy"].mean for member in asked)
+        crowned.append(report.best.measured["greedy"].mean)
+        if report.plan is not None:
+            assert {member.slot: member.fitness for member in ranked}[report.plan.elite] == ranked[0].fitness
+    assert run.result.best.fitness.mean == max(crowned)
+    agent = run.population.agents[0].clone()
+    agent.load_state(run.progress.best.state)
+    assert agent.test(cart_pole()) == pytest.approx(max(crowned))
+
+
+def test_candidates_are_the_best_and_who_is_within_the_noise_of_it():
+    rng = np.random.default_rng(0)
+    noise = rng.normal(size=40)
+    levels = {0: 0.0, 1: 1.0, 2: 0.99, 3: -5.0}
+    fitness = {
+        slot: Fitness.from_scores((noise + 0.1 * rng.normal(size=40) + level).tolist())
+        for slot, level in levels.items()
+    }
+    assert candidates(fitness, 3.0, 4) == [1, 2]
+    assert candidates(fitness, 3.0, 1) == [max(fitness, key=lambda slot: fitness[slot].mean)]
+    assert candidates(fitness, 1e9, 4) == [0, 1, 2, 3]
+
+
+# ---- whichever way
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_a_run_that_is_stopped_amid_a_generation_goes_on_as_if_it_had_not(way, tmp_path):
+    quick = {"generations": 2, "samples_per_step": 16, "env": cart_pole(validation_size=10)}
+    whole = step_run(tmp_path / "whole", fitness=way, **quick)
+    finish(whole)
+    broken = step_run(tmp_path / "broken", fitness=way, **quick)
+    for report in broken.reports():
+        if isinstance(report, StepReport) and report.step == 2:
+            broken.stop()
+    again = resumed_step_run(tmp_path / "broken", env=cart_pole(validation_size=10))
+    assert again.fitness == whole.fitness
+    finish(again)
+    assert equal_states(final_states(tmp_path / "whole"), final_states(tmp_path / "broken"))
+    assert story(tmp_path / "whole") == story(tmp_path / "broken")
+    assert again.result.best == whole.result.best
+    assert again.result.evaluation.tokens == whole.result.evaluation.tokens
+
+
+def test_what_evaluations_cost_adds_up_in_every_record(tmp_path):
+    run = step_run(tmp_path / "run", fitness={"sampled": True})
+    reports = finish(run)
+    generations = [report for report in reports if isinstance(report, GenerationReport)]
+    spent = 0
+    for report, stored in zip(generations, run.progress.history, strict=True):
+        each = [member.evaluation.tokens for member in report.members]
+        assert min(each) > 0
+        assert [seat.evaluation_tokens for seat in stored.seats] == each
+        total = report.evaluation.tokens
+        assert sum(each) == total - spent or spent == 0  # the first total holds the untrained network's as well
+        spent = total
+    assert run.result.evaluation.tokens == spent + run.result.test.cost.tokens
+
+
+def test_limits_may_count_evaluations():
+    limits = {"generations": None, "max_timesteps": 4000, "test_questions": 0, "samples_per_step": 16}
+    plain, counting = (step_run(None, count_evaluations=count, **limits) for count in (False, True))
+    for run in (plain, counting):
+        finish(run)
+    assert counting.progress.timesteps < plain.progress.timesteps
+    progress = counting.progress
+    assert progress.timesteps + progress.evaluation_tokens >= 4000
+    with pytest.raises(ValueError, match="count_evaluations is about max_tokens and max_timesteps"):
+        step_run(None, count_evaluations=True)
+
+
+def test_a_language_run_by_sampled_answers_and_rollouts(tmp_path):
+    run = tiny_run(tmp_path / "run", fitness={"by": "both", "sampled": True}, samples_per_step=16, generations=1)
+    reports = finish(run)
+    report = next(report for report in reports if isinstance(report, GenerationReport))
+    assert 1 <= sum(member.questions == 8 for member in report.members) <= 2
+    assert report.best.measured.keys() == {"sampled", "rollouts"}
+    assert run.result.test.measure == "sampled"
+
+
+def test_with_dynamic_sampling_groups_that_were_thrown_away_count():
+    population = tiny_population(2, objective=Objective(dynamic_sampling=2))
+    constant = tiny_env(reward_fn=lambda completion, answer, question: float(question.startswith(("1", "2", "3"))))
+    collected = population.collect(constant, step=0, samples_per_step=16, block=8)
+    starts = constant.open("train", collected.starts[:4]).questions
+    wanted = {place: float(question.startswith(("1", "2", "3"))) for place, question in enumerate(starts)}
+    assert collected.earned == {0: wanted, 1: wanted}
