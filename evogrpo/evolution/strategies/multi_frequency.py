@@ -11,10 +11,11 @@ from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.perturbation import proposals
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, truncation
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import Hyperparameters, answering, whole_between
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, answering, whole_between
 
 QUARTER = 0.25
 
@@ -86,9 +87,9 @@ class MultiFrequency(Stateless):
             parent = parent_of(history, choice)
             if parent is None or choice.parent == slot:
                 continue
-            draws[slot] = self.mutation.of(parent.hyperparameters, space)
+            draws[slot] = proposals(self.mutation, history, parent, space)
             if slot in hosts and choice.kept is None:
-                draws[slot] = _unless_taken(hosts[slot], self.mutation.of(hosts[slot], space))
+                draws[slot] = _unless_taken(hosts[slot], self.mutation, space)
         return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
 
     def _groups(self, history: History) -> list[list[int]]:
@@ -124,7 +125,7 @@ class MultiFrequency(Stateless):
         return {"intervals": list(self.intervals), "mutation": self.mutation.to_json(), "backtrack": self.backtrack}
 
 
-def _unless_taken(values: Hyperparameters, draw: Draw) -> Draw:
-    """Return what proposes these values first, and then what `draw` makes."""
+def _unless_taken(values: Hyperparameters, mutation: Mutation, space: HyperparameterConfig) -> Draw:
+    """Return what proposes these values first, and mutated ones where they are taken."""
     first = [values]
-    return lambda rng: first.pop() if first else draw(rng)
+    return lambda rng: first.pop() if first else mutation(values, space, rng)

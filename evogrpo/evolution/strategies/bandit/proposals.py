@@ -71,7 +71,7 @@ class Proposals:
         if self._process is None:
             return anywhere(self._space, base, rng)
         candidates = self._candidates(rng)
-        points = placed(candidates, self._space)
+        points = placed(candidates, self._space, base)
         mean, deviation = self._process.predict(points, np.full(len(points), self._next))
         best = candidates[int(np.argmax(mean + self._explore * deviation))]
         chosen = at(self._space, base, dict(zip(self._space, map(float, best), strict=True)))

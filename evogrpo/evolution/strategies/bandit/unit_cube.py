@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from evogrpo.evolution.founders import at
 from evogrpo.evolution.strategies.bandit.gaussian_process import Array
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter, is_categorical
 
@@ -11,20 +12,27 @@ from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLPar
 def place(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> Array:
     """Return a point `[d]`: a coordinate for every number that evolves, and one for each name that another may be.
 
-    Values outside a range lie on its bound. Any two names of one hyperparameter are one apart.
+    Values outside a range lie on its bound. Any two names of one hyperparameter are one apart. What does not count
+    lies in the middle.
     """
+    values = hyperparameters.to_json()
     coordinates: list[float] = []
     for name, parameter in space.items():
-        if is_categorical(name):
-            chosen = getattr(hyperparameters, name)
+        if not space.counts(name, values):
+            coordinates += [0.0] * len(parameter.names) or [0.5]
+        elif is_categorical(name):
+            chosen = values[name]
             coordinates += [math.sqrt(0.5) * (chosen == each) for each in parameter.names]
         else:
             coordinates.append(fraction(parameter, hyperparameters.number(name)))
     return np.array(coordinates)
 
 
-def placed(fractions: Array, space: HyperparameterConfig) -> Array:
+def placed(fractions: Array, space: HyperparameterConfig, base: Hyperparameters) -> Array:
     """Return the points `[n, d]` of what `evogrpo.evolution.founders.at` makes of fractions `[n, k]`, one per name."""
+    if any(parameter.condition for parameter in space.values()):
+        made = (at(space, base, dict(zip(space, map(float, row), strict=True))) for row in fractions)
+        return np.stack([place(each, space) for each in made])
     columns: list[Array] = []
     for parameter, part in zip(space.values(), fractions.T, strict=True):
         if parameter.choices is None:
