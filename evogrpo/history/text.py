@@ -61,6 +61,11 @@ def counted(number: int, what: str, plural: str = "s") -> str:
     return f"{count_text(number)} {what}{'' if number == 1 else plural}"
 
 
+def share_text(share: float) -> str:
+    """Write a share of 1 in percent; one below 0, as estimates without bias may be, as none."""
+    return "< 1 %" if 0 < share < 0.005 else f"{100 * max(0.0, share):.0f} %"
+
+
 def score_text(mean: float | None, standard_error: float | None) -> str:
     """Write a fitness with its standard error, both in reward units, such as `0.412 ± 0.031` or `486.6 ± 3.7`."""
     if mean is None:

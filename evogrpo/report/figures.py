@@ -13,6 +13,8 @@ from evogrpo.persistence.journal import read_journal
 from evogrpo.report.curves import draw_measure
 from evogrpo.report.marks import Drawing, draw_legend, drawing
 from evogrpo.report.panels import draw_fitness, generation_ticks
+from evogrpo.report.response import responses
+from evogrpo.report.responses import draw_response
 from evogrpo.report.summary import RunSummary, summarise
 from evogrpo.report.trajectories import draw_hyperparameter
 
@@ -94,16 +96,21 @@ def _figure(run: Drawing) -> "Figure":
         beside = grid[1, :].subgridspec(1, len(curves))
         for position, name in enumerate(curves):
             draw_measure(figure.add_subplot(beside[0, position]), name, run)
-    most = 12 if run.last_generation < 100 else 6  # of numbers below small panels
+    most = 8 if run.last_generation < 100 else 5  # of numbers below small panels
+    found = {each.name: each for each in responses(run.summary) if each.gains}
     for position, name in enumerate(names):
-        axes = figure.add_subplot(grid[1 + len(steps) + position // columns, position % columns])
-        draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+        cell = grid[1 + len(steps) + position // columns, position % columns]
+        panels = cell.subgridspec(1, 2, width_ratios=[3, 1]) if name in found else None
+        axes = figure.add_subplot(cell if panels is None else panels[0])
+        shown = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+        if panels is not None:
+            draw_response(figure.add_subplot(panels[1], sharey=axes), found[name], shown)
         axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
         axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation, most))
         if position + columns >= len(names):
             axes.set_xlabel("generation")
     _draw_title(figure, run.summary, height)
-    draw_legend(figure, run, births=bool(names), y=1 - 0.62 / height)
+    draw_legend(figure, run, births=bool(names), gains=bool(found), y=1 - 0.62 / height)
     return figure
 
 

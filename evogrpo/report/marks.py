@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 BEST, BASE = "#D55E00", "#555555"
 _SLOTS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#9467BD", "#8C6D31")
 _CROWD = "#7B93AD"
+_MOST_MARKED = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,13 @@ class Drawing:
     slots: tuple[int, ...]
 
     @property
+    def fitness_edge(self) -> float | None:
+        """The least fitness to make room for, or None; where nobody knows where members began, all have room."""
+        scores = [each.fitness for line in self.lines for each in line.results if each.fitness is not None]
+        baseline = self.summary.baseline
+        return None if baseline is None else lower_edge(scores, baseline.fitness.mean)
+
+    @property
     def crowded(self) -> bool:
         """Whether there are more slots than colours."""
         return len(self.slots) > len(_SLOTS)
@@ -45,6 +53,11 @@ class Drawing:
     def colour(self, slot: int) -> str:
         """Return the colour of a slot; a crowd shares one."""
         return _CROWD if self.crowded else _SLOTS[self.slots.index(slot)]
+
+    @property
+    def dense(self) -> bool:
+        """Whether there are so many generations that marks of single results would cover the lines."""
+        return self.last_generation - self.first_generation >= _MOST_MARKED
 
     @property
     def first_generation(self) -> int:
@@ -82,6 +95,25 @@ def draw_lineage_stretch(axes: "Axes", x: Sequence[float], y: Sequence[float]) -
     axes.plot(x, y, color=BEST, linewidth=3.2, solid_capstyle="round", solid_joinstyle="round", zorder=3)
 
 
+def lower_edge(values: Sequence[float], start: float | None = None) -> float | None:
+    """Return the least value to make room for where some, as of members that collapsed, lie far below all others.
+
+    Args:
+        values: In any order.
+        start: Where everybody began, which is no collapse.
+
+    Returns:
+        The least value but those; None where none lies far below.
+    """
+    ordered = sorted(values)
+    if len(ordered) <= 10:
+        return None
+    tenth, top = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.95))
+    foot = tenth if start is None else min(tenth, start)
+    floor = foot - 3 * (top - foot)
+    return next(value for value in ordered if value >= floor) if top > foot and ordered[0] < floor else None
+
+
 def draw_stretches(axes: "Axes", stretches: Iterable[Sequence[tuple[float, float]]], **look: Any) -> None:
     """Draw stretches that look alike as one line with gaps: thousands of members would take minutes one by one."""
     joined = [point for stretch in stretches for point in (*stretch, (math.nan, math.nan))]
@@ -89,13 +121,14 @@ def draw_stretches(axes: "Axes", stretches: Iterable[Sequence[tuple[float, float
         axes.plot([x for x, _ in joined], [y for _, y in joined], **look)
 
 
-def draw_legend(figure: "Figure", run: Drawing, *, births: bool, y: float) -> None:
+def draw_legend(figure: "Figure", run: Drawing, *, births: bool, gains: bool, y: float) -> None:
     """Explain every kind of mark that this figure has, and no other.
 
     Args:
         figure: Where to draw.
         run: What the panels show.
         births: Whether there are panels that mark births.
+        gains: Whether there are panels of gains.
         y: Top of the legend, as a fraction of the figure's height.
     """
     from matplotlib.lines import Line2D
@@ -127,6 +160,9 @@ def draw_legend(figure: "Figure", run: Drawing, *, births: bool, y: float) -> No
             entries.append((Line2D([], [], color=colour, marker="D", ms=7, mfc=face, mew=1.8, linestyle="none"), words))
     if any(result.fitness is None for result in results):
         entries.append((Line2D([], [], color=neutral, marker="x", ms=7, mew=2, linestyle="none"), "failed"))
+    if gains:
+        mark = Line2D([], [], color="#222222", marker="s", ms=4.5, mec="white", linewidth=1.6)
+        entries.append((mark, "mean gain by value, ± 1 SE"))
     if entries:
         figure.legend(
             [mark for mark, _ in entries],

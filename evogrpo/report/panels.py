@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from evogrpo.history.estimates import Estimate
-from evogrpo.history.text import score_text
+from evogrpo.history.text import counted, number_text, score_text
 from evogrpo.report.family import LineageLine
 from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch, draw_stretches
 
@@ -13,10 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _Point = tuple[float, float, float]  # generation, fitness, standard error
-
-
-MOST_MARKED = 80
-"""Generations up to which each result has a mark of its own."""
 
 
 def draw_fitness(axes: "Axes", run: Drawing) -> None:
@@ -41,6 +37,7 @@ def draw_fitness(axes: "Axes", run: Drawing) -> None:
     axes.set_xlim(first - 1 - 0.03 * width, last + (0.14 if summary.test else 0.07) * width)
     axes.set_xticks(generation_ticks(first - 1, last))
     axes.margins(y=0.09)
+    _leave_out_collapsed(axes, run)
     low, high = axes.get_ylim()
     if high - low < 0.05:  # a lone value needs no magnifying glass
         axes.set_ylim((low + high) / 2 - 0.05, (low + high) / 2 + 0.05)
@@ -78,7 +75,6 @@ def _draw_fitness_lines(axes: "Axes", run: Drawing) -> None:
 
 def _draw_marks(axes: "Axes", run: Drawing) -> None:
     """Mark every result, and every failure at the foot."""
-    dense = run.last_generation - run.first_generation >= MOST_MARKED  # edges of marks would cover the line
     found: dict[tuple[str, bool, bool], list[tuple[float, float]]] = {}
     for line in run.lines:
         until, colour = run.lineage.get(line.index), run.colour(line.results[0].slot)
@@ -91,8 +87,8 @@ def _draw_marks(axes: "Axes", run: Drawing) -> None:
         if failed:
             axes.plot(x, y, "x", transform=axes.get_xaxis_transform(), color=colour, ms=7, mew=2, zorder=4)
             continue
-        size = (3.0 if best else 1.0) if dense else 7.5 if best else 2.5 if run.crowded else 4.5
-        edge = 0 if dense else 1 if best else 0.4
+        size = (3.0 if best else 1.0) if run.dense else 7.5 if best else 2.5 if run.crowded else 4.5
+        edge = 0 if run.dense else 1 if best else 0.4
         axes.plot(x, y, "o", color=colour, ms=size, mec="white", mew=edge, zorder=4 if best else 2.5)
 
 
@@ -126,6 +122,25 @@ def _stretches(run: Drawing, line: LineageLine) -> list[list[_Point]]:
         else:
             stretches[-1].append((result.generation, result.fitness, result.standard_error or 0.0))
     return [stretch for stretch in stretches if stretch]
+
+
+def _leave_out_collapsed(axes: "Axes", run: Drawing) -> None:
+    """Let the panel end above fitness far below all other, and say how often there was such."""
+    edge, summary = run.fitness_edge, run.summary
+    if edge is None:
+        return
+    every = [each for line in run.lines for each in line.results]
+    results = [(each.fitness, each.standard_error or 0.0) for each in every if each.fitness is not None]
+    shown = [(edge, 0.0), *((fitness, error) for fitness, error in results if fitness >= edge)]
+    beside = [summary.baseline.fitness] if summary.baseline else []
+    beside += [summary.test.before, summary.test.after] if summary.test else []
+    shown += [(each.mean, each.standard_error) for each in beside]
+    low, high = min(mean - error for mean, error in shown), max(mean + error for mean, error in shown)
+    low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
+    axes.set_ylim(low, high)
+    left = sum(fitness < low for fitness, _ in results)
+    words = f"{counted(left, 'result')} below {number_text(low)} not shown"
+    axes.text(0.995, 0.012, words, transform=axes.transAxes, ha="right", size=8.5, color="#555555")
 
 
 def _draw_test(axes: "Axes", earned: Estimate, x: float, *, colour: str, face: str, words_at: tuple[int, int]) -> None:

@@ -32,7 +32,7 @@ MEANINGS: Mapping[str, str] = {
 """What each hyperparameter is, in few words."""
 
 
-def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: Drawing) -> None:
+def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: Drawing) -> list[str]:
     """Draw one hyperparameter of every member: held over the generations it learned in, changed at births.
 
     Names are drawn at heights of equal distance; a member without a value has no line.
@@ -42,6 +42,9 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
         name: The hyperparameter.
         parameter: The fields of its range, ladder or set of names.
         run: What to draw.
+
+    Returns:
+        Where values are names, those that have heights, in order.
     """
     choices = parameter.get("choices")
     choices = choices if isinstance(choices, list) else []
@@ -59,6 +62,7 @@ def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], r
         _draw_slot(axes, name, names, slot, run)
     axes.set_title(printable(name), loc="left", size=10.5, weight="bold", color="#222222", parse_math=False)
     axes.set_ylabel(MEANINGS.get(name, "value"), size=8.5)
+    return names
 
 
 def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: Drawing) -> None:
@@ -77,9 +81,9 @@ def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: Dr
         until = run.lineage.get(line.index)
         birth = [points[max(0, len(points) - 2 * len(line.results))]] if line.origin is not None else []
         if until is None or points[-1][0] > until:
-            stretches.append(points)
+            stretches.append(points[-2 * len(line.results) :] if run.crowded and run.dense else points)
         if until is None:
-            births += birth
+            births += [] if run.crowded and run.dense else birth
             continue
         path = [point for point in points if point[0] <= until]
         draw_lineage_stretch(axes, [x for x, _ in path], [y for _, y in path])

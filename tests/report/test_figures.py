@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from evogrpo.history.text import share_text
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.figures import draw_report
-from evogrpo.report.marks import BASE, BEST, drawing
+from evogrpo.report.marks import BASE, BEST, drawing, lower_edge
 from evogrpo.report.panels import draw_fitness, generation_ticks, spread_out
+from evogrpo.report.response import responses
+from evogrpo.report.responses import draw_response
 from evogrpo.report.summary import summarise
 from evogrpo.report.trajectories import draw_hyperparameter
 
@@ -170,6 +173,42 @@ def test_a_crowd_over_many_generations_is_a_few_lines_to_draw(tmp_path, fake_run
     draw_hyperparameter(axes, "lr", run.summary.evolvable["lr"], run)
     births = sum(line.index in run.lineage for line in run.lines)
     assert len(axes.lines) < 60 + 4 * births < len(run.lines)
+
+
+def test_collapses_leave_room_for_the_rest_and_nobodys_beginning_is_one():
+    scores = [400.0 + each for each in range(20)]
+    assert lower_edge(scores) is None
+    assert lower_edge([*scores, 340.0]) == 400.0  # more than three times as far below the tenth as the top is above it
+    assert lower_edge([*scores, 340.0], start=20.0) is None
+    assert lower_edge([*scores, -5000.0], start=20.0) == 400.0
+    assert lower_edge([1.0] * 20 + [0.0]) is None  # most are equal: there is nothing to measure distances by
+    assert lower_edge([0.0, 500.0]) is None
+
+
+def test_a_collapse_does_not_flatten_the_panel_which_says_so(tmp_path, fake_run):
+    path = fake_run(tmp_path, size=4, generations=8) / "journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    next(event for event in events if event["event"] == "generation")["members"][2]["fitness"] = -5000.0
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = drawn(tmp_path)
+    axes = fitness_axes(run)
+    low, high = axes.get_ylim()
+    assert -0.5 < low < run.summary.baseline.fitness.mean
+    assert high < 2
+    assert any("1 result below" in text.get_text() for text in axes.texts)
+
+
+@pytest.mark.parametrize("name", ["lr", "loss_type"])
+def test_gains_stand_at_the_height_of_their_value(tmp_path, fake_run, name):
+    run = drawn(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=("lr", "loss_type")))
+    axes, beside = Figure().subplots(1, 2, sharey=True)
+    names = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+    (found,) = (each for each in responses(run.summary) if each.name == name)
+    draw_response(beside, found, names)
+    expected = [(gain.gain, names.index(gain.value) if names else gain.value) for gain in found.gains]
+    assert sorted(points_of(beside, "o")) == sorted(expected)
+    assert sorted(x for x, _ in points_of(beside, "s")) == sorted(level.mean for level in found.levels)
+    assert beside.get_title(loc="left") in ("cannot tell", f"explains {share_text(found.share.share)}")
 
 
 def test_ticks_are_whole_generations():

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from evogrpo.history.text import counted, number_text
-from evogrpo.report.page.markup import Markup, bar, escape, percent, section, table
+from evogrpo.history.text import counted, number_text, share_text
+from evogrpo.report.page.markup import Markup, bar, escape, section, table
 from evogrpo.report.response import FEWEST_GAINS, FEWEST_MEMBERS, Response
 from evogrpo.report.summary import RunSummary
 
@@ -54,10 +54,10 @@ def response(summary: RunSummary, found: Sequence[Response]) -> str:
         if share is not None:
             low, high = (min(1.0, max(0.0, share.share + sign * 2 * share.standard_error)) for sign in (-1, 1))
             middle = min(1.0, max(0.0, share.share))
-            label = f"{percent(share.share)}, between {percent(low)} and {percent(high)}"
+            label = f"{share_text(share.share)}, between {share_text(low)} and {share_text(high)}"
             shown = Markup(
                 bar([(0, middle, "told" if share.told else "untold"), (low, high, "range")], label=label, marks=[])
-                + escape(f"{percent(share.share)} ({percent(low)} to {percent(high)})")
+                + escape(f"{share_text(share.share)} ({share_text(low)} to {share_text(high)})")
             )
         values = "–"
         if best is not None and share is not None and share.told:
@@ -65,7 +65,7 @@ def response(summary: RunSummary, found: Sequence[Response]) -> str:
             if best.high != best.low:
                 values += f" to {number_text(best.high)}"
             values += f": {best.mean:+.3g}"
-        rows.append(("", [each.name, shown, "–" if share is None else percent(share.chance), values, _judged(each)]))
+        rows.append(("", [each.name, shown, "–" if share is None else share_text(share.chance), values, _judged(each)]))
     if not rows or not summary.generations:
         return ""
     heads = ["hyperparameter", "explains (± 2 SE)", "chance reaches", "most gained at", "verdict"]

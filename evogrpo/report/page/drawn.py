@@ -6,7 +6,7 @@ from typing import Any
 
 from evogrpo.history.text import changes_text, origin_text, printable, shorten
 from evogrpo.report.family import LineageLine
-from evogrpo.report.marks import Drawing
+from evogrpo.report.marks import Drawing, lower_edge
 from evogrpo.report.response import Response
 from evogrpo.report.steps import MEASURES
 from evogrpo.report.trajectories import MEANINGS
@@ -27,6 +27,7 @@ def drawn_values(run: Drawing, found: Sequence[Response]) -> dict[str, Any]:
     test = summary.test
     return {
         "words": {"fitness": summary.words.fitness, "tokens": summary.words.tokens, "base": summary.words.untrained},
+        "floor": _score(run.fitness_edge),
         "first": run.first_generation - 1,
         "last": run.last_generation,
         "best": run.best,
@@ -105,6 +106,7 @@ def _response(response: Response, fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": printable(response.name),
         **_axis(fields),
+        "floor": _score(lower_edge([each.gain for each in response.gains])),
         "gains": [
             [each.index, each.generation, _value(each.value), _score(each.gain)] for each in response.gains[::every]
         ],

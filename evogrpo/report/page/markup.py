@@ -87,8 +87,3 @@ def bar(parts: Sequence[tuple[float, float, str]], *, label: str, marks: Sequenc
         f'<svg class="bar" viewBox="0 0 100 16" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
         f"{drawn}</svg>"
     )
-
-
-def percent(share: float) -> str:
-    """Write a share of 1."""
-    return f"{100 * max(0.0, share):.0f} %"

@@ -7,10 +7,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from evogrpo.history.estimates import Estimate
-from evogrpo.history.text import count_text, duration_text, score_text, shorten
+from evogrpo.history.text import count_text, duration_text, score_text, share_text, shorten
 from evogrpo.history.words import processed, verdict
 from evogrpo.report.family import ancestors, winner
-from evogrpo.report.page.markup import bar, escape, percent, section, table
+from evogrpo.report.page.markup import bar, escape, section, table
 from evogrpo.report.summary import RunSummary
 
 
@@ -76,9 +76,9 @@ def costs(summary: RunSummary) -> str:
             share = value / total
             text = count_text(value) if name == "tokens" else duration_text(value)
             kind = f"part{place}"
-            label = f"{work}: {percent(share)} of {unit}"
+            label = f"{work}: {share_text(share)} of {unit}"
             picture = bar([(before, before + share, kind)], label=label)
-            rows.append(("", [unit if place == 0 else "", work, text, percent(share), picture]))
+            rows.append(("", [unit if place == 0 else "", work, text, share_text(share), picture]))
             before += share
     unknown = [] if any(c.name == "evaluations" for c in summary.costs) else ["what evaluations took"]
     lead = f"This journal does not say {unknown[0]}." if unknown else ""

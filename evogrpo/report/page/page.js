@@ -62,13 +62,8 @@
 
   const extremes = (values) => values.reduce((ends, v) => [Math.min(ends[0], v), Math.max(ends[1], v)], [Infinity, -Infinity]);
 
-  // A few results far below all others, as of members that collapsed, are drawn at the lower edge.
-  function bulk(values) {
-    const sorted = [...values].sort((a, b) => a - b);
-    const at = (share) => sorted[Math.floor(share * (sorted.length - 1))];
-    const floor = at(0.1) - 2 * (at(0.95) - at(0.1));
-    return sorted.length > 10 && sorted[0] < floor ? sorted.filter((value) => value >= floor) : sorted;
-  }
+  // What lies far below all others, as of members that collapsed, is drawn at the lower edge.
+  const above = (values, floor) => (floor === null ? values : values.filter((value) => value >= floor));
 
   // --- one chart: a frame with axes, and points that can be pointed at
 
@@ -124,10 +119,10 @@
 
   function drawFitness(host) {
     const all = run.members.flatMap((member) => member.results.map((result) => result[1])).filter((value) => value !== null);
-    const seen = [...bulk(all), run.base, ...(run.test ? run.test.slice(0, 2) : [])].filter((value) => value !== null);
+    const seen = [...above(all, run.floor), run.base, ...(run.test ? run.test.slice(0, 2) : [])].filter((value) => value !== null);
     const end = run.last + (run.test ? 0.06 : 0.02) * (run.last - run.first);
     const x = { low: run.first, high: end, whole: true };
-    const y = range(seen), low = Math.min(...extremes(all)) < y.low ? "; what collapsed below lies at the lower edge" : "";
+    const y = range(seen), low = run.floor !== null ? "; what collapsed below lies at the lower edge" : "";
     const unit = `by generation, ${run.words.fitness}${low}`;
     const chart = frame(host, { height: 380, x, y, title: "fitness", unit, label: "Fitness by generation" });
     const { root, px, py, box } = chart;
@@ -212,7 +207,7 @@
       const values = response.gains.map((gain) => gain[2]);
       const names = values.some((value) => typeof value === "string") ? [...new Set([...response.names, ...values])] : null;
       const x = names ? { names } : { ...range(values, response.log), ladder: response.ladder };
-      const y = range([...bulk(response.gains.map((gain) => gain[3])), ...response.levels.map((level) => level[2]), 0]);
+      const y = range([...above(response.gains.map((gain) => gain[3]), response.floor), ...response.levels.map((level) => level[2]), 0]);
       const chart = frame(host, { title: response.name, unit: "gain in a generation, by value", height: 210, x, y });
       const { root, px, py, box, points } = chart;
       add(root, "path", { class: "zero", d: `M${box.left} ${py(0)}H${box.right}` });
@@ -233,7 +228,7 @@
     for (const curve of run.curves) {
       const all = curve.lines.flatMap(([, points]) => points);
       const x = { low: 1, high: Math.max(2, ...extremes(all.map((point) => point[0]))), whole: true };
-      const y = range(bulk(all.map((point) => point[2])));
+      const y = range(all.map((point) => point[2]));
       const chart = frame(host, { title: curve.title, unit: `by learning step, ${curve.unit}`, height: 190, x, y });
       chart.later = [];
       for (const [i, points] of curve.lines) {
