@@ -15,6 +15,7 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (
     PB2,
     Fixed,
+    IteratedRestarts,
     MultiFrequency,
     Replay,
     ScheduleStage,
@@ -38,6 +39,7 @@ __all__ = [
     "Fixed",
     "Generation",
     "History",
+    "IteratedRestarts",
     "Kept",
     "KeptKey",
     "Lineage",

@@ -5,11 +5,10 @@ back to an elite of all times; here each to the best state of its own line of de
 not take over the population.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.fitness import difference_between
 from evogrpo.evolution.history import History
 from evogrpo.evolution.kept import Kept, KeptKey
 from evogrpo.evolution.lineage import MemberRecord
@@ -81,7 +80,7 @@ class _Lines:
         whither = f"went back to #{kept.member.index} as it was in generation {kept.generation}"
         if seat.fitness is None:
             return Choice(parent=None, kept=kept.key, reason=f"{whither}: failed")
-        fall, standard_error = _difference(kept.fitness, seat.fitness)
+        fall, standard_error = difference_between(kept.fitness, seat.fitness)
         if fall <= z * standard_error:
             return choice
         return Choice(parent=None, kept=kept.key, reason=f"{whither}: fell by {fall:.3g} +- {standard_error:.2g}")
@@ -114,10 +113,3 @@ class _Lines:
             if parent is None:
                 return
             ancestor = parent
-
-
-def _difference(a: Fitness, b: Fitness) -> tuple[float, float]:
-    """Return a mean difference and its standard error: paired, or else as of two samples, as training starts change."""
-    if len(a.by_key.keys() & b.by_key.keys()) >= 2:
-        return paired_difference(a, b)
-    return a.mean - b.mean, math.hypot(a.standard_error, b.standard_error)

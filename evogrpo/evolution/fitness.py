@@ -104,6 +104,16 @@ def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:
     return _mean_and_standard_error(differences)
 
 
+def difference_between(a: Fitness, b: Fitness) -> tuple[float, float]:
+    """Return a's mean less b's, and its standard error: paired where both answered questions, else of two samples.
+
+    States of different generations are compared by this, as what they trained on was not the same.
+    """
+    if len(a.by_key.keys() & b.by_key.keys()) >= 2:
+        return paired_difference(a, b)
+    return a.mean - b.mean, math.hypot(a.standard_error, b.standard_error)
+
+
 def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
     count = len(values)
     if count < 2:

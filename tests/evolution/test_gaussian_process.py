@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from evogrpo.evolution.founders import at
 from evogrpo.evolution.strategies.bandit.gains import gains, normal_scores
 from evogrpo.evolution.strategies.bandit.gaussian_process import DriftingProcess, Kernel, fitted
-from evogrpo.evolution.strategies.bandit.unit_cube import fraction, place
+from evogrpo.evolution.strategies.bandit.unit_cube import fractions_of, placed, point_of
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from tests.evolution.test_backtracking import earned, member, told
 
@@ -92,13 +93,36 @@ SPACE = HyperparameterConfig(
 
 def test_places_are_on_the_scale_of_each_range():
     values = Hyperparameters(lr=1e-4, clip_coef=0.15, group_size=4, loss_type="grpo")
-    at = {name: place(values, HyperparameterConfig(**{name: SPACE[name]})) for name in SPACE}
+    at = {name: point_of(values, HyperparameterConfig(**{name: SPACE[name]})) for name in SPACE}
     assert [float(at[name][0]) for name in ("lr", "clip_coef", "group_size")] == pytest.approx([0.5, 0.25, 0.5])
-    other = place(replace(values, loss_type="dapo"), HyperparameterConfig(loss_type=SPACE["loss_type"]))
+    other = point_of(replace(values, loss_type="dapo"), HyperparameterConfig(loss_type=SPACE["loss_type"]))
     assert np.linalg.norm(other - at["loss_type"]) == pytest.approx(1.0)
-    assert np.array_equal(place(values, SPACE), np.concatenate([at[name] for name in SPACE]))
+    assert np.array_equal(point_of(values, SPACE), np.concatenate([at[name] for name in SPACE]))
 
 
-@pytest.mark.parametrize("name", ["lr", "clip_coef", "group_size"])
-def test_values_outside_a_range_lie_on_its_bound(name):
-    assert [fraction(SPACE[name], value) for value in (0.0, 3000, math.inf)] == [0.0, 1.0, 1.0]
+@pytest.mark.parametrize(("lr", "value"), [(1e-9, 0.0), (1.0, 1.0)])
+def test_values_outside_a_range_lie_on_its_bound(lr, value):
+    assert point_of(Hyperparameters(lr=lr), HyperparameterConfig(lr=SPACE["lr"])) == [value]
+
+
+def test_what_does_not_count_lies_in_the_middle():
+    beta = RLParameter(min=0.01, max=0.1, when={"loss_type": ["grpo"]})
+    space = HyperparameterConfig(beta=beta, loss_type=SPACE["loss_type"])
+    points = [point_of(Hyperparameters(beta=value, loss_type="dapo"), space) for value in (0.01, 0.1)]
+    assert np.array_equal(*points)
+    assert 0.5 in points[0]
+    counting = [point_of(Hyperparameters(beta=value, loss_type="grpo"), space) for value in (0.01, 0.1)]
+    assert not np.array_equal(*counting)
+    fractions = np.random.default_rng(0).random((8, 2))
+    made = [at(space, Hyperparameters(), dict(zip(space, row, strict=True))) for row in fractions]
+    assert np.array_equal(placed(fractions, space, Hyperparameters()), [point_of(each, space) for each in made])
+
+
+def test_fractions_bring_back_the_values_they_are_of():
+    numbers = {name: SPACE[name] for name in ("clip_coef", "group_size", "loss_type")}
+    space = HyperparameterConfig(**numbers)
+    values = Hyperparameters(clip_coef=0.15, group_size=4, loss_type="grpo")
+    back = at(space, Hyperparameters(), dict(zip(space, fractions_of(values, space), strict=True)))
+    assert (back.clip_coef, back.group_size, back.loss_type) == (pytest.approx(0.15), 4, "grpo")
+    points = np.stack([point_of(values, space)] * 2)
+    assert placed(np.stack([fractions_of(values, space)] * 2), space, values) == pytest.approx(points)

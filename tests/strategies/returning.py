@@ -1,23 +1,31 @@
 """Keep the best and, every second time, let the worst go back to what was kept before."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from evogrpo.evolution import Choice, History, Plan, Stateless, best_slot, healthy_slots
+from evogrpo.evolution import Choice, History, Plan, best_slot, healthy_slots
 
 
-class Returning(Stateless):
-    """Exercise kept states: the best member's state is kept in turns with the worst going back to it."""
+class Returning:
+    """Exercise kept states: the best member's state is kept in turns with the worst going back to it.
+
+    It remembers how often one went back, and says so in the reason.
+    """
 
     mutates = False
+
+    def __init__(self) -> None:
+        self.returns = 0
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         last, healthy = history.last, healthy_slots(history.last.fitness)
         worst = min(healthy, key=lambda slot: (last.fitness[slot].mean, slot))
         back = history.kept[0].key if history.kept else None
+        self.returns += back is not None
         choices = [
-            Choice(parent=None, kept=back, reason=f"went back to #{back[0]}")
+            Choice(parent=None, kept=back, reason=f"went back to #{back[0]}, return {self.returns}")
             if back and (slot == worst or slot in last.failed)
             else Choice(parent=slot if slot in healthy else None, reason="kept" if slot in healthy else "failed")
             for slot in range(history.capacity)
@@ -28,3 +36,9 @@ class Returning(Stateless):
 
     def to_json(self) -> dict[str, Any]:
         return {}
+
+    def state(self) -> dict[str, Any]:
+        return {"returns": self.returns}
+
+    def load_state(self, values: Mapping[str, Any]) -> None:
+        self.returns = values["returns"]

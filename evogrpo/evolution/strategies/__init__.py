@@ -1,5 +1,6 @@
 """Strategies: one file each, from the history of a run to a plan for what follows."""
 
+from evogrpo.evolution.strategies.bandit.iterated_restarts import IteratedRestarts
 from evogrpo.evolution.strategies.bandit.pb2 import PB2
 from evogrpo.evolution.strategies.fixed import Fixed
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
@@ -14,6 +15,7 @@ __all__ = [
     "EARLIER_NAMES",
     "PB2",
     "Fixed",
+    "IteratedRestarts",
     "MultiFrequency",
     "Replay",
     "ScheduleStage",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.strategies.bandit.iterated_restarts import IteratedRestarts
 from evogrpo.evolution.strategies.bandit.pb2 import PB2
 from evogrpo.evolution.strategies.fixed import Fixed
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
@@ -18,6 +19,7 @@ BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,
     "pb2": PB2,
     "multi_frequency": MultiFrequency,
+    "iterated_restarts": IteratedRestarts,
     "successive_halving": SuccessiveHalving,
     "fixed": Fixed,
     "replay": Replay,

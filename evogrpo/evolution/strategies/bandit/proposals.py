@@ -11,7 +11,7 @@ from evogrpo.evolution.founders import anywhere, at
 from evogrpo.evolution.history import History
 from evogrpo.evolution.strategies.bandit.gains import gains, normal_scores
 from evogrpo.evolution.strategies.bandit.gaussian_process import Array, DriftingProcess, fitted
-from evogrpo.evolution.strategies.bandit.unit_cube import fractions_of, place, placed
+from evogrpo.evolution.strategies.bandit.unit_cube import fractions_of, placed, point_of
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 
 MOST_OBSERVATIONS = 120
@@ -54,13 +54,13 @@ class Proposals:
     def _posterior(self) -> DriftingProcess | None:
         if not self._space or len({each.gain for each in self._observed}) < 2:
             return None
-        points = np.stack([place(each.hyperparameters, self._space) for each in self._observed])
+        points = np.stack([point_of(each.hyperparameters, self._space) for each in self._observed])
         times = np.array([float(each.generation) for each in self._observed])
         return fitted(points, times, normal_scores(np.array([each.gain for each in self._observed])))
 
     def _imagine(self, hyperparameters: Hyperparameters) -> None:
         if self._process is not None:
-            point = place(hyperparameters, self._space)[None]
+            point = point_of(hyperparameters, self._space)[None]
             self._process = self._process.imagined(point, np.array([self._next]))
 
     def of(self, base: Hyperparameters) -> Draw:

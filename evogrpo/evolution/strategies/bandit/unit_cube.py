@@ -5,11 +5,12 @@ import math
 import numpy as np
 
 from evogrpo.evolution.founders import at
+from evogrpo.evolution.mutation import place
 from evogrpo.evolution.strategies.bandit.gaussian_process import Array
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter, is_categorical
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, is_categorical
 
 
-def place(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> Array:
+def point_of(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> Array:
     """Return a point `[d]`: a coordinate for every number that evolves, and one for each name that another may be.
 
     Values outside a range lie on its bound. Any two names of one hyperparameter are one apart. What does not count
@@ -24,7 +25,7 @@ def place(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> Arra
             chosen = values[name]
             coordinates += [math.sqrt(0.5) * (chosen == each) for each in parameter.names]
         else:
-            coordinates.append(fraction(parameter, hyperparameters.number(name)))
+            coordinates.append(place(parameter, hyperparameters.number(name)))
     return np.array(coordinates)
 
 
@@ -32,7 +33,7 @@ def placed(fractions: Array, space: HyperparameterConfig, base: Hyperparameters)
     """Return the points `[n, d]` of what `evogrpo.evolution.founders.at` makes of fractions `[n, k]`, one per name."""
     if any(parameter.condition for parameter in space.values()):
         made = (at(space, base, dict(zip(space, map(float, row), strict=True))) for row in fractions)
-        return np.stack([place(each, space) for each in made])
+        return np.stack([point_of(each, space) for each in made])
     columns: list[Array] = []
     for parameter, part in zip(space.values(), fractions.T, strict=True):
         if parameter.choices is None:
@@ -56,18 +57,6 @@ def fractions_of(hyperparameters: Hyperparameters, space: HyperparameterConfig) 
             value = getattr(hyperparameters, name)
             found.append((parameter.names.index(value) + 0.5) / count if value in parameter.names else 0.0)
         else:
-            within = fraction(parameter, hyperparameters.number(name))
+            within = place(parameter, hyperparameters.number(name))
             found.append((within * (count - 1) + 0.5) / count if count else within)
     return np.array(found)
-
-
-def fraction(parameter: RLParameter, value: float) -> float:
-    """Return where in its range a number lies, from 0 to 1, on the range's scale; for a ladder by rungs."""
-    low, high = parameter.bounds
-    inside = min(max(value, low), high)
-    if parameter.choices is not None:
-        ladder = parameter.ladder
-        return ladder.index(min(ladder, key=lambda rung: abs(rung - inside))) / (len(ladder) - 1)
-    if parameter.scale == "log":
-        return math.log(inside / low) / math.log(high / low)
-    return (inside - low) / (high - low)

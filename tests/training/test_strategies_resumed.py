@@ -1,0 +1,36 @@
+"""Runs that the package's strategies lead end the same whether or not they were stopped and resumed on the way."""
+
+import pytest
+
+from evogrpo.evolution import PB2, IteratedRestarts, MultiFrequency, SuccessiveHalving, Tournament
+from evogrpo.history.records import StepReport
+from evogrpo.training.saved import open_run
+from tests.tiny_steps import resumed_step_run, step_run
+from tests.tiny_training import equal_states, final_states, finish, story
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Tournament(z=0.0, backtrack=True),
+        lambda: PB2(backtrack=True),
+        lambda: MultiFrequency(intervals=(1, 2)),
+        SuccessiveHalving,
+        lambda: IteratedRestarts(patience=1, backtrack=True),
+    ],
+    ids=["tournament", "pb2", "multi_frequency", "successive_halving", "iterated_restarts"],
+)
+def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(make, tmp_path):
+    def run(name):
+        return step_run(tmp_path / name, size=4, strategy=make(), generations=4, steps_per_generation=1)
+
+    finish(run("whole"))
+    parts = run("parts")
+    for report in parts.reports():
+        if isinstance(report, StepReport) and report.generation == 3:
+            parts.stop()
+    finish(resumed_step_run(tmp_path / "parts"))
+    assert story(tmp_path / "parts") == story(tmp_path / "whole")
+    assert equal_states(final_states(tmp_path / "parts"), final_states(tmp_path / "whole"))
+    stored = [open_run(tmp_path / name).record["strategy_state"] for name in ("parts", "whole")]
+    assert stored[0] == stored[1]
