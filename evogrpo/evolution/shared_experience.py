@@ -10,7 +10,7 @@ from evogrpo.evolution.history import History
 from evogrpo.evolution.plans import Plan
 from evogrpo.hyperparameters import answering, finite_number, unknown_name_error
 
-LearnFrom = Literal["leader", "better", "all"]
+LearnFrom = Literal["all", "better", "leader"]
 Samplers = Literal["equal", "rank"]
 
 
@@ -29,11 +29,13 @@ class SharedExperience:
     such as the member could have taken itself.
 
     Attributes:
-        learn_from: Whose samples a member learns from beside its own: those of the "leader", which is the member whose
-            samples earned most in the learning step; of all that earned no less than its own ("better"); or of "all".
+        learn_from: Whose samples a member learns from beside its own: those of "all"; of all that earned no less than
+            its own in the learning step ("better"); or of the one that earned most ("leader"). With n members "all"
+            makes learning n times as much work, sampling no more.
         least_ess: What the effective sample size of a source must be for a member that learns from it, as a share of
             the source's actions, in [0, 1): 1 where both have the same policy, near 0 where few actions carry all the
-            weight. 0 lets every source count and saves the forward pass that measures it.
+            weight. Where weights are close to log-normal it is exp(-2 KL), so that 0.9 admits sources within some 0.05
+            nats an action. 0 lets every source count and saves the forward pass that measures it.
         samplers: Who samples how much: all members alike ("equal"), or better members more and the worst perhaps
             nothing ("rank"), by fitness. As many in all.
 
@@ -44,8 +46,8 @@ class SharedExperience:
     member that leads; Kish, Survey Sampling (1965), for the effective sample size.
     """
 
-    learn_from: LearnFrom = "leader"
-    least_ess: float = 0.5
+    learn_from: LearnFrom = "all"
+    least_ess: float = 0.9
     samplers: Samplers = "equal"
 
     def __post_init__(self) -> None:
@@ -57,6 +59,18 @@ class SharedExperience:
             raise ValueError(
                 f"least_ess must lie in [0, 1), got {self.least_ess:g}: 0 lets every source count, and only a source "
                 "with the very same policy has 1"
+            )
+
+    @staticmethod
+    def check_size(members: int) -> None:
+        """Refuse a population in which there is nobody to learn from.
+
+        Raises:
+            ValueError: If there is one member only.
+        """
+        if members < 2:
+            raise ValueError(
+                f"shared experience is for at least 2 members, got {members}: take more, or give experience='own'"
             )
 
     def sources(self, rewards: Mapping[int, float], members: Sequence[int]) -> dict[int, tuple[int, ...]]:

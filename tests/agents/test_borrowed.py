@@ -85,3 +85,17 @@ def test_a_member_that_has_not_sampled_learns_from_those_who_have():
     reports = population.learn(collected_by.experience, step=0, sources={0: [0], 1: [0, 2], 2: [0, 2]}, shared=EVERY)
     assert [reports[slot].samples for slot in range(3)] == [16, 24, 24]
     assert (reports[1].advantages, reports[1].failed) == ((), None)
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+def test_a_row_is_learnt_from_by_the_learners_own_loss_whatever_whoever_acted_has_become(make):
+    """Temperature and groups are those that it was sampled at and in; loss, clip and coefficients the learner's."""
+    others = {"loss_type": "cispo", "clip_coef": 0.01, "lr": 0.3, "beta": 0.5, "temperature": 0.3, "group_size": 2}
+    states = []
+    for changed in ({}, others):
+        population, env = make(update_epochs=2, batch_size=8)
+        experience = collected(population, env)
+        population[0].hyperparameters = replace(population[0].hyperparameters, **changed)
+        population.learn(experience, step=0, sources={1: [0, 1], 2: [2]}, shared=EVERY)
+        states.append(population[1].state())
+    assert_states_agree(*states, lr=population[1].lr)

@@ -186,3 +186,12 @@ def test_auto_is_a_size_and_nothing_else():
         configured(schedule={"generations": "auto"})
     with pytest.raises(ValueError, match="auto"):
         parse_config({"task": {"env": "CartPole-v1"}, "schedule": {"generations": 2}, "auto": ["population.size"]})
+
+
+@pytest.mark.parametrize("learn_from", ["leader", "all"])
+def test_sizes_are_chosen_for_members_that_learn_from_each_other(clock, learn_from):
+    prepared = prepared_in(configured(3500.0, experience={"learn_from": learn_from}), costly(clock))
+    size, samples = prepared.config.population.size, prepared.config.schedule.samples_per_step
+    assert size > 1
+    most = (2 if learn_from == "leader" else size) * samples
+    assert f"{most} at most" in prepared.forecast().rows(prepared.config)["samples"]

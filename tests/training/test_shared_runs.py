@@ -84,7 +84,7 @@ def test_a_run_of_an_earlier_version_goes_on_with_every_member_learning_from_its
 
 def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
     states, sampled = [], []
-    for experience in ("own", "shared"):
+    for experience in ("own", SharedExperience(learn_from="leader")):
         population, env, _ = steps()
         run = evolve(population, env, experience=experience, **(QUICK | {"generations": 1}))
         first = next(report for report in run.evolution.reports() if isinstance(report, StepReport))
@@ -119,6 +119,12 @@ def test_what_is_no_experience_is_refused_everywhere():
             evolve(population, env, experience=refused, **QUICK)
         with pytest.raises(ValueError, match="experience: "):
             parse_config(CONFIG | {"experience": refused})
+
+
+@pytest.mark.parametrize("given", ["shared", {"learn_from": "all"}])
+def test_one_member_is_refused_before_a_model_is_loaded(given):
+    with pytest.raises(ValueError, match="at least 2 members, got 1: take more, or give experience='own'"):
+        parse_config(CONFIG | {"experience": given, "population": {"size": 1}})
 
 
 # ---- configurations

@@ -137,6 +137,8 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         samples = config.schedule.samples_per_step
         (first, *_), _ = like_earlier(config.founders, config.hyperparameters, config.evolve, samples)
         config = replace(config, hyperparameters=first)
+    if config.experience is not None and "population.size" not in config.auto:
+        config.experience.check_size(config.population.size)
     kind.check(config)
     return config
 

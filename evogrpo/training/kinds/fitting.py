@@ -14,6 +14,7 @@ from evogrpo.policies.devices import memory_of
 from evogrpo.tally import Work, heard_by
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.loop.shared import sources_of
 from evogrpo.training.memory import Need
 
 LADDER = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
@@ -161,7 +162,9 @@ class _Trial:
             collected = population.collect(
                 self._env, step=0, samples_per_step=samples, block=rung.schedule.block(population)
             )
-            population.learn(collected.experience, step=0)
+            shared = rung.experience if len(population) > 1 else None
+            sources = None if shared is None else sources_of(shared, population, collected)
+            population.learn(collected.experience, step=0, sources=sources, shared=shared)
             taken = time.monotonic() - began
             length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
             return taken * math.sqrt((self._longest or length) / length), True

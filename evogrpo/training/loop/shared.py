@@ -16,9 +16,8 @@ def check_shared(population: Population) -> None:
         ValueError: If there is one member only, members see observations each in its own way, or their algorithm has a
             learning rule of its own.
     """
+    SharedExperience.check_size(len(population))
     remedy = "give experience='own'"
-    if len(population) < 2:
-        raise ValueError(f"shared experience is for at least 2 members, got {len(population)}: take more, or {remedy}")
     if getattr(population.members.settings, "normalise_observations", False):
         raise ValueError(
             "shared experience needs members that see alike, but with normalise_observations=True each sees by the "
