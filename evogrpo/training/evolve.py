@@ -23,7 +23,7 @@ from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.run import Evolution
-from evogrpo.training.memory import check_memory
+from evogrpo.training.memory import check_memory, kept_size
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import LIMITS, Schedule
@@ -93,14 +93,15 @@ def evolve(
     )
     planned, shared = Schedule(**schedule), shared_experience(experience)
     measured = FitnessConfig.of(fitness)
-    _check_memory(population, env, planned, allowed=allow_memory)
+    chosen = Tournament() if strategy is None else strategy
+    _check_memory(population, env, planned, chosen, allowed=allow_memory)
     if isinstance(env, Tried):
         env.preflight()
     run = Evolution(
         population,
         env,
         schedule=planned,
-        strategy=Tournament() if strategy is None else strategy,
+        strategy=chosen,
         experience=shared,
         fitness=measured,
         run_dir=None if run_dir is None else RunDir(run_dir, logging),
@@ -153,7 +154,7 @@ def resume(
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)
-    _check_memory(population, env, schedule, allowed=allow_memory)
+    _check_memory(population, env, schedule, chosen, allowed=allow_memory)
     run = Evolution(
         population,
         env,
@@ -168,14 +169,18 @@ def resume(
     return _shown(run, console)
 
 
-def _check_memory(population: Population, env: GroupEnvironment, schedule: Schedule, *, allowed: bool) -> None:
+def _check_memory(
+    population: Population, env: GroupEnvironment, schedule: Schedule, strategy: Strategy, *, allowed: bool
+) -> None:
     """Refuse with a ValueError a run that needs more memory than there is."""
     if not isinstance(population, Population) or population.members.kind not in RUN_KINDS:
         return  # `Evolution` refuses the one, and nobody here knows the other
     population.check(env)
     need = RUN_KINDS[population.members.kind].need(population, env, schedule)
     if need is not None:
-        check_memory(need, allowed=allowed)
+        banks = population.members.banks
+        state = sum(banks.part(0, name).nbytes for name in banks.parts)
+        check_memory(need.with_kept(kept_size(strategy, len(population), state)), allowed=allowed)
 
 
 def _shown(run: Evolution, console: Console | None) -> Run:

@@ -1,7 +1,9 @@
 """The memory that a run needs, and the memory that is there."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
+from evogrpo.evolution.strategies import Strategy
 from evogrpo.policies.devices import memory_of
 
 
@@ -18,6 +20,26 @@ class Need:
     size: int
     device: str
     savings: str
+
+    def with_kept(self, size: int) -> Self:
+        """Return what it takes if earlier learner states of so many bytes are kept, which lie in the CPU's memory."""
+        return self if self.device != "cpu" else replace(self, size=self.size + size)
+
+
+def kept_size(strategy: Strategy, members: int, state: int) -> int:
+    """Return the bytes of the learner states that a strategy may keep: those of as many members as there are.
+
+    Args:
+        strategy: One that keeps states says so by a true attribute `backtrack`.
+        members: How many there are.
+        state: Bytes of what one has learnt.
+    """
+    return members * state if getattr(strategy, "backtrack", False) is True else 0
+
+
+def state_size(parameters: int) -> int:
+    """Return the bytes of a member's weights and of AdamW's two moments, in float32."""
+    return 3 * 4 * parameters
 
 
 def check_memory(need: Need, *, allowed: bool = False, remedy: str = "allow_memory=True") -> str:

@@ -1,13 +1,18 @@
 """The memory of a run against the memory that is there: counted, said, and refused before anything heavy."""
 
+from dataclasses import replace
+
 import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, evolve
+from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, Tournament, evolve
 from evogrpo.policies.devices import process_memory
-from evogrpo.training.memory import Need, check_memory
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.kinds.registry import kind_of
+from evogrpo.training.memory import Need, check_memory, kept_size, state_size
 from tests.tiny_training import tiny_env, tiny_population
+from tests.training import test_kinds
 
 GIGABYTE = 10**9
 
@@ -88,3 +93,24 @@ def test_a_language_model_is_counted_in_python(tmp_path):
     with pytest.raises(ValueError, match=r"agent\.micro_batch_tokens"):
         evolve(population, tiny_env(), generations=1, samples_per_step=8, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_states_that_members_may_go_back_to_are_counted():
+    """As many as there are members, each of weights and two moments: 12 bytes a parameter."""
+    plain = Tournament()
+    assert kept_size(plain, 8, state_size(1000)) == 0
+    assert kept_size(replace(plain, backtrack=True), 8, state_size(1000)) == 8 * 12_000
+    need = Need(size=10, device="cpu", savings="")
+    assert need.with_kept(5).size == 15
+    assert replace(need, device="cuda").with_kept(5).size == 10  # they lie in the CPU's memory
+
+
+@pytest.mark.parametrize("case", [test_kinds.TestLanguage, test_kinds.TestNetworks, test_kinds.TestTeam])
+def test_the_forecast_of_every_kind_of_run_counts_them(case, tmp_path):
+    values = case().values(tmp_path)
+    needs = []
+    for backtrack in (False, True):
+        config = parse_config(values | {"strategy": {"name": "tournament", "backtrack": backtrack}})
+        needs.append(kind_of(config.task).prepare(config).forecast().need.size)
+    assert needs[1] > needs[0]
+    assert (needs[1] - needs[0]) % (2 * 12) == 0  # two members, 12 bytes a parameter

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from transformers import PreTrainedModel
@@ -16,7 +16,7 @@ from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row
-from evogrpo.training.memory import Need, gigabytes
+from evogrpo.training.memory import Need, gigabytes, kept_size, state_size
 
 FLOAT = 4  # bytes of a float32
 SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
@@ -31,12 +31,14 @@ class Memory:
         members: Adapters and AdamW's two moments of all members, one gradient and the common first adapter.
         learning: Activations and logits of one micro-batch.
         sampling: Keys and values, held as they grow and copied as they are extended.
+        kept: Earlier learner states that members may go back to; they lie in the CPU's memory.
     """
 
     base: int
     members: int
     learning: int
     sampling: int
+    kept: int = 0
 
     @property
     def total(self) -> int:
@@ -77,7 +79,7 @@ class LanguageForecast:
     @property
     def need(self) -> Need:
         """The memory that the run takes."""
-        return Need(size=self.memory.total, device=self.device, savings=SAVINGS)
+        return Need(size=self.memory.total, device=self.device, savings=SAVINGS).with_kept(self.memory.kept)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -138,14 +140,17 @@ def forecast_of(
         tokens=None if rounds.learning_steps is None else rounds.learning_steps * per_step,
         parameters=sum(parameter.numel() for parameter in outline.parameters()),
         adapter_parameters=adapter,
-        memory=peak_memory(
-            outline,
-            agent=config.agent,
-            members=config.population.size,
-            rows=config.population.size * max(samples, rounds.validation),
-            adapter=adapter,
-            longest=longest,
-            precision=FLOAT if device == "cpu" else 2,
+        memory=replace(
+            peak_memory(
+                outline,
+                agent=config.agent,
+                members=config.population.size,
+                rows=config.population.size * max(samples, rounds.validation),
+                adapter=adapter,
+                longest=longest,
+                precision=FLOAT if device == "cpu" else 2,
+            ),
+            kept=kept_size(config.strategy, config.population.size, state_size(adapter)),
         ),
         device=device,
         trial=trial,
@@ -230,11 +235,12 @@ def peak_memory(
 
 
 def _memory_row(memory: Memory, size: int) -> str:
+    kept = f", and {gigabytes(memory.kept)} of earlier states in the CPU's memory" if memory.kept else ""
     return (
         f"about {gigabytes(memory.total)} at the peak (an estimate): base {gigabytes(memory.base)} + members "
         f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
         f"{gigabytes(memory.learning)} (activations and logits of a micro-batch) and sampling "
-        f"{gigabytes(memory.sampling)} (keys and values); Python and its libraries come on top"
+        f"{gigabytes(memory.sampling)} (keys and values){kept}; Python and its libraries come on top"
     )
 
 

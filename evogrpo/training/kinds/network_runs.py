@@ -26,7 +26,7 @@ from evogrpo.training.kinds.fitting import fitted
 from evogrpo.training.kinds.founding import choose_device, founder_options
 from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.memory import Need
+from evogrpo.training.memory import Need, kept_size, state_size
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded, record_video
@@ -131,7 +131,9 @@ class PreparedNetworks:
             environment_steps=steps * config.population.size,
             optimizer_steps=epochs * math.ceil(steps / smallest),
             parameters=self.parameters,
-            need=_need(config.schedule, self.env, config.population.size, self.parameters),
+            need=_need(config.schedule, self.env, config.population.size, self.parameters).with_kept(
+                kept_size(config.strategy, config.population.size, state_size(self.parameters))
+            ),
         )
 
     def population(self) -> Population:

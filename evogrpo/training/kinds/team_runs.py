@@ -32,7 +32,7 @@ from evogrpo.training.kinds.network_runs import (
 )
 from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.memory import Need
+from evogrpo.training.memory import Need, kept_size, state_size
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded, record_video
@@ -153,7 +153,7 @@ class PreparedTeam:
                 samples=config.schedule.samples_per_step,
                 validation=rounds.validation,
                 parameters=self.parameters,
-            ),
+            ).with_kept(kept_size(config.strategy, config.population.size, state_size(self.parameters))),
         )
 
     def population(self) -> Population:
