@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from evogrpo.evolution.mutation import quantile
+from evogrpo.evolution.mutation import neighbour, quantile
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter, Value, is_integer
 
 Draw = Callable[[np.random.Generator], Hyperparameters]
@@ -79,7 +79,7 @@ def points(
         count: How many values of a range are tried at most.
         rng: The generator of the order, and of values in ranges.
     """
-    axes = {name: _values(space[name], name, count, rng) for name in space.ordered}
+    axes = {name: _values(space[name], name, base, count, rng) for name in space.ordered}
     for values in _combined(space, base.to_json(), axes, space.ordered):
         yield Hyperparameters.from_json(values)
 
@@ -98,12 +98,34 @@ def _combined(
         yield from _combined(space, {**values, names[0]: value}, axes, names[1:])
 
 
-def _values(parameter: RLParameter, name: str, count: int, rng: np.random.Generator) -> list[Value]:
-    """Return values of one hyperparameter in random order: all, or `count` of a range that has more."""
+def _values(
+    parameter: RLParameter, name: str, base: Hyperparameters, count: int, rng: np.random.Generator
+) -> list[Value]:
+    """Return values of one hyperparameter in random order: all, or `count` of a range that has more.
+
+    Where steps have a size of their own, the values are so many steps away from that of `base`, the nearest first.
+    """
     if parameter.choices is not None:
-        return [parameter.choices[place] for place in rng.permutation(len(parameter.choices))]
+        return [parameter.choices[rung] for rung in rng.permutation(len(parameter.choices))]
+    if parameter.factor is not None:
+        return _lattice(parameter, base.number(name), count, integer=is_integer(name))
     if is_integer(name):
         low, high = (int(bound) for bound in parameter.bounds)
         whole = high - low + 1
-        return [low + int(place) for place in rng.choice(whole, size=min(count, whole), replace=False)]
+        return [low + int(rank) for rank in rng.choice(whole, size=min(count, whole), replace=False)]
     return [quantile(parameter, float(fraction), integer=False) for fraction in rng.random(count)]
+
+
+def _lattice(parameter: RLParameter, value: float, count: int, *, integer: bool) -> list[Value]:
+    values: list[Value] = [value]
+    above = below = value
+    for _ in range(count):
+        higher = neighbour(parameter, above, upward=True, integer=integer)
+        lower = neighbour(parameter, below, upward=False, integer=integer)
+        if higher > above:  # otherwise it turned at the end
+            above = higher
+            values.append(above)
+        if lower < below:
+            below = lower
+            values.append(below)
+    return values

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -95,31 +95,24 @@ class Mutation:
         moving = {name for name, chance in zip(names, draws[0], strict=True) if chance < self.probability}
         if not moving.intersection(counting) and counting:
             moving = {counting[int(spare * len(counting))]}
-        after = dict(before)
-        for place, name in enumerate(names):
-            _, up, anew, fraction = (float(draw) for draw in draws[:, place])
-            if not space.counts(name, after):
-                continue
-            if name not in counting:
-                after[name] = _anywhere(name, space[name], fraction)
-            elif name in moving:
-                size = (steps or {}).get(name)
-                usual = STEP if size is None else max(abs(size), SMALLEST)
-                size = min(usual * float(around[place]), LARGEST)
-                value = before[name] if is_categorical(name) else hyperparameters.number(name)
-                after[name] = self._moved(name, space[name], value, up < 0.5, size, anew, fraction)
-        return Hyperparameters.from_json(after)
 
-    def _moved(
-        self, name: str, parameter: RLParameter, value: Value, upward: bool, size: float, anew: float, fraction: float
-    ) -> Value:
-        if value is None or isinstance(value, str):
-            return other_name(parameter, value, fraction)
-        if anew < self.resample and parameter.factor is None:
-            drawn = _anywhere(name, parameter, fraction)
-            if drawn != value:
-                return drawn
-        return neighbour(parameter, value, upward=upward, integer=is_integer(name), size=size)
+        def moved(column: int, name: str) -> Value:
+            _, up, anew, fraction = (float(draw) for draw in draws[:, column])
+            if name not in moving:
+                return before[name]
+            if is_categorical(name):
+                return other_name(space[name], getattr(hyperparameters, name), fraction)
+            value = hyperparameters.number(name)
+            if anew < self.resample and space[name].factor is None:
+                drawn = anywhere_in(name, space[name], fraction)
+                if drawn != value:
+                    return drawn
+            inherited = (steps or {}).get(name)
+            usual = STEP if inherited is None else max(abs(inherited), SMALLEST)
+            size = min(usual * float(around[column]), LARGEST)
+            return neighbour(space[name], value, upward=up < 0.5, integer=is_integer(name), size=size)
+
+        return perturbed(hyperparameters, space, moved, draws[3])
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as plain JSON values."""
@@ -150,7 +143,32 @@ def changes_between(before: Hyperparameters, after: Hyperparameters) -> dict[str
     return {name: (old[name], new[name]) for name in old if old[name] != new[name]}
 
 
-def _anywhere(name: str, parameter: RLParameter, fraction: float) -> Value:
+def perturbed(
+    hyperparameters: Hyperparameters,
+    space: HyperparameterConfig,
+    moved: Callable[[int, str], Value],
+    fractions: Sequence[float],
+) -> Hyperparameters:
+    """Return what becomes of hyperparameters where each that counts may move.
+
+    Args:
+        hyperparameters: The parent's.
+        space: What evolves.
+        moved: From a place in `space.ordered` and its name to the new value; asked for what counts in the parent, and
+            still does.
+        fractions: In [0, 1), one for each place: where in its range a value is drawn that has not counted before.
+    """
+    before = hyperparameters.to_json()
+    after = dict(before)
+    for column, name in enumerate(space.ordered):
+        if space.counts(name, after):
+            counted = space.counts(name, before)
+            after[name] = moved(column, name) if counted else anywhere_in(name, space[name], float(fractions[column]))
+    return Hyperparameters.from_json(after)
+
+
+def anywhere_in(name: str, parameter: RLParameter, fraction: float) -> Value:
+    """Return the value with `fraction` of all that a hyperparameter may be below it."""
     if is_categorical(name):
         return parameter.names[min(int(fraction * len(parameter.names)), len(parameter.names) - 1)]
     return quantile(dataclasses.replace(parameter, founders=None), fraction, integer=is_integer(name))

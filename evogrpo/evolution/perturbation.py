@@ -1,5 +1,7 @@
 """What proposes the hyperparameters of a member's children: the package's mutation, or a function of the user's."""
 
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -8,7 +10,8 @@ from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation, changes_between, place
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, is_categorical
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, is_categorical, refuse_unknown
+from evogrpo.references import reference_to
 
 
 class Perturbation(Protocol):
@@ -59,6 +62,63 @@ def last_steps(history: History, member: MemberRecord) -> dict[str, float]:
             if old != new:
                 steps[name] = new - old
     return steps
+
+
+def checked_perturbation(value: object) -> None:
+    """Refuse what cannot propose hyperparameters; raises ValueError."""
+    if isinstance(value, type) or not callable(value):
+        raise ValueError(
+            f"mutation must be a Mutation, or be called with hyperparameters, space and rng, got {value!r:.80}: "
+            "write Mutation(...), or give a function of your own"
+        )
+
+
+def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
+    """Return a perturbation as plain JSON values: a mutation's settings, or where the user's is defined and its own."""
+    if perturbation is None or isinstance(perturbation, Mutation):
+        return None if perturbation is None else perturbation.to_json()
+    settings = perturbation.to_json() if hasattr(perturbation, "to_json") else {}
+    return {**settings, "name": reference_to(defined(perturbation))}
+
+
+def perturbation_from_json(values: Any, own: Callable[..., Any] | None = None) -> Perturbation | None:
+    """Build a perturbation from what `perturbation_to_json` returned.
+
+    Args:
+        values: The settings; with a "name" they are of the user's own.
+        own: The function or the class that the name stands for; names are never imported here.
+
+    Raises:
+        ValueError: If a setting is refused, or the user's own is not given.
+    """
+    if not isinstance(values, Mapping):
+        none: Perturbation | None = values  # or something else: the strategy's own check says what it must be
+        return none
+    if "name" not in values:
+        return Mutation.from_json(values)
+    name, settings = values["name"], {key: value for key, value in values.items() if key != "name"}
+    if own is None:
+        raise ValueError(
+            f"the mutation {name} is not imported merely because a file names it: give the strategy with it, such as "
+            "Tournament(mutation=...)"
+        )
+    if not isinstance(own, type):
+        refuse_unknown(f"setting of {name}", settings, ())
+        function: Perturbation = own
+        return function
+    accepted = inspect.signature(own)
+    refuse_unknown(f"setting of {name}", settings, accepted.parameters)
+    try:
+        accepted.bind(**settings)
+    except TypeError as error:
+        raise ValueError(f"the settings of {name} are not complete: {error}") from error
+    made: Perturbation = own(**settings)
+    return made
+
+
+def defined(perturbation: Perturbation) -> Callable[..., Any]:
+    """Return the function, or the class of the object, that a user's perturbation is."""
+    return perturbation if hasattr(perturbation, "__qualname__") else type(perturbation)
 
 
 def _checked(

@@ -1,12 +1,13 @@
 """Which member each slot should hold next, decided on paired validation scores."""
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.evolution.history import Generation
+from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.kept import KeptKey
 from evogrpo.randomness import streams
 
@@ -117,8 +118,8 @@ def truncation(
 
     Args:
         last: The generation that was evaluated.
-        quantile: Share of the healthy members, in (0, 0.5], that is replaced, and that clones are of; at least one
-            where there are two.
+        quantile: Share of the healthy members, in (0, 0.5], that is replaced, and that clones are of; rounded up, so
+            at least one where there are two.
         rng: The generator of these draws; they go by members' indices.
         among: Only these slots take part; the members of others are kept, if they have not failed. By default all.
 
@@ -132,7 +133,7 @@ def truncation(
     """
     healthy_slots(last.fitness)
     ranked = [slot for slot in last.ranked if among is None or slot in among]
-    count = min(len(ranked) // 2, max(1, round(quantile * len(ranked))))
+    count = min(len(ranked) // 2, math.ceil(quantile * len(ranked)))
     best, worst = ranked[: max(count, 1)] or list(last.ranked[:1]), ranked[len(ranked) - count :]
     stream = streams(rng)
     choices = []
@@ -146,6 +147,61 @@ def truncation(
             why = "failed" if seat.fitness is None else f"among the worst {count}"
             choices.append(Choice(parent=donor, reason=f"replaced by slot {donor}: {why}"))
     return tuple(choices)
+
+
+def unselected(last: Generation, rng: np.random.Generator) -> tuple[Choice, ...]:
+    """Keep every healthy member; members that failed make room for clones of healthy ones, drawn at random.
+
+    Args:
+        last: The generation that was evaluated.
+        rng: The generator of these draws; they go by members' indices.
+
+    Returns:
+        One choice per slot; empty slots stay empty.
+
+    Raises:
+        ValueError: If every member failed.
+    """
+    healthy, stream = sorted(healthy_slots(last.fitness), key=lambda slot: last.indices[slot]), streams(rng)
+    choices = []
+    for slot, seat in enumerate(last.seats):
+        if seat.member is None:
+            choices.append(Choice(parent=None, reason="empty"))
+        elif seat.fitness is not None:
+            choices.append(Choice(parent=slot, reason="kept: nothing is selected"))
+        else:
+            parent = int(stream("replacement", seat.member.index).choice(healthy))
+            choices.append(Choice(parent=parent, reason=f"replaced by slot {parent}: failed"))
+    return tuple(choices)
+
+
+def stagnates(history: History, z: float) -> bool:
+    """Say whether nobody has got better over the last generation, beyond the noise.
+
+    Every healthy member is compared with what it, or the parent that it was born from, earned the generation before.
+
+    Args:
+        history: With the generation that was evaluated last.
+        z: Standard errors of the paired difference that an improvement must exceed.
+
+    Returns:
+        False also where nothing can be compared, as in a first generation.
+    """
+    if len(history.generations) < 2:
+        return False
+    seats = (seat for seat in history.generations[-2].seats if seat.member is not None)
+    earlier = {seat.member.index: seat.fitness for seat in seats if seat.member}
+    compared = 0
+    for slot in history.last.ranked:
+        member, now = history.last.member(slot), _healthy(history.last.fitness, slot)
+        before = earlier.get(member.index, earlier.get(-1 if member.parent is None else member.parent))
+        if before is None or len(before.by_key.keys() & now.by_key.keys()) < 2:
+            continue
+        compared += 1
+        difference, standard_error = paired_difference(now, before)
+        if difference > z * standard_error:
+            return False
+    return compared > 0
 
 
 def _duel(slot: int, holder: Fitness, challenger: int, rival: Fitness, z: float) -> Choice:

@@ -51,7 +51,10 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     # evolution
     "elitism": ("ELITISM",),
     "probability": ("mut_p", "MUT_P", "rl_hp", "RL_HP_MUT", "mutation_probability"),
-    "mutation": ("mutations",),
+    "mutation": ("mutations", "custom_explore_fn", "hyperparam_mutations"),
+    "quantile": ("quantile_fraction",),
+    "resample": ("resample_probability",),
+    "factors": ("perturbation_factors",),
     "factor": ("grow_factor", "shrink_factor"),
     "min": ("low", "minimum"),
     "max": ("high", "maximum"),

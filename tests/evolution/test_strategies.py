@@ -1,6 +1,7 @@
 """The strategies of the package: the suite that every strategy passes, and what sets each apart."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -12,9 +13,14 @@ from evogrpo.evolution import (
     Generation,
     History,
     Mutation,
+    MutationOnly,
     Plan,
+    RandomSearch,
     Seat,
+    SelectionOnly,
     Tournament,
+    TruncationPBT,
+    changes_between,
     strategy_from_json,
 )
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
@@ -89,11 +95,41 @@ class TestTournament(BuiltInTestCase):
         replacements = 0
         for _, plan in self.lives():
             assert {child.slot for child in plan.children} == {
-                slot for slot, parent in enumerate(plan.parents) if parent not in (slot, None)
+                slot
+                for slot, parent in enumerate(plan.parents)
+                if parent not in (slot, None) or plan.reasons[slot].startswith("mutated in place")
             }
             assert all(child.changes for child in plan.children)
             replacements += len(plan.children)
         assert replacements > 0
+
+    def test_all_but_the_best_are_mutated_on_their_own_lines_exactly_where_nobody_got_better(self):
+        stuck = 0
+        for history, plan in self.lives():
+            explored = {slot for slot, reason in enumerate(plan.reasons) if reason.startswith("mutated in place")}
+            kept = {slot for slot, parent in enumerate(plan.parents) if parent == slot} - {plan.elite}
+            if got_better(history):
+                assert not explored
+            elif len(history.generations) > 1:
+                assert explored == kept
+                stuck += bool(explored)
+            quiet = Tournament(explore_when_stuck=False).plan(history, np.random.default_rng(0))
+            assert not any("in place" in reason for reason in quiet.reasons)
+        assert stuck
+
+
+def got_better(history):
+    """Whether a member earned more than it, or its parent, did the generation before, by more than a standard error."""
+    if len(history.generations) < 2:
+        return False
+    before = {seat.member.index: seat.fitness for seat in history.generations[-2].seats if seat.member}
+    pairs = [
+        (np.array(seat.fitness.scores), before.get(seat.member.index) or before.get(seat.member.parent))
+        for seat in history.last.seats
+        if seat.fitness
+    ]
+    differences = [now - np.array(then.scores) for now, then in pairs if then]
+    return any(each.mean() > each.std(ddof=1) / len(each) ** 0.5 for each in differences)
 
 
 class TestTournamentOfEveryone(BuiltInTestCase):
@@ -116,14 +152,90 @@ class TestTournamentWithoutElitism(BuiltInTestCase):
             assert child.changes
 
 
+class TestTruncationPBT(BuiltInTestCase):
+    strategy = TruncationPBT()
+
+    def test_as_many_of_the_worst_as_of_the_best_are_replaced_by_clones_of_these(self):
+        for history, plan in self.lives():
+            ranked = history.last.ranked
+            count = min(len(ranked) // 2, math.ceil(len(ranked) / 4))
+            replaced = {*ranked[len(ranked) - count :], *history.last.failed}
+            assert {child.slot for child in plan.children} == replaced
+            assert {plan.parents[slot] for slot in replaced} <= set(ranked[: max(count, 1)])
+
+    def test_numbers_are_multiplied_by_a_factor_or_drawn_anew_and_ladders_move_one_rung(self):
+        space = HyperparameterConfig(
+            lr=RLParameter(min=1e-6, max=1e-2, scale="log"), group_size=RLParameter(choices=[4, 8, 16, 32, 64])
+        )
+        start, rng, trials = Hyperparameters(lr=1e-4, group_size=16), np.random.default_rng(0), 2000
+        children = [self.strategy.explored(start, space, rng) for _ in range(trials)]
+        rates = [round(child.lr / start.lr, 6) for child in children]
+        rungs = [child.group_size for child in children]
+        expected = {1.2: 3 / 8, 0.8: 3 / 8}
+        for factor, chance in expected.items():
+            assert rates.count(factor) / trials == pytest.approx(chance, abs=0.05)
+        # A rung away: 3/8 each, and as often as any other where it is drawn anew; drawn as itself it takes a rung.
+        assert 16 not in rungs
+        for rung, chance in {8: 3 / 8 + 1 / 4 * 0.3, 32: 3 / 8 + 1 / 4 * 0.3, 4: 1 / 20, 64: 1 / 20}.items():
+            assert rungs.count(rung) / trials == pytest.approx(chance, abs=0.05)
+
+    @pytest.mark.parametrize("resample", [0.0, 0.25])
+    def test_whole_numbers_move_bounds_hold_and_nothing_is_absorbing(self, resample):
+        strategy = TruncationPBT(resample=resample)
+        space = HyperparameterConfig(
+            lr=RLParameter(min=1e-4, max=2e-4, scale="log"),
+            update_epochs=RLParameter(min=1, max=4),
+            beta=RLParameter(min=0.0, max=0.1),
+            loss_type=RLParameter(choices=["grpo", "gspo"]),
+            batch_size=RLParameter(choices=[8, 16, 32]),
+        )
+        value, rng, seen = Hyperparameters(loss_type="grpo", batch_size=8), np.random.default_rng(0), set()
+        for _ in range(400):
+            child = strategy.explored(value, space, rng)
+            assert set(changes_between(value, child)) == set(space)
+            for name in ("lr", "update_epochs", "beta"):
+                low, high = space[name].bounds
+                assert low <= getattr(child, name) <= high
+            seen |= {("update_epochs", child.update_epochs), ("batch_size", child.batch_size)}
+            value = child
+        assert len(seen) == 4 + 3
+
+
+class TestMutationOnly(BuiltInTestCase):
+    strategy = MutationOnly()
+
+    def test_all_but_the_best_change_on_their_own_lines(self):
+        for history, plan in self.lives():
+            healthy = set(history.last.ranked)
+            assert all(plan.parents[slot] == slot for slot in healthy)
+            assert {child.slot for child in plan.children} == (healthy | set(history.last.failed)) - {plan.elite}
+            assert all(child.changes for child in plan.children)
+
+
+class TestRandomSearch(BuiltInTestCase):
+    strategy = RandomSearch()
+
+    def test_nothing_changes_and_whoever_failed_makes_room_for_a_fresh_founder(self):
+        drawn = []
+        for history, plan in self.lives():
+            assert {child.slot for child in plan.children} == set(history.last.failed)
+            assert all(child.parent is None for child in plan.children)
+            drawn += [child.hyperparameters.lr for child in plan.children]
+        low, high = SPACE["lr"].bounds
+        places = np.log(np.array(drawn) / low) / np.log(high / low)
+        assert len(drawn) > 50
+        assert abs(places.mean() - 0.5) < 5 / math.sqrt(12 * len(drawn))
+
+
 class TestSelectionOnly(BuiltInTestCase):
     no_twins = False
-    strategy = Tournament(mutation=None)
+    strategy = SelectionOnly()
 
     def test_it_selects_as_the_tournament_does_and_changes_no_hyperparameter(self):
         for situation in SITUATIONS:
             history = Life(*situation).evaluate()
             plan, mutated = (each.plan(history, np.random.default_rng(1)) for each in (self.strategy, Tournament()))
+            assert plan == Tournament(mutation=None).plan(history, np.random.default_rng(1))
             assert plan.parents == mutated.parents
             assert not any(child.changes for child in plan.children)
 
@@ -159,13 +271,36 @@ class TestFixed(BuiltInTestCase):
         ({"z": -1}, "z must be at least 0"),
         ({"z": float("nan")}, "z must be finite"),
         ({"elitism": 1}, "elitism must be True or False"),
-        ({"mutation": True}, "mutation must be a Mutation or None"),
+        ({"mutation": True}, "mutation must be a Mutation"),
+        ({"mutation": Mutation}, "mutation must be a Mutation"),
+        ({"explore_when_stuck": 1}, "explore_when_stuck must be True or False"),
         ({"elitism": False, "mutation": None}, "set one of them"),
     ],
 )
 def test_tournament_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         Tournament(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quantile": 0}, r"quantile must lie in \(0, 0.5\]"),
+        ({"quantile": 0.6}, r"quantile must lie in \(0, 0.5\]"),
+        ({"resample": -0.1}, r"resample must lie in \[0, 1\]"),
+        ({"factors": 1.2}, "factors must be two numbers"),
+        ({"factors": (1.2, 1.1)}, "factors must be two numbers"),
+        ({"factors": (1.2, 0.0)}, "factors must be two numbers"),
+        ({"factors": (1.2, "0.8")}, "each of factors must be a number"),
+        ({"mutation": 3}, "mutation must be a Mutation"),
+        ({"backtrack": None}, "backtrack must be True or False"),
+        ({"quantile_fraction": 0.25}, "it is called 'quantile' here"),
+        ({"resample_probability": 0.25}, "it is called 'resample' here"),
+    ],
+)
+def test_truncation_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        TruncationPBT(**settings)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,17 @@
 
 from evogrpo.evolution.strategies.bandit.iterated_restarts import IteratedRestarts
 from evogrpo.evolution.strategies.bandit.pb2 import PB2
-from evogrpo.evolution.strategies.fixed import Fixed
+from evogrpo.evolution.strategies.controls.fixed import Fixed
+from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
+from evogrpo.evolution.strategies.controls.random_search import RandomSearch
+from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.registry import BUILT_IN, EARLIER_NAMES, strategy_from_json
 from evogrpo.evolution.strategies.replay import Replay, ScheduleStage
 from evogrpo.evolution.strategies.strategy import Stateless, Strategy
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
 from evogrpo.evolution.strategies.tournament import Tournament
+from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
 
 __all__ = [
     "BUILT_IN",
@@ -17,11 +21,15 @@ __all__ = [
     "Fixed",
     "IteratedRestarts",
     "MultiFrequency",
+    "MutationOnly",
+    "RandomSearch",
     "Replay",
     "ScheduleStage",
+    "SelectionOnly",
     "Stateless",
     "Strategy",
     "SuccessiveHalving",
     "Tournament",
+    "TruncationPBT",
     "strategy_from_json",
 ]

@@ -4,23 +4,31 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.perturbation import perturbation_from_json
 from evogrpo.evolution.strategies.bandit.iterated_restarts import IteratedRestarts
 from evogrpo.evolution.strategies.bandit.pb2 import PB2
-from evogrpo.evolution.strategies.fixed import Fixed
+from evogrpo.evolution.strategies.controls.fixed import Fixed
+from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
+from evogrpo.evolution.strategies.controls.random_search import RandomSearch
+from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.replay import Replay
 from evogrpo.evolution.strategies.strategy import Strategy
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
 from evogrpo.evolution.strategies.tournament import Tournament
+from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
 from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
 
 BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,
+    "truncation_pbt": TruncationPBT,
     "pb2": PB2,
     "multi_frequency": MultiFrequency,
     "iterated_restarts": IteratedRestarts,
     "successive_halving": SuccessiveHalving,
+    "selection_only": SelectionOnly,
+    "mutation_only": MutationOnly,
+    "random_search": RandomSearch,
     "fixed": Fixed,
     "replay": Replay,
 }
@@ -30,13 +38,18 @@ EARLIER_NAMES: Mapping[str, str] = {"no_evolution": "fixed"}
 """What they were called when some runs and configurations were written."""
 
 
-def strategy_from_json(values: Mapping[str, Any], own: Callable[..., Strategy] | None = None) -> Strategy:
+def strategy_from_json(
+    values: Mapping[str, Any],
+    own: Callable[..., Strategy] | None = None,
+    own_mutation: Callable[..., Any] | None = None,
+) -> Strategy:
     """Build a strategy from its name and its settings; settings left out take their defaults.
 
     Args:
         values: The settings, as `Strategy.to_json` returns them, and "name".
         own: The class to build where the name is not of `BUILT_IN`. Names are never imported here: a file that says
             one may come from anybody.
+        own_mutation: The function or class to take where the mutation is one of the user's; likewise.
 
     Raises:
         ValueError: If the name or a setting is unknown, missing or refused.
@@ -46,8 +59,8 @@ def strategy_from_json(values: Mapping[str, Any], own: Callable[..., Strategy] |
     kind = BUILT_IN.get(name, own) if isinstance(name, str) else own
     if kind is None:
         raise unknown_name_error("strategy", name, BUILT_IN)
-    if _takes_mutation(kind) and isinstance(settings.get("mutation"), Mapping):
-        settings["mutation"] = Mutation.from_json(settings["mutation"])
+    if _takes_mutation(kind) and "mutation" in settings:
+        settings["mutation"] = perturbation_from_json(settings["mutation"], own_mutation)
     accepted = inspect.signature(kind)
     refuse_unknown(f"setting of {name}", settings, accepted.parameters)
     try:

@@ -9,11 +9,11 @@ from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.perturbation import proposals
+from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.plans import Plan, parent_of
-from evogrpo.evolution.selection import Choice, best_slot, tournament
+from evogrpo.evolution.selection import Choice, best_slot, stagnates, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering, finite_number, whole_between
+from evogrpo.hyperparameters import answering, finite_number, flag, whole_between
 
 
 @answering
@@ -21,16 +21,19 @@ from evogrpo.hyperparameters import answering, finite_number, whole_between
 class Tournament(Stateless):
     """Replace members that a challenger beats beyond the noise by a mutated clone of it; keep everyone else.
 
-    With `mutation=None` it selects without changing hyperparameters: the control that shows how much of a result
-    is selection among seeds alone.
+    Where nobody got better over a generation beyond the noise, there is nothing to select and nothing to lose: then all
+    but the best are mutated in place, each on its own line, until somebody finds a way on. That is how a population
+    leaves hyperparameters with which nobody learns.
 
     Attributes:
         size: Contestants of a tournament, at least 1; more select harder.
         elitism: Whether the best member stays untouched. If not, it is replaced by a mutated clone of itself.
         z: How many standard errors of the paired difference a challenger must be ahead; 0 turns this off.
-        mutation: How children differ from their parents, or None for exact clones.
+        mutation: How children differ from their parents: a `Mutation`, a function or an object of your own (see
+            `evogrpo.evolution.Perturbation`), or None for exact clones, as in `SelectionOnly`.
         backtrack: Whether members that have collapsed go back to the best state of their line, which is kept for that,
             the best of the generation included; see `evogrpo.evolution.backtracking`.
+        explore_when_stuck: Whether all but the best are mutated in place where nobody got better.
 
     Raises:
         ValueError: If a setting is out of range, or elitism is off without a mutation.
@@ -39,20 +42,19 @@ class Tournament(Stateless):
     size: int = 2
     elitism: bool = True
     z: float = 1.0
-    mutation: Mutation | None = field(default_factory=Mutation)
+    mutation: Perturbation | None = field(default_factory=Mutation)
     backtrack: bool = False
+    explore_when_stuck: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", whole_between("size", self.size, 1, 100_000))
         object.__setattr__(self, "z", finite_number("z", self.z))
         if self.z < 0:
             raise ValueError(f"z must be at least 0, got {self.z}")
-        if not isinstance(self.elitism, bool):
-            raise ValueError(f"elitism must be True or False, got {self.elitism!r}")
-        if not isinstance(self.backtrack, bool):
-            raise ValueError(f"backtrack must be True or False, got {self.backtrack!r}")
-        if self.mutation is not None and not isinstance(self.mutation, Mutation):
-            raise ValueError(f"mutation must be a Mutation or None, got {self.mutation!r}")
+        for name in ("elitism", "backtrack", "explore_when_stuck"):
+            flag(name, getattr(self, name))
+        if self.mutation is not None:
+            checked_perturbation(self.mutation)
         if self.mutation is None and not self.elitism:
             raise ValueError("elitism=False mutates the best member and mutation=None never mutates: set one of them")
 
@@ -69,22 +71,26 @@ class Tournament(Stateless):
         choices = list(tournament(last.fitness, self.size, self.z, rng, empty=last.empty, names=last.indices))
         if not self.elitism:
             choices[elite] = Choice(parent=elite, reason="mutated: the best, without elitism")
+        if self.explore_when_stuck and self.mutation is not None and stagnates(history, self.z):
+            for slot in last.ranked[1:]:
+                if choices[slot].parent == slot:
+                    choices[slot] = Choice(parent=slot, reason="mutated in place: nobody got better")
         states = backtracked(history, choices, allowed=self.backtrack)
         draws: dict[int, Draw] = {}
         for slot, choice in enumerate(states.choices):
             parent = parent_of(history, choice)
-            renewed = choice.parent != slot or (slot == elite and not self.elitism)
+            renewed = choice.parent != slot or choice.reason.startswith("mutated")
             if self.mutation is not None and parent is not None and renewed:
                 draws[slot] = proposals(self.mutation, history, parent, space)
         return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
-        mutation = None if self.mutation is None else self.mutation.to_json()
         return {
             "size": self.size,
             "elitism": self.elitism,
             "z": self.z,
-            "mutation": mutation,
+            "mutation": perturbation_to_json(self.mutation),
             "backtrack": self.backtrack,
+            "explore_when_stuck": self.explore_when_stuck,
         }

@@ -1,12 +1,14 @@
 """The strategy of a run under a name that a file can hold, and back: one of this package, or a class of the user's."""
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.perturbation import defined
 from evogrpo.evolution.strategies import BUILT_IN, EARLIER_NAMES, Strategy, strategy_from_json
 from evogrpo.persistence.strict_json import dump_json, load_json
-from evogrpo.training.configuration.sources import load_named, reference_to
+from evogrpo.references import is_found, reference_to
+from evogrpo.training.configuration.sources import load_named
 
 
 def strategy_record(strategy: Strategy) -> dict[str, Any]:
@@ -17,13 +19,20 @@ def strategy_record(strategy: Strategy) -> dict[str, Any]:
 
 
 def named_strategy(values: Mapping[str, Any]) -> Strategy:
-    """Build the strategy that the user's configuration names; a class of the user's own is loaded, running its module.
+    """Build the strategy that the user's configuration names; what is the user's own is loaded, running its module.
 
     Raises:
         ValueError: If there is no such class, or a setting is unknown or refused.
     """
     name = str(values["name"])
-    strategy = strategy_from_json(values, load_named(name, "strategy", "class") if ":" in name else None)
+    given, own = values.get("mutation"), None
+    if isinstance(given, str):
+        given = {"name": given}
+    if isinstance(given, Mapping) and "name" in given:
+        own = load_named(str(given["name"]), "mutation")
+    if given is not None:
+        values = {**values, "mutation": given}
+    strategy = strategy_from_json(values, load_named(name, "strategy", "class") if ":" in name else None, own)
     check_strategy(strategy)
     return strategy
 
@@ -42,19 +51,20 @@ def check_resumable(strategy: Strategy) -> None:
     """Refuse, before a run is recorded, a strategy that could not be brought back from the record.
 
     Raises:
-        ValueError: If its class cannot be found by name, if its settings or its state are not plain JSON values, if the
-            settings do not build its like, or if one of them is called name.
+        ValueError: If its class, or a mutation of the user's, cannot be found by name, if its settings or its state are
+            not plain JSON values, if the settings do not build its like, or if one of them is called name.
     """
-    kind, record = type(strategy), strategy_record(strategy)
-    if kind.__module__ == "__main__" or not _is_found(kind):
-        raise ValueError(
-            f"the class of a strategy must be found by its name when the run is resumed, got {record['name']}: define "
-            "it at the top of a module of its own and import it from there, or leave run_dir out"
-        )
+    kind, record, mutation = type(strategy), strategy_record(strategy), _own_mutation(strategy)
+    for what, thing in (("class of a strategy", kind), ("mutation of a strategy", mutation)):
+        if thing is not None and not is_found(thing):
+            raise ValueError(
+                f"the {what} must be found by its name when the run is resumed, got {reference_to(thing)}: define it "
+                "at the top of a module of its own and import it from there, or leave run_dir out"
+            )
     if "name" in strategy.to_json():
         raise ValueError(f"{kind.__name__} must have no setting called name, which is what its class is stored under")
     stored = _through_json(record)
-    again = _through_json(strategy_record(strategy_from_json(stored, kind)))
+    again = _through_json(strategy_record(strategy_from_json(stored, kind, mutation)))
     if again != stored:
         raise ValueError(
             f"{kind.__name__}.to_json must return the arguments that build an equal strategy, got {stored}, which "
@@ -86,11 +96,13 @@ def restored_strategy(
     if given is not None and not isinstance(given, type):
         check_strategy(given)
     kind = given if given is None or isinstance(given, type) else type(given)
-    stored = strategy_from_json(record, kind)
+    mutation = None if given is None or isinstance(given, type) else _own_mutation(given)
+    stored = strategy_from_json(record, kind, mutation)
     strategy = stored if given is None or isinstance(given, type) else given
     wanted, found = (_through_json(strategy_record(each)) for each in (stored, strategy))
     # A module may have moved since; which class it is and what it was set to may not change.
-    if wanted != found or kind not in (None, type(stored)) or _class(name) != _class(found["name"]):
+    same = _class(name) == _class(found["name"]) and _mutation_named(record) == _mutation_named(found)
+    if wanted != found or kind not in (None, type(stored)) or not same:
         raise ValueError(
             f"a run goes on with the strategy it began with, {dict(record)}, got {found}: give that one, or its class"
         )
@@ -102,12 +114,18 @@ def _class(name: str) -> str:
     return name.rpartition(":")[2]
 
 
-def _is_found(kind: type) -> bool:
-    """Tell whether a class is what its module has under its name; one made inside a function never is."""
-    found: Any = sys.modules.get(kind.__module__)
-    for part in kind.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is kind
+def _mutation_named(record: Mapping[str, Any]) -> str | None:
+    """Return what the user's own mutation of a strategy is called, whatever its module; None where it has none."""
+    mutation = record.get("mutation")
+    return _class(str(mutation["name"])) if isinstance(mutation, Mapping) and "name" in mutation else None
+
+
+def _own_mutation(strategy: Strategy) -> Callable[..., Any] | None:
+    """Return the function or the class of a mutation that is the user's own; None where the strategy has none."""
+    mutation: Any = getattr(strategy, "mutation", None)
+    if type(strategy) not in BUILT_IN.values() or mutation is None or isinstance(mutation, Mutation):
+        return None
+    return defined(mutation)
 
 
 def _through_json(values: Mapping[str, Any]) -> Any:

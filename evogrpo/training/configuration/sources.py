@@ -15,10 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from evogrpo.installing import extra_command
+from evogrpo.references import USER_MODULE
 
 FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
-USER_MODULE = "evogrpo_user_"
-"""Begins the names of modules that were loaded from a file the user names."""
 
 
 def read_rows(path: Path) -> Sequence[Any]:
@@ -131,13 +130,6 @@ def load_named(reference: str, what: str, kind: str = "function") -> Callable[..
 
 def _is_class(value: object) -> bool:
     return isinstance(value, type)
-
-
-def reference_to(kind: type) -> str:
-    """Return the reference with which `load_named` finds a class again, if its module lets it."""
-    module = kind.__module__
-    place = sys.modules[module].__file__ if module.startswith(USER_MODULE) else module
-    return f"{place}:{kind.__qualname__}"
 
 
 def _run_file(path: Path, what: str) -> ModuleType:

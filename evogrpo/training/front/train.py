@@ -17,11 +17,11 @@ from evogrpo.hyperparameters import (
     refuse_unknown,
     whole_between,
 )
+from evogrpo.references import reference_to
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import AnyConfig, LoggingConfig, PopulationConfig
-from evogrpo.training.configuration.sources import reference_to
 from evogrpo.training.configuration.typed import plain
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay

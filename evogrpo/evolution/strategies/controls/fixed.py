@@ -7,10 +7,9 @@ import numpy as np
 
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plans import Plan
-from evogrpo.evolution.selection import Choice, healthy_slots
+from evogrpo.evolution.selection import unselected
 from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.hyperparameters import answering
-from evogrpo.randomness import streams
 
 
 @answering
@@ -28,19 +27,7 @@ class Fixed(Stateless):
         last = history.last
         # A space that evolution would refuse is refused here too: an arm and its control take the same settings.
         history.space.for_samples_per_step(last.samples_per_step)
-        # Oldest first and named by index: what happens to a member does not depend on where it lives.
-        healthy, empty = sorted(healthy_slots(last.fitness), key=lambda slot: last.indices[slot]), last.empty
-        stream = streams(rng)
-        choices = []
-        for slot, value in enumerate(last.fitness):
-            if slot in empty:
-                choices.append(Choice(parent=None, reason="empty"))
-            elif value is not None:
-                choices.append(Choice(parent=slot, reason="kept: no evolution"))
-            else:
-                parent = int(stream("replacement", last.indices[slot]).choice(healthy))
-                choices.append(Choice(parent=parent, reason=f"replaced by slot {parent}: failed"))
-        return Plan.from_choices(history, choices)
+        return Plan.from_choices(history, unselected(last, rng))
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values: there are none."""

@@ -1,0 +1,1 @@
+"""What evolution is compared with: a part of it, or none."""

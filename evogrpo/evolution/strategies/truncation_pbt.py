@@ -1,0 +1,133 @@
+"""Population-based training with truncation, as Ray Tune does it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from evogrpo.evolution.backtracking import backtracked
+from evogrpo.evolution.distinct import Draw
+from evogrpo.evolution.history import History
+from evogrpo.evolution.mutation import anywhere_in, neighbour, other_name, perturbed, share
+from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, perturbation_to_json, proposals
+from evogrpo.evolution.plans import Plan, parent_of
+from evogrpo.evolution.selection import truncation
+from evogrpo.evolution.strategies.strategy import Stateless
+from evogrpo.hyperparameters import (
+    HyperparameterConfig,
+    Hyperparameters,
+    RLParameter,
+    Value,
+    answering,
+    finite_number,
+    flag,
+    is_categorical,
+    is_integer,
+)
+
+
+@answering
+@dataclass(frozen=True, kw_only=True)
+class TruncationPBT(Stateless):
+    """Replace the worst by clones of the best, each with all its hyperparameters perturbed, whatever the noise.
+
+    The semantics are those of Ray Tune's synchronous PopulationBasedTraining, so that the two can be compared: every
+    evolving hyperparameter of a clone is drawn anew or multiplied by one of `factors`; ladders move one rung. Where Ray
+    lets values leave their range, rounds integers back to what they were, or stays at the end of a list, values stay
+    inside and move. `Tournament` is the better choice where learning rates may be decades off or fitness is noisy.
+
+    Attributes:
+        quantile: Share of members, in (0, 0.5], that is replaced after each generation, by clones of as many of the
+            best drawn at random; rounded up.
+        resample: Chance, in [0, 1], that a hyperparameter is drawn anew from its whole range instead of multiplied.
+        factors: What a number is multiplied by otherwise, one or the other with equal chance: one above 1, one between
+            0 and 1. An `RLParameter` with a `factor` of its own takes that step instead.
+        mutation: How clones differ instead of all that: a `Mutation`, or a function or an object of your own.
+        backtrack: Whether members that have collapsed go back to the best state of their line; see
+            `evogrpo.evolution.backtracking`.
+
+    Raises:
+        ValueError: If a setting is out of range.
+
+    Source: Jaderberg et al., 2017 (arXiv:1711.09846); ray.tune.schedulers.PopulationBasedTraining.
+    """
+
+    mutates = True
+
+    quantile: float = 0.25
+    resample: float = 0.25
+    factors: Sequence[float] = (1.2, 0.8)
+    mutation: Perturbation | None = None
+    backtrack: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "quantile", finite_number("quantile", self.quantile))
+        if not 0 < self.quantile <= 0.5:
+            raise ValueError(f"quantile must lie in (0, 0.5], got {self.quantile}: nobody is both best and worst")
+        object.__setattr__(self, "resample", share("resample", self.resample))
+        pair = self.factors if isinstance(self.factors, Sequence) and not isinstance(self.factors, str) else ()
+        factors = tuple(float(finite_number("each of factors", value)) for value in pair)
+        if len(factors) != 2 or not 0 < min(factors) < 1 < max(factors):
+            raise ValueError(
+                f"factors must be two numbers, one above 1 and one between 0 and 1, such as (1.2, 0.8), got "
+                f"{self.factors!r:.80}"
+            )
+        object.__setattr__(self, "factors", factors)
+        if self.mutation is not None:
+            checked_perturbation(self.mutation)
+        flag("backtrack", self.backtrack)
+
+    def plan(self, history: History, rng: np.random.Generator) -> Plan:
+        """Replace the worst and whoever failed; an empty slot stays empty."""
+        last = history.last
+        space = history.space.for_samples_per_step(last.samples_per_step)
+        states = backtracked(history, truncation(last, self.quantile, rng), allowed=self.backtrack)
+        draws: dict[int, Draw] = {}
+        for slot, choice in enumerate(states.choices):
+            parent = parent_of(history, choice)
+            if parent is not None and choice.parent != slot:
+                draws[slot] = proposals(self.mutation or self.explored, history, parent, space)
+        return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
+
+    def explored(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+    ) -> Hyperparameters:
+        """Perturb every hyperparameter that counts, as Ray's `explore` does."""
+        draws = rng.random((3, len(space)))
+
+        def moved(column: int, name: str) -> Value:
+            anew, way, fraction = (float(draw) for draw in draws[:, column])
+            if is_categorical(name):
+                return other_name(space[name], getattr(hyperparameters, name), fraction)
+            value = hyperparameters.number(name)
+            if anew < self.resample:
+                drawn = anywhere_in(name, space[name], fraction)
+                if drawn != value:
+                    return drawn
+            return self._multiplied(space[name], value, self.factors[int(way < 0.5)], integer=is_integer(name))
+
+        return perturbed(hyperparameters, space, moved, draws[2])
+
+    def _multiplied(self, parameter: RLParameter, value: float, factor: float, *, integer: bool) -> float:
+        """Multiply inside the range; where that would not move a number, take a step."""
+        low, high = parameter.bounds
+        product = value * factor
+        if parameter.choices is None and parameter.factor is None and low <= value <= high:
+            bounded = min(max(product, low), high)
+            bounded = round(bounded) if integer else bounded
+            if bounded != value:
+                return bounded
+        # One rung of a ladder, or the smallest step that moves a whole number; a number at 0 or at a bound turns back.
+        size = 1e-9 if parameter.choices is not None or integer else abs(factor - 1)
+        return neighbour(parameter, value, upward=factor > 1, integer=integer, size=size)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the settings as plain JSON values."""
+        return {
+            "quantile": self.quantile,
+            "resample": self.resample,
+            "factors": list(self.factors),
+            "mutation": perturbation_to_json(self.mutation),
+            "backtrack": self.backtrack,
+        }

@@ -1,0 +1,68 @@
+"""On simulated training: populations that begin decades off arrive, and lines survive where there is only noise."""
+
+import math
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution import Fixed, Mutation, Tournament, proposals
+from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
+from tests.evolution.simulated_training import SPACE, Simulation, Surface, spread_founders, wrong_founders
+
+SEEDS = range(24)
+
+
+@pytest.mark.parametrize(("start", "optimum"), [(1e-5, -2.0), (3e-2, -4.5)])
+def test_a_population_three_decades_off_arrives_within_six_generations(start, optimum):
+    """Nobody learns anything there at first, or everybody collapses; a walk by x1.2 would take 38 generations."""
+    arrived = [
+        Simulation(Tournament(), Surface(optimum=optimum), wrong_founders(8, lr=start), seed=seed).run(7).distance
+        < 0.75
+        for seed in SEEDS
+    ]
+    assert sum(arrived) >= 0.75 * len(arrived)
+
+
+def test_a_walk_by_a_given_factor_does_not():
+    walk = HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-1, scale="log", factor=1.2))
+    surface = Surface(optimum=-2.0)
+    for seed in range(8):
+        arm = Simulation(Tournament(z=0.0), surface, wrong_founders(8, lr=1e-5), seed=seed, space=walk).run(7)
+        assert arm.distance > 2.4
+
+
+def test_where_the_start_was_right_little_is_lost():
+    """Against training on with the best learning rate, which nobody knows."""
+    lost = [
+        fixed - evolved
+        for fixed, evolved in (
+            (
+                Simulation(strategy, Surface(), wrong_founders(8, lr=10**-2.5), seed=seed).run(12).best_score
+                for strategy in (Fixed(), Tournament())
+            )
+            for seed in SEEDS
+        )
+    ]
+    assert np.mean(lost) < 0.03
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_on_noise_more_than_one_founders_line_lives_after_four_generations(seed):
+    founders = spread_founders(8, lr=1e-4, space=SPACE, seed=seed)
+    assert Simulation(Tournament(), Surface(speed=0.0), founders, seed=seed).run(5).lines > 1
+
+
+def test_steps_descend_with_the_line_and_not_with_the_slot():
+    """Children of one who took a small step take small steps; a founder's take the usual ones."""
+    arm = Simulation(Tournament(), Surface(), spread_founders(8, lr=1e-3, space=SPACE, seed=1), seed=1).run(4)
+    history = arm.evaluate()
+    sizes = {}
+    for seat in history.last.seats:
+        draw = proposals(Mutation(resample=0), history, seat.member, SPACE)
+        logs = [math.log10(draw(np.random.default_rng(n)).lr / seat.member.hyperparameters.lr) for n in range(200)]
+        born = next((c for plan in arm.plans for c in plan.children if c.index == seat.member.index), None)
+        own = None if born is None else abs(math.log10(born.changes["lr"][1] / born.changes["lr"][0]))
+        sizes[seat.member.index] = (0.8 if own is None else min(max(own, 0.08), 1.0), np.median(np.abs(logs)))
+    assert len({inherited for inherited, _ in sizes.values()}) > 2
+    for inherited, typical in sizes.values():
+        assert typical == pytest.approx(inherited, rel=0.5)
