@@ -214,6 +214,17 @@ def test_by_rollouts_nothing_is_asked_but_the_test_and_the_first_step_stands_for
     assert run.result.test.cost.tokens > 0
 
 
+@pytest.mark.parametrize("fitness", ["rollouts", "both"])
+@pytest.mark.parametrize("budget", [1, 150, 400, 900])
+def test_a_budget_that_cuts_a_generation_short_never_breaks_a_run(fitness, budget):
+    sizes = {"size": 3, "samples_per_step": 8, "steps_per_generation": 4, "generations": None}
+    run = step_run(None, fitness=fitness, max_timesteps=budget, options={"group_size": 8}, **sizes)
+    finish(run)
+    assert run.result.complete
+    assert run.result.timesteps >= budget
+    assert run.result.best is not None
+
+
 @pytest.mark.parametrize("way", ["rollouts", "both"])
 def test_by_rollouts_a_lone_start_is_refused_with_the_remedy_before_anything_is_done(way):
     lone = {"fitness": way, "samples_per_step": 8, "options": {"group_size": 8, "hp_config": None}}

@@ -11,13 +11,14 @@ from torch import Tensor
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Paced, Split
-from evogrpo.evolution.fitness import Fitness
+from evogrpo.evolution.fitness import ROLLOUTS, Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
 from evogrpo.training.loop.assessment.measuring import Measured, measure
+from evogrpo.training.loop.assessment.rollouts import rollouts_of
 from evogrpo.training.loop.clock import Clock, OutOfTime
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.remarks import remark
@@ -141,6 +142,11 @@ class Acting:
                 raise
             self._ask_fewer(max(2, self.questions("validation") // 8), "there is no time left for more")
             return self._evaluate()
+
+    def can_evaluate(self) -> bool:
+        """Whether the generation under way says enough of every healthy member to select by."""
+        slots = [agent.slot for agent in self._population.healthy]
+        return self._fitness.selecting != ROLLOUTS or all(rollouts_of(self._progress, slot) for slot in slots)
 
     def compare(self, state: Mapping[str, Tensor]) -> tuple[Fitness, Fitness, EvaluationCost]:
         """Return what the untrained base and a learner state earn on as many questions of the test as time allows."""

@@ -23,7 +23,7 @@ from evogrpo.training.charts import generation_curves, step_curves
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting
 from evogrpo.training.loop.assessment.crowning import Crown
-from evogrpo.training.loop.assessment.rollouts import check_starts, first_step
+from evogrpo.training.loop.assessment.rollouts import TooFewStartsError, check_starts, first_step
 from evogrpo.training.loop.clock import OutOfTime
 from evogrpo.training.loop.equal_rewards import EqualRewards
 from evogrpo.training.loop.planning import Planning, StrategyError
@@ -164,7 +164,7 @@ class Evolution:
             yield from self._test()
         self.acting.clock.tick()
         self._ended = self.ended()
-        if self.acting.clock.is_up:
+        if self.acting.clock.is_up or self._given_up:
             self._save()
             if not self.progress.step:
                 remark(
@@ -179,7 +179,8 @@ class Evolution:
         while progress.step_in_generation < progress.steps_per_generation:
             so_far = progress.spent(evaluations=self.schedule.count_evaluations)
             spent = self.schedule.spent(**so_far, seconds=progress.seconds)
-            if progress.step_in_generation and spent is not None:
+            # A first best member is worth another step where training rewards say too little yet.
+            if spent is not None and (progress.best or self.acting.can_evaluate()) and progress.step_in_generation:
                 return
             if progress.step and not clock.step_fits(self.acting.closing()):
                 clock.end()
@@ -204,12 +205,20 @@ class Evolution:
             report = self._close_generation()
         except OutOfTime:
             clock.end()
-            self._given_up = True
-            steps = self.progress.step_in_generation
-            remark(f"what the last {counted(steps, 'learning step')} taught was not evaluated, as no time was left")
+            self._give_up("no time was left")
+        except TooFewStartsError:
+            if self.progress.step_in_generation >= self.progress.steps_per_generation:
+                raise
+            self._give_up("the budget ended before everybody had played from two starts")
         else:
             clock.took_closing(time.monotonic() - began - self.acting.evaluation_seconds)
             yield report
+
+    def _give_up(self, why: str) -> None:
+        """End the run amid a generation, without its evaluation."""
+        self._given_up = True
+        steps = self.progress.step_in_generation
+        remark(f"what the last {counted(steps, 'learning step')} taught was not evaluated, as {why}")
 
     def __iter__(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule, yielding the generations' reports only."""
@@ -277,8 +286,10 @@ class Evolution:
     def finished(self) -> bool:
         """Tell whether no further generation is to be started; the test split may still wait for its answers."""
         progress = self.progress
+        if self._given_up:
+            return True
         if self.acting.clock.is_up:
-            return self._given_up or not progress.step_in_generation
+            return not progress.step_in_generation
         if progress.generation == 0 or progress.step_in_generation:
             return False
         return self.ended() is not None

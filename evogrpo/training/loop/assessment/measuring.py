@@ -11,7 +11,7 @@ from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import ROLLOUTS, Fitness, paired_difference
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.history.estimates import EvaluationCost
-from evogrpo.training.loop.assessment.rollouts import REMEDY, TOO_FEW, rollouts_of
+from evogrpo.training.loop.assessment.rollouts import REMEDY, TOO_FEW, TooFewStartsError, rollouts_of
 from evogrpo.training.loop.progress import Progress
 
 
@@ -43,13 +43,13 @@ def measure(
         questions: The most validation questions that anybody is asked.
 
     Raises:
-        ValueError: If selection goes by training rewards, and a member has too few of them.
+        TooFewStartsError: If selection goes by training rewards, and a member has too few of them.
     """
     earned = {agent.slot: rollouts_of(progress, agent.slot) for agent in population.healthy}
     rollouts = {slot: fitness for slot, fitness in earned.items() if fitness is not None}
     if config.selecting == ROLLOUTS and len(rollouts) < len(earned):
         lacking = min(earned.keys() - rollouts.keys())
-        raise ValueError(f"{TOO_FEW}, which member {population.agents[lacking].index} does not have: {REMEDY}")
+        raise TooFewStartsError(f"{TOO_FEW}, which member {population.agents[lacking].index} does not have: {REMEDY}")
     slots = _asked(config, rollouts, list(earned))
     began, assessed = time.monotonic(), Assessed(fitness={}, tokens={})
     if slots:

@@ -14,13 +14,23 @@ from evogrpo.hyperparameters import MOST_SAMPLES
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.schedule import Schedule
 
+
+class TooFewStartsError(ValueError):
+    """A generation that was cut short says too little of a member."""
+
+
 TOO_FEW = "fitness by rollouts needs rewards from at least 2 starts in the last half of a generation's steps"
 REMEDY = "take more samples_per_step, smaller groups or more steps_per_generation, or fitness: validation"
 
 
 def rollouts_of(progress: Progress, slot: int) -> Fitness | None:
-    """Return what a member earned in the last half of the generation under way; None with fewer than two starts."""
-    return _averaged(progress.rollouts[slot], since=progress.step - math.ceil(progress.step_in_generation / 2))
+    """Return what a member earned in the last half of the generation under way; None with fewer than two starts.
+
+    Of a generation that a budget has cut short, all steps count where the last half has fewer than two starts.
+    """
+    earned, taken = progress.rollouts[slot], progress.step_in_generation
+    late = _averaged(earned, since=progress.step - math.ceil(taken / 2))
+    return _averaged(earned, since=progress.step - taken) if late is None else late
 
 
 def check_starts(population: Population, schedule: Schedule, experience: SharedExperience | None) -> None:
