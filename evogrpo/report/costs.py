@@ -16,7 +16,7 @@ class Cost:
 
     Attributes:
         name: What was done.
-        tokens: Tokens or steps that it took; None where the journal does not say.
+        tokens: Tokens or steps in the environment that it took; None where the journal does not say.
         seconds: Wall-clock time; likewise.
     """
 
@@ -50,7 +50,9 @@ def run_costs(
     last = generations[-1]
     steps = counted_steps(events).values()
     timed = [each.number("seconds") for each in steps if "seconds" in each.values and each.whole("step") < last.step]
-    learning = Cost(name="learning", tokens=last.tokens, seconds=math.fsum(timed) if timed else None)
+    # Steps that were played are counted as those of evaluations are; what updates process comes on top of them.
+    played = last.tokens if last.timesteps is None else last.timesteps
+    learning = Cost(name="learning", tokens=played, seconds=math.fsum(timed) if timed else None)
     evaluation = last.evaluation
     if evaluation is None and baseline is not None:
         evaluation = baseline.cost  # what little is known

@@ -18,6 +18,7 @@ class Decision:
         retired: Members that were retired, by slot: their index.
         samples_per_step: Samples each member collects from then on; None = as before.
         steps_per_generation: Learning steps from then on; None = as before.
+        samples: How many samples each slot collects instead, until the next plan; None = all as many.
     """
 
     generation: int
@@ -25,6 +26,7 @@ class Decision:
     retired: Mapping[int, int]
     samples_per_step: int | None = None
     steps_per_generation: int | None = None
+    samples: tuple[int, ...] | None = None
 
     @property
     def budgets(self) -> str:
@@ -33,7 +35,10 @@ class Decision:
             "samples per step": self.samples_per_step,
             "steps per generation": self.steps_per_generation,
         }
-        return ", ".join(f"{value} {name}" for name, value in changed.items() if value is not None)
+        told = [f"{value} {name}" for name, value in changed.items() if value is not None]
+        if self.samples is not None:
+            told.append(f"samples by slot: {', '.join(map(str, self.samples))}")
+        return ", ".join(told)
 
 
 def read_decisions(events: Sequence[Mapping[str, Any]]) -> tuple[Decision, ...]:
@@ -62,6 +67,9 @@ def _decision(generation: int, plan: JournalFields, living: Mapping[int, int]) -
         raise ValueError(f"'reasons' of {plan.where} must be a list of texts, got {reasons!r:.80}: {REMEDY}")
     if not isinstance(parents, list):
         raise ValueError(f"'parents' of {plan.where} must be a list, got {parents!r:.80}: {REMEDY}")
+    samples = plan.values.get("samples")
+    if samples is not None and (not isinstance(samples, list) or not all(type(each) is int for each in samples)):
+        raise ValueError(f"'samples' of {plan.where} must be a list of whole numbers, got {samples!r:.80}: {REMEDY}")
     children = plan.each("children", f"a child of {plan.where}") if "children" in plan.values else []
     filled = {child.whole("slot") for child in children}
     vacant = [slot for slot, parent in enumerate(parents) if parent is None and slot not in filled]
@@ -71,4 +79,5 @@ def _decision(generation: int, plan: JournalFields, living: Mapping[int, int]) -
         retired={slot: living[slot] for slot in vacant if slot in living},
         samples_per_step=plan.whole_or_none("samples_per_step"),
         steps_per_generation=plan.whole_or_none("steps_per_generation"),
+        samples=None if samples is None else tuple(samples),
     )

@@ -17,6 +17,8 @@ from evogrpo.report.page.markup import embedded, escape
 from evogrpo.report.response import responses
 from evogrpo.report.summary import RunSummary, summarise
 
+_FILES = ("page.css", "lineage.js", "page.js")
+
 
 def write_html(run_dir: Path | str) -> Path:
     """Write a run's journal as `report.html` in its folder, and the figure as `report.png` beside it.
@@ -50,7 +52,7 @@ def html_page(summary: RunSummary) -> str:
     """
     title = escape(shorten(summary.title, 400))
     found = responses(summary)
-    style, script = (files("evogrpo.report.page").joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    style, *scripts = (files("evogrpo.report.page").joinpath(name).read_text("utf-8") for name in _FILES)
     body = [
         f"<header><h1>{title}</h1>\n{outcome.outcome(summary)}</header>",
         charts.fitness(summary),
@@ -64,7 +66,8 @@ def html_page(summary: RunSummary) -> str:
         completions(summary),
         outcome.facts(summary),
     ]
-    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
+    allowed = " ".join(f"'{_hash(script)}'" for script in scripts)
+    policy = f"default-src 'none'; style-src '{_hash(style)}'; script-src {allowed}; base-uri 'none'"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -73,7 +76,8 @@ def html_page(summary: RunSummary) -> str:
         + "\n".join(section for section in body if section)
         + '\n</main>\n<aside id="shown" role="status" hidden></aside>\n'
         f'<script type="application/json" id="run">{embedded(drawn_values(drawing(summary), found))}</script>\n'
-        f"<script>{script}</script>\n</body>\n</html>\n"
+        + "\n".join(f"<script>{script}</script>" for script in scripts)
+        + "\n</body>\n</html>\n"
     )
 
 

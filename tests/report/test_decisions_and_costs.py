@@ -32,6 +32,8 @@ def test_who_is_retired_is_who_neither_stays_nor_makes_room():
     assert dict(decision.retired) == {1: 1}
     assert decision.reasons == ("why 0", "why 1", "why 2", "why 3")
     assert decision.budgets == "16 samples per step"
+    (decision,) = decided(1, plan(0, 1, samples=[16, 48]))
+    assert decision.budgets == "samples by slot: 16, 48"
 
 
 def test_the_last_generation_and_plans_of_earlier_versions_say_less():
@@ -55,6 +57,8 @@ def test_of_a_generation_that_was_done_again_the_later_plan_counts():
         ({"children": [3]}, "'children'"),
         ({"children": [{"slot": "x"}]}, "'slot' of a child of"),
         ({"samples_per_step": "many"}, "'samples_per_step'"),
+        ({"samples": 8}, "'samples' of 'plan' of generation 2 must be a list of whole numbers"),
+        ({"samples": [8, True]}, "'samples'"),
         ("all", "'plan' of generation 2 must be an object"),
     ],
 )
@@ -85,6 +89,12 @@ def test_evaluations_and_the_test_are_shown_where_they_are_told():
         Cost(name="everything else", tokens=None, seconds=0.5),
         Cost(name="test", tokens=7, seconds=1.0),
     )
+
+
+def test_steps_that_are_played_are_counted_as_those_of_evaluations():
+    cost = {"tokens": 50, "seconds": 2.5}
+    played = generation(1, member(0, 0), timesteps=300, evaluation=cost)
+    assert [each.tokens for each in summarise([RUN, played]).costs[:2]] == [300, 50]  # 800 are processed
 
 
 def test_steps_that_were_taken_again_cost_once_and_a_run_that_has_just_begun_nothing():

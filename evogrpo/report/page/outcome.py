@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from evogrpo.history.estimates import Estimate
-from evogrpo.history.text import count_text, duration_text, score_text, share_text, shorten
+from evogrpo.history.text import count_text, counted, duration_text, score_text, share_text, shorten
 from evogrpo.history.words import processed, verdict
 from evogrpo.report.family import ancestors, winner
 from evogrpo.report.page.markup import bar, escape, section, table
@@ -19,9 +19,8 @@ def outcome(summary: RunSummary) -> str:
     lead = "No generation has finished yet."
     if summary.generations:
         last = summary.generations[-1]
-        lead = (
-            f"{len(summary.generations)} generations, {processed(last, summary.words)}, {duration_text(last.seconds)}."
-        )
+        lead = f"{counted(len(summary.generations), 'generation')}, {processed(last, summary.words)}, "
+        lead += f"{duration_text(last.seconds)}."
     if summary.resumes:
         lead += f" Resumed {summary.resumes} time{'s' if summary.resumes > 1 else ''}."
     if summary.changed_data:
@@ -71,7 +70,7 @@ def costs(summary: RunSummary) -> str:
         total = math.fsum(value for _, value in values)
         if not total:
             continue
-        before, unit = 0.0, summary.words.tokens if name == "tokens" else "time"
+        before, unit = 0.0, _work_unit(summary) if name == "tokens" else "time"
         for place, (work, value) in enumerate(values):
             share = value / total
             text = count_text(value) if name == "tokens" else duration_text(value)
@@ -80,9 +79,14 @@ def costs(summary: RunSummary) -> str:
             picture = bar([(before, before + share, kind)], label=label)
             rows.append(("", [unit if place == 0 else "", work, text, share_text(share), picture]))
             before += share
-    unknown = [] if any(c.name == "evaluations" for c in summary.costs) else ["what evaluations took"]
-    lead = f"This journal does not say {unknown[0]}." if unknown else ""
+    told = any(cost.name == "evaluations" for cost in summary.costs)
+    lead = "" if told else "This journal does not say what evaluations took."
     return section("Costs", lead, table(["", "for", "amount", "share", ""], rows))
+
+
+def _work_unit(summary: RunSummary) -> str:
+    """Return what the costs of kinds of work are counted in."""
+    return "steps played" if summary.generations[-1].timesteps is not None else summary.words.tokens
 
 
 def facts(summary: RunSummary) -> str:

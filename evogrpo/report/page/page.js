@@ -1,492 +1,385 @@
 "use strict";
-// Draws the charts of the page from the JSON in it. Every text enters as textContent, so that none is ever markup.
-(() => {
-  const run = JSON.parse(document.getElementById("run").textContent);
-  const members = new Map(run.members.map((member) => [member.i, member]));
-  const card = document.getElementById("shown");
-  const charts = []; // of every chart drawn: its points, and where its ring goes
-  const unfolded = new Set();
-  const picked = { point: null, pinned: false };
+// Draws the charts of the page from the JSON in it, the lineage by lineage.js. Every text enters as textContent, so
+// that none is ever markup.
+const run = JSON.parse(document.getElementById("run").textContent);
+const members = new Map(run.members.map((member) => [member.i, member]));
+const card = document.getElementById("shown");
+const charts = []; // of every chart drawn: its points, and where its ring goes
+const unfolded = new Set();
+const picked = { point: null, pinned: false };
 
-  // --- elements and numbers
+// --- elements and numbers
 
-  function add(parent, name, attributes = {}, text) {
-    const space = parent.namespaceURI.endsWith("svg") || name === "svg" ? "http://www.w3.org/2000/svg" : parent.namespaceURI;
-    const element = document.createElementNS(space, name);
-    for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
-    if (text !== undefined) element.textContent = text;
-    parent.append(element);
-    return element;
-  }
+function add(parent, name, attributes = {}, text) {
+  const drawn = parent.namespaceURI.endsWith("svg") || name === "svg";
+  const space = drawn ? "http://www.w3.org/2000/svg" : parent.namespaceURI;
+  const element = document.createElementNS(space, name);
+  for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
+  if (text !== undefined) element.textContent = text;
+  parent.append(element);
+  return element;
+}
 
-  function number(value) {
-    if (value === null || value === undefined) return "–";
-    if (typeof value === "string") return value;
-    if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
-    const size = Math.abs(value);
-    return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(3));
-  }
+function number(value) {
+  if (value === null || value === undefined) return "–";
+  if (typeof value === "string") return value;
+  if (Number.isInteger(value) && Math.abs(value) < 1e6) return String(value);
+  const size = Math.abs(value);
+  const plain = size === 0 || (size >= 1e-3 && size < 1e6);
+  return plain ? String(+value.toPrecision(3)) : value.toExponential(2).replace(/\.?0+e/, "e");
+}
 
-  const count = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en"));
-  const score = (mean, error) => (mean === null ? "–" : number(mean) + (error === null ? "" : " ± " + number(error)));
+const count = (value) => (value === null || value === undefined ? "–" : value.toLocaleString("en"));
+const score = (mean, error) => (mean === null ? "–" : number(mean) + (error === null ? "" : " ± " + number(error)));
 
-  function ticks({ low, high, log, whole, ladder }, most) {
-    if (ladder && ladder.length) return ladder.filter((value) => value >= low && value <= high);
-    if (log) {
-      const decades = Math.log10(high / low);
-      const found = [];
-      for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
-        for (const step of decades > 2 ? [1] : [1, 2, 5]) {
-          const value = +(step * 10 ** power).toPrecision(12);
-          if (value >= low && value <= high) found.push(value);
-        }
-      if (found.length >= 2) return found.filter((_, place) => place % Math.ceil(found.length / most) === 0);
-    }
-    const rough = (high - low) / most || 1;
-    const power = 10 ** Math.floor(Math.log10(rough));
-    let step = power * [1, 2, 5, 10].find((each) => each * power >= rough * 0.999);
-    if (whole) step = Math.max(1, Math.round(step));
+function ticks({ low, high, log, whole, ladder }, most) {
+  if (ladder && ladder.length) return ladder.filter((value) => value >= low && value <= high);
+  if (log) {
+    const decades = Math.log10(high / low);
     const found = [];
-    for (let at = Math.ceil(low / step); at * step <= high + 1e-9 * step; at++) found.push(+(at * step).toPrecision(12));
-    return found;
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++)
+      for (const step of decades > 2 ? [1] : [1, 2, 5]) {
+        const value = +(step * 10 ** power).toPrecision(12);
+        if (value >= low && value <= high) found.push(value);
+      }
+    if (found.length >= 2) return found.filter((_, place) => place % Math.ceil(found.length / most) === 0);
   }
+  const rough = (high - low) / most || 1;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  let step = power * [1, 2, 5, 10].find((each) => each * power >= rough * 0.999);
+  if (whole) step = Math.max(1, Math.round(step));
+  const found = [];
+  for (let at = Math.ceil(low / step); at * step <= high + 1e-9 * step; at++) found.push(+(at * step).toPrecision(12));
+  return found;
+}
 
-  function range(values, log) {
-    let low = Math.min(...extremes(values)), high = Math.max(...extremes(values));
-    if (!Number.isFinite(low)) [low, high] = [0, 1];
-    log = log && low > 0;
-    if (log) return { low: low / Math.max((high / low) ** 0.08, 1.15), high: high * Math.max((high / low) ** 0.08, 1.15), log };
-    const space = 0.07 * (high - low) || 0.1 * Math.abs(high) || 0.1;
-    return { low: low - space, high: high + space, log };
+function range(values, log) {
+  let low = Math.min(...extremes(values)), high = Math.max(...extremes(values));
+  if (!Number.isFinite(low)) [low, high] = [0, 1];
+  log = log && low > 0;
+  if (log) {
+    const factor = Math.max((high / low) ** 0.08, 1.15);
+    return { low: low / factor, high: high * factor, log };
   }
+  const space = 0.07 * (high - low) || 0.1 * Math.abs(high) || 0.1;
+  return { low: low - space, high: high + space, log };
+}
 
-  const extremes = (values) => values.reduce((ends, v) => [Math.min(ends[0], v), Math.max(ends[1], v)], [Infinity, -Infinity]);
+const extremes = (values) =>
+  values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 
-  // What lies far below all others, as of members that collapsed, is drawn at the lower edge.
-  const above = (values, floor) => (floor === null ? values : values.filter((value) => value >= floor));
+// What lies far below all others, as of members that collapsed, is drawn at the lower edge.
+const above = (values, floor) => (floor === null ? values : values.filter((value) => value >= floor));
 
-  // --- one chart: a frame with axes, and points that can be pointed at
+// --- one chart: a frame with axes, and points that can be pointed at
 
-  function frame(host, { title, unit = "", height, x, y, label }) {
-    const figure = add(host, "figure");
-    if (title) {
-      const caption = add(figure, "figcaption", {}, title + " ");
-      add(caption, "span", {}, unit);
+function frame(host, { title, unit = "", height, x, y, label }) {
+  const figure = add(host, "figure");
+  if (title) {
+    const caption = add(figure, "figcaption", {}, title + " ");
+    add(caption, "span", {}, unit);
+  }
+  const width = Math.max(260, figure.clientWidth || host.clientWidth);
+  const root = add(figure, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img" });
+  root.setAttribute("aria-label", `${label || title}. Arrow keys move from member to member.`);
+  const yTexts = y.names ? y.names : (y.ticks = ticks(y, height > 200 ? 7 : 4)).map(number);
+  const left = 14 + 7 * Math.min(16, Math.max(...yTexts.map((text) => text.length), 2));
+  const box = { left, right: width - 14, top: 10, bottom: height - 24 };
+  const place = (axis, from, to) => {
+    if (axis.names) return (value) => from + ((axis.names.indexOf(value) + 0.5) / axis.names.length) * (to - from);
+    const f = axis.log ? Math.log : (value) => value;
+    const low = f(axis.low), span = f(axis.high) - low || 1;
+    return (value) => from + (Math.min(1, Math.max(0, (f(value) - low) / span)) || 0) * (to - from);
+  };
+  const px = place(x, box.left, box.right), py = place(y, box.bottom, box.top);
+  const room = Math.max(2, Math.floor((box.right - box.left) / 64));
+  const xTicks = x.names || ticks(x, room);
+  for (const value of y.names || y.ticks) {
+    add(root, "path", { class: "grid", d: `M${box.left} ${py(value)}H${box.right}` });
+    add(root, "text", { x: box.left - 6, y: py(value) + 4, "text-anchor": "end" }, number(value).slice(0, 16));
+  }
+  for (const value of xTicks)
+    add(root, "text", { x: px(value), y: box.bottom + 17, "text-anchor": "middle" }, number(value));
+  add(root, "path", { class: "grid", d: `M${box.left} ${box.bottom}H${box.right}` });
+  const chart = { root, px, py, box, width, points: [], ring: null };
+  charts.push(chart);
+  listen(chart);
+  return chart;
+}
+
+const look = (member, extra = "") => `m c${run.crowded ? "x" : member.colour % 8} ${extra}`;
+
+function path(chart, member, points, extra = "") {
+  const d = points.map(([x, y], place) => (place ? "L" : "M") + x.toFixed(1) + " " + y.toFixed(1)).join("");
+  if (points.length > 1) add(chart.root, "path", { class: look(member, extra), d, "data-m": member.i });
+}
+
+// The part of a line that led to the best member is drawn again on top, in its colour.
+function line(chart, member, points) {
+  path(chart, member, points.map((each) => each.slice(0, 2)));
+  if (member.until !== null)
+    chart.later.push(() => path(chart, member, points.filter((each) => each[2] <= member.until), "best"));
+}
+
+// --- what the charts show
+
+function drawFitness(host) {
+  const there = (value) => value !== null;
+  const all = run.members.flatMap((member) => member.results.map((result) => result[1])).filter(there);
+  const seen = [...above(all, run.floor), run.base, ...(run.test ? run.test.slice(0, 2) : [])].filter(there);
+  const end = run.last + (run.test ? 0.06 : 0.02) * (run.last - run.first);
+  const x = { low: run.first, high: end, whole: true };
+  const y = range(seen), low = run.floor !== null ? "; what collapsed below lies at the lower edge" : "";
+  const unit = `by generation, ${run.words.fitness}${low}`;
+  const chart = frame(host, { height: 380, x, y, title: "fitness", unit, label: "Fitness by generation" });
+  const { root, px, py, box } = chart;
+  chart.later = [];
+  if (run.base !== null) {
+    add(root, "path", { class: "base", d: `M${box.left} ${py(run.base)}H${box.right}` });
+    add(root, "text", { x: box.right, y: py(run.base) - 5, "text-anchor": "end" }, `${run.words.base}, validation`);
+  }
+  for (const member of run.members) {
+    const before = member.from ? [member.from[1], member.from[2]]
+      : member.parent === null && run.base !== null ? [member.results[0][0] - 1, run.base] : [0, null];
+    let points = before[1] === null ? [] : [[px(before[0]), py(before[1]), before[0], 0]];
+    const stretches = [points];
+    for (const [generation, fitness, error] of member.results) {
+      if (fitness === null) { stretches.push((points = [])); continue; }
+      const width = error === null ? 0 : py(fitness - error) - py(fitness + error);
+      points.push([px(generation), py(fitness), generation, width]);
+      chart.points.push({ x: px(generation), y: py(fitness), i: member.i, g: generation });
     }
-    const width = Math.max(260, figure.clientWidth || host.clientWidth);
-    const root = add(figure, "svg", { width, height, viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img" });
-    root.setAttribute("aria-label", `${label || title}. Arrow keys move from member to member.`);
-    const yTexts = y.names ? y.names : (y.ticks = ticks(y, height > 200 ? 7 : 4)).map(number);
-    const left = 14 + 7 * Math.min(16, Math.max(...yTexts.map((text) => text.length), 2));
-    const box = { left, right: width - 14, top: 10, bottom: height - 24 };
-    const place = (axis, from, to) => {
-      if (axis.names) return (value) => from + ((axis.names.indexOf(value) + 0.5) / axis.names.length) * (to - from);
-      const f = axis.log ? Math.log : (value) => value;
-      const low = f(axis.low), span = f(axis.high) - low || 1;
-      return (value) => from + (Math.min(1, Math.max(0, (f(value) - low) / span)) || 0) * (to - from);
-    };
-    const px = place(x, box.left, box.right), py = place(y, box.bottom, box.top);
-    const room = Math.max(2, Math.floor((box.right - box.left) / 64));
-    const xTicks = x.names || ticks(x, room);
-    for (const value of y.names || y.ticks) {
-      add(root, "path", { class: "grid", d: `M${box.left} ${py(value)}H${box.right}` });
-      add(root, "text", { x: box.left - 6, y: py(value) + 4, "text-anchor": "end" }, number(value).slice(0, 16));
+    for (const stretch of stretches) {
+      if (!run.crowded || member.until !== null) band(chart, member, stretch);
+      line(chart, member, stretch);
     }
-    for (const value of xTicks)
-      add(root, "text", { x: px(value), y: box.bottom + 17, "text-anchor": "middle" }, number(value));
-    add(root, "path", { class: "grid", d: `M${box.left} ${box.bottom}H${box.right}` });
-    const chart = { root, px, py, box, width, points: [], ring: null };
-    charts.push(chart);
-    listen(chart);
-    return chart;
+    for (const generation of Object.keys(member.failed)) {
+      const at = { x: px(+generation), y: box.bottom - 8, i: member.i, g: +generation };
+      chart.points.push(at);
+      path(chart, member, [[at.x - 4, at.y - 4], [at.x + 4, at.y + 4]]);
+      path(chart, member, [[at.x - 4, at.y + 4], [at.x + 4, at.y - 4]]);
+    }
   }
+  chart.later.forEach((draw) => draw());
+  if (chart.points.length < 700)
+    for (const { x, y, i, g } of chart.points) {
+      const member = members.get(i), best = member.until !== null && g <= member.until;
+      add(root, "circle", { class: look(member, best ? "best" : ""), cx: x, cy: y, r: best ? 4 : 2.5, "data-m": i });
+    }
+  if (run.test)
+    [[run.first, run.test[0], "test"], [end, run.test[1], "test best"]].forEach(([g, fitness, kind]) => {
+      const [x, y] = [px(g), py(fitness)];
+      const mark = add(root, "path", { class: kind, d: `M${x} ${y - 6}l6 6l-6 6l-6 -6z` });
+      const who = kind === "test" ? run.words.base : `member #${run.test[2]}`;
+      add(mark, "title", {}, `${who}, test: ${number(fitness)}`);
+    });
+}
 
-  const look = (member, extra = "") => `m c${run.crowded ? "x" : member.colour % 8} ${extra}`;
+function band(chart, member, points) {
+  if (points.length < 2) return;
+  const up = points.map(([x, y, , error]) => `${x.toFixed(1)} ${(y - error / 2).toFixed(1)}`);
+  const down = points.map(([x, y, , error]) => `${x.toFixed(1)} ${(y + error / 2).toFixed(1)}`).reverse();
+  const best = member.until !== null ? "best band" : "band";
+  add(chart.root, "path", { class: look(member, best), d: `M${up.join("L")}L${down.join("L")}Z`, "data-m": member.i });
+}
 
-  function path(chart, member, points, extra = "") {
-    const d = points.map(([x, y], place) => (place ? "L" : "M") + x.toFixed(1) + " " + y.toFixed(1)).join("");
-    if (points.length > 1) add(chart.root, "path", { class: look(member, extra), d, "data-m": member.i });
-  }
+// Names in the order they were declared; a journal may hold others.
+function namesOf(parameter, values) {
+  return values.some((value) => typeof value === "string") ? [...new Set([...parameter.names, ...values])] : null;
+}
 
-  // The part of a line that led to the best member is drawn again on top, in its colour.
-  function line(chart, member, points) {
-    path(chart, member, points.map((each) => each.slice(0, 2)));
-    if (member.until !== null)
-      chart.later.push(() => path(chart, member, points.filter((each) => each[2] <= member.until), "best"));
-  }
-
-  // --- what the charts show
-
-  function drawFitness(host) {
-    const all = run.members.flatMap((member) => member.results.map((result) => result[1])).filter((value) => value !== null);
-    const seen = [...above(all, run.floor), run.base, ...(run.test ? run.test.slice(0, 2) : [])].filter((value) => value !== null);
-    const end = run.last + (run.test ? 0.06 : 0.02) * (run.last - run.first);
-    const x = { low: run.first, high: end, whole: true };
-    const y = range(seen), low = run.floor !== null ? "; what collapsed below lies at the lower edge" : "";
-    const unit = `by generation, ${run.words.fitness}${low}`;
-    const chart = frame(host, { height: 380, x, y, title: "fitness", unit, label: "Fitness by generation" });
-    const { root, px, py, box } = chart;
+function drawParameters(host) {
+  run.parameters.forEach((parameter, place) => {
+    const shown = run.members.filter((member) => member.values[place] !== null);
+    const values = shown.map((member) => member.values[place]);
+    const names = namesOf(parameter, values);
+    const x = { low: run.first, high: run.last, whole: true };
+    const y = names ? { names } : { ...range(values, parameter.log), ladder: parameter.ladder };
+    const chart = frame(host, { title: parameter.name, unit: parameter.meaning, height: 190, x, y });
+    const { px, py, points } = chart;
     chart.later = [];
-    if (run.base !== null) {
-      add(root, "path", { class: "base", d: `M${box.left} ${py(run.base)}H${box.right}` });
-      add(root, "text", { x: box.right, y: py(run.base) - 5, "text-anchor": "end" }, `${run.words.base}, validation`);
-    }
-    for (const member of run.members) {
-      const before = member.from ? [member.from[1], member.from[2]]
-        : member.parent === null && run.base !== null ? [member.results[0][0] - 1, run.base] : [0, null];
-      let points = before[1] === null ? [] : [[px(before[0]), py(before[1]), before[0], 0]];
-      const stretches = [points];
-      for (const [generation, fitness, error] of member.results) {
-        if (fitness === null) { stretches.push((points = [])); continue; }
-        points.push([px(generation), py(fitness), generation, error === null ? 0 : py(fitness - error) - py(fitness + error)]);
-        chart.points.push({ x: px(generation), y: py(fitness), i: member.i, g: generation });
+    const slots = Math.max(...run.members.map((member) => member.colour)) + 1;
+    for (const member of shown) {
+      // Members with equal values lie beside each other.
+      const height = py(member.values[place]) - Math.min(2, 10 / slots) * (member.colour - (slots - 1) / 2);
+      const corners = [];
+      const from = member.from && members.get(member.from[0]);
+      if (from && from.values[place] !== null)
+        corners.push([px(member.from[1]), py(from.values[place]), member.from[1]]);
+      corners.push([px(member.results[0][0] - 1), height, member.results[0][0] - 1]);
+      for (const [generation] of member.results) {
+        corners.push([px(generation), height, generation]);
+        points.push({ x: px(generation), y: height, i: member.i, g: generation });
       }
-      for (const stretch of stretches) {
-        if (!run.crowded || member.until !== null) band(chart, member, stretch);
-        line(chart, member, stretch);
-      }
-      for (const generation of Object.keys(member.failed)) {
-        const at = { x: px(+generation), y: box.bottom - 8, i: member.i, g: +generation };
-        chart.points.push(at);
-        path(chart, member, [[at.x - 4, at.y - 4], [at.x + 4, at.y + 4]]);
-        path(chart, member, [[at.x - 4, at.y + 4], [at.x + 4, at.y - 4]]);
-      }
+      line(chart, member, corners);
     }
     chart.later.forEach((draw) => draw());
-    if (chart.points.length < 700)
-      for (const { x, y, i, g } of chart.points) {
-        const member = members.get(i), best = member.until !== null && g <= member.until;
-        add(root, "circle", { class: look(member, best ? "best" : ""), cx: x, cy: y, r: best ? 4 : 2.5, "data-m": i });
-      }
-    if (run.test)
-      [[run.first, run.test[0], "test"], [end, run.test[1], "test best"]].forEach(([g, fitness, kind]) => {
-        const [x, y] = [px(g), py(fitness)];
-        const mark = add(root, "path", { class: kind, d: `M${x} ${y - 6}l6 6l-6 6l-6 -6z` });
-        add(mark, "title", {}, `${kind === "test" ? run.words.base : "member #" + run.test[2]}, test: ${number(fitness)}`);
-      });
-  }
+  });
+}
 
-  function band(chart, member, points) {
-    if (points.length < 2) return;
-    const up = points.map(([x, y, , error]) => `${x.toFixed(1)} ${(y - error / 2).toFixed(1)}`);
-    const down = points.map(([x, y, , error]) => `${x.toFixed(1)} ${(y + error / 2).toFixed(1)}`).reverse();
-    const best = member.until !== null ? "best band" : "band";
-    add(chart.root, "path", { class: look(member, best), d: `M${up.join("L")}L${down.join("L")}Z`, "data-m": member.i });
-  }
-
-  function drawParameters(host) {
-    run.parameters.forEach((parameter, place) => {
-      const shown = run.members.filter((member) => member.values[place] !== null);
-      const values = shown.map((member) => member.values[place]);
-      const names = values.some((value) => typeof value === "string") ? [...new Set([...parameter.names, ...values])] : null;
-      const x = { low: run.first, high: run.last, whole: true };
-      const y = names ? { names } : { ...range(values, parameter.log), ladder: parameter.ladder };
-      const chart = frame(host, { title: parameter.name, unit: parameter.meaning, height: 190, x, y });
-      const { px, py, points } = chart;
-      chart.later = [];
-      const slots = Math.max(...run.members.map((member) => member.colour)) + 1;
-      for (const member of shown) {
-        // Members with equal values lie beside each other.
-        const height = py(member.values[place]) - Math.min(2, 10 / slots) * (member.colour - (slots - 1) / 2);
-        const corners = [];
-        const from = member.from && members.get(member.from[0]);
-        if (from && from.values[place] !== null) corners.push([px(member.from[1]), py(from.values[place]), member.from[1]]);
-        corners.push([px(member.results[0][0] - 1), height, member.results[0][0] - 1]);
-        for (const [generation] of member.results) {
-          corners.push([px(generation), height, generation]);
-          points.push({ x: px(generation), y: height, i: member.i, g: generation });
-        }
-        line(chart, member, corners);
-      }
-      chart.later.forEach((draw) => draw());
-    });
-  }
-
-  function drawResponses(host) {
-    for (const response of run.responses) {
-      const values = response.gains.map((gain) => gain[2]);
-      const names = values.some((value) => typeof value === "string") ? [...new Set([...response.names, ...values])] : null;
-      const x = names ? { names } : { ...range(values, response.log), ladder: response.ladder };
-      const y = range([...above(response.gains.map((gain) => gain[3]), response.floor), ...response.levels.map((level) => level[2]), 0]);
-      const chart = frame(host, { title: response.name, unit: "gain in a generation, by value", height: 210, x, y });
-      const { root, px, py, box, points } = chart;
-      add(root, "path", { class: "zero", d: `M${box.left} ${py(0)}H${box.right}` });
-      for (const [i, g, value, gain] of response.gains) {
-        const at = { x: px(value), y: py(gain), i, g };
-        points.push(at);
-        add(root, "circle", { class: look(members.get(i)), cx: at.x, cy: at.y, r: 2.2, "data-m": i });
-      }
-      for (const [low, high, mean, error] of response.levels) {
-        const [from, to] = [px(low) - 5, px(high) + 5], middle = (from + to) / 2;
-        const bar = error === null ? "" : `M${middle} ${py(mean - error)}V${py(mean + error)}`;
-        add(root, "path", { class: "level", d: `M${from} ${py(mean)}H${to}${bar}` });
-      }
+function drawResponses(host) {
+  for (const response of run.responses) {
+    const values = response.gains.map((gain) => gain[2]);
+    const names = namesOf(response, values);
+    const x = names ? { names } : { ...range(values, response.log), ladder: response.ladder };
+    const gains = above(response.gains.map((gain) => gain[3]), response.floor);
+    const y = range([...gains, ...response.levels.map((level) => level[2]), 0]);
+    const chart = frame(host, { title: response.name, unit: "gain in a generation, by value", height: 210, x, y });
+    const { root, px, py, box, points } = chart;
+    add(root, "path", { class: "zero", d: `M${box.left} ${py(0)}H${box.right}` });
+    for (const [i, g, value, gain] of response.gains) {
+      const at = { x: px(value), y: py(gain), i, g };
+      points.push(at);
+      add(root, "circle", { class: look(members.get(i)), cx: at.x, cy: at.y, r: 2.2, "data-m": i });
+    }
+    for (const [low, high, mean, error] of response.levels) {
+      const [from, to] = [px(low) - 5, px(high) + 5], middle = (from + to) / 2;
+      const bar = error === null ? "" : `M${middle} ${py(mean - error)}V${py(mean + error)}`;
+      add(root, "path", { class: "level", d: `M${from} ${py(mean)}H${to}${bar}` });
     }
   }
+}
 
-  function drawCurves(host) {
-    for (const curve of run.curves) {
-      const all = curve.lines.flatMap(([, points]) => points);
-      const x = { low: 1, high: Math.max(2, ...extremes(all.map((point) => point[0]))), whole: true };
-      const y = range(all.map((point) => point[2]));
-      const chart = frame(host, { title: curve.title, unit: `by learning step, ${curve.unit}`, height: 190, x, y });
-      chart.later = [];
-      for (const [i, points] of curve.lines) {
-        const member = members.get(i);
-        if (!member) continue; // it has not finished a generation yet
-        line(chart, member, points.map(([step, generation, value]) => [chart.px(step), chart.py(value), generation]));
-        for (const [step, g, value] of points) chart.points.push({ x: chart.px(step), y: chart.py(value), i, g });
-      }
-      chart.later.forEach((draw) => draw());
+function drawCurves(host) {
+  for (const curve of run.curves) {
+    const all = curve.lines.flatMap(([, points]) => points);
+    const x = { low: 1, high: Math.max(2, ...extremes(all.map((point) => point[0]))), whole: true };
+    const y = range(all.map((point) => point[2]));
+    const chart = frame(host, { title: curve.title, unit: `by learning step, ${curve.unit}`, height: 190, x, y });
+    chart.later = [];
+    for (const [i, points] of curve.lines) {
+      const member = members.get(i);
+      if (!member) continue; // it has not finished a generation yet
+      line(chart, member, points.map(([step, generation, value]) => [chart.px(step), chart.py(value), generation]));
+      for (const [step, g, value] of points) chart.points.push({ x: chart.px(step), y: chart.py(value), i, g });
     }
+    chart.later.forEach((draw) => draw());
   }
+}
 
-  // --- pointing at a member: shown in the card, and marked in every chart
+// --- pointing at a member: shown in the card, and marked in every chart
 
-  function listen(chart) {
-    const { root } = chart;
-    const nearest = (event) => {
-      const box = root.getBoundingClientRect();
-      const [x, y] = [event.clientX - box.left, event.clientY - box.top];
-      let found = null, least = 48 * 48;
-      for (const point of chart.points) {
-        const away = (point.x - x) ** 2 + (point.y - y) ** 2;
-        if (away < least) [found, least] = [point, away];
-      }
-      return found;
-    };
-    root.addEventListener("pointermove", (event) => {
-      if (!picked.pinned && event.pointerType !== "touch") show(nearest(event), event.clientX, event.clientY);
-    });
-    root.addEventListener("pointerleave", () => { if (!picked.pinned) show(null); });
-    root.addEventListener("click", (event) => {
-      const found = nearest(event);
-      picked.pinned = found !== null;
-      show(found, event.clientX, event.clientY);
-    });
-    root.addEventListener("keydown", (event) => {
-      const found = neighbour(chart, event.key);
-      if (!found) return;
-      event.preventDefault();
-      const box = root.getBoundingClientRect();
-      picked.pinned = true;
-      show(found, box.left + found.x, box.top + found.y);
-    });
-    root.addEventListener("blur", () => { if (!card.contains(document.activeElement)) unpin(); });
-  }
-
-  function neighbour(chart, key) {
-    const side = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
-    if (!side || !chart.points.length) return null;
-    const { i, g } = picked.point || {};
-    const here = chart.points.find((point) => point.i === i && point.g === g);
-    if (!here) return chart.points.find((point) => point.i === run.best && point.g === run.last) || chart.points.at(-1);
-    const ahead = chart.points.filter((point) => side[0] ? (point.x - here.x) * side[0] > 0.5
-      : Math.abs(point.x - here.x) < 0.5 && ((point.y - here.y) * side[1] > 0 || (point.y === here.y && (point.i - here.i) * side[1] > 0)));
-    const far = (point) => Math.abs(point.x - here.x) * 4 + Math.abs(point.y - here.y) + (side[0] && point.i !== here.i ? 2 : 0);
-    return ahead.reduce((least, point) => (!least || far(point) < far(least) ? point : least), null) || here;
-  }
-
-  function unpin() {
-    picked.pinned = false;
-    show(null);
-  }
-
-  function show(point, x, y) {
-    const before = picked.point;
-    picked.point = point;
-    if (!point || !before || before.i !== point.i || before.g !== point.g) mark(point);
-    card.hidden = !point;
-    card.classList.toggle("pinned", picked.pinned);
-    if (!point) return;
-    const box = card.getBoundingClientRect();
-    card.style.left = `${Math.max(8, x + 24 + box.width > innerWidth ? x - box.width - 24 : x + 24)}px`;
-    card.style.top = `${Math.max(8, Math.min(y - 20, innerHeight - box.height - 8))}px`;
-  }
-
-  function mark(point) {
-    document.querySelectorAll(".lit").forEach((element) => element.classList.remove("lit"));
-    document.body.classList.toggle("picked", point !== null);
-    charts.forEach((chart) => chart.ring && chart.ring.remove());
-    if (!point) return;
-    const line = new Set();
-    for (let member = members.get(point.i); member && !line.has(member.i); member = member.from && members.get(member.from[0]))
-      line.add(member.i);
-    for (const i of line) document.querySelectorAll(`[data-m="${i}"]`).forEach((element) => element.classList.add("lit"));
-    for (const chart of charts) {
-      const at = chart.points.find((each) => each.i === point.i && each.g === point.g);
-      chart.ring = at ? add(chart.root, "circle", { class: "ring", cx: at.x, cy: at.y, r: 6 }) : null;
+function listen(chart) {
+  const { root } = chart;
+  const nearest = (event) => {
+    const box = root.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    let found = null, least = 48 * 48;
+    for (const point of chart.points) {
+      const away = (point.x - x) ** 2 + (point.y - y) ** 2;
+      if (away < least) [found, least] = [point, away];
     }
-    describe(members.get(point.i), point.g);
+    return found;
+  };
+  root.addEventListener("pointermove", (event) => {
+    if (!picked.pinned && event.pointerType !== "touch") show(nearest(event), event.clientX, event.clientY);
+  });
+  root.addEventListener("pointerleave", () => { if (!picked.pinned) show(null); });
+  root.addEventListener("click", (event) => {
+    const found = nearest(event);
+    picked.pinned = found !== null;
+    show(found, event.clientX, event.clientY);
+  });
+  root.addEventListener("keydown", (event) => {
+    const found = neighbour(chart, event.key);
+    if (!found) return;
+    event.preventDefault();
+    const box = root.getBoundingClientRect();
+    picked.pinned = true;
+    show(found, box.left + found.x, box.top + found.y);
+  });
+  root.addEventListener("blur", () => { if (!card.contains(document.activeElement)) unpin(); });
+}
+
+function neighbour(chart, key) {
+  const side = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[key];
+  if (!side || !chart.points.length) return null;
+  const { i, g } = picked.point || {};
+  const here = chart.points.find((point) => point.i === i && point.g === g);
+  if (!here) return chart.points.find((point) => point.i === run.best && point.g === run.last) || chart.points.at(-1);
+  const ahead = chart.points.filter((point) => side[0] ? (point.x - here.x) * side[0] > 0.5
+    : Math.abs(point.x - here.x) < 0.5 && (point.y - here.y || point.i - here.i) * side[1] > 0);
+  const other = (point) => (side[0] && point.i !== here.i ? 2 : 0); // along a line rather than across
+  const far = (point) => Math.abs(point.x - here.x) * 4 + Math.abs(point.y - here.y) + other(point);
+  return ahead.reduce((least, point) => (!least || far(point) < far(least) ? point : least), null) || here;
+}
+
+function unpin() {
+  picked.pinned = false;
+  show(null);
+}
+
+function show(point, x, y) {
+  const before = picked.point;
+  picked.point = point;
+  if (!point || !before || before.i !== point.i || before.g !== point.g) mark(point);
+  card.hidden = !point;
+  card.classList.toggle("pinned", picked.pinned);
+  if (!point) return;
+  const box = card.getBoundingClientRect();
+  card.style.left = `${Math.max(8, x + 24 + box.width > innerWidth ? x - box.width - 24 : x + 24)}px`;
+  card.style.top = `${Math.max(8, Math.min(y - 20, innerHeight - box.height - 8))}px`;
+}
+
+function mark(point) {
+  document.querySelectorAll(".lit").forEach((element) => element.classList.remove("lit"));
+  document.body.classList.toggle("picked", point !== null);
+  charts.forEach((chart) => chart.ring && chart.ring.remove());
+  if (!point) return;
+  const line = new Set();
+  const parent = (member) => member.from && members.get(member.from[0]);
+  for (let member = members.get(point.i); member && !line.has(member.i); member = parent(member)) line.add(member.i);
+  for (const i of line) document.querySelectorAll(`[data-m="${i}"]`).forEach((element) => element.classList.add("lit"));
+  for (const chart of charts) {
+    const at = chart.points.find((each) => each.i === point.i && each.g === point.g);
+    chart.ring = at ? add(chart.root, "circle", { class: "ring", cx: at.x, cy: at.y, r: 6 }) : null;
   }
+  describe(members.get(point.i), point.g);
+}
 
-  function describe(member, generation) {
-    card.replaceChildren();
-    const [, fitness, error, tokens, seconds, evaluation] = member.results.find((result) => result[0] === generation);
-    add(card, "b", {}, `#${member.i} in generation ${generation}`);
-    const born = member.parent === null ? "" : `, born after generation ${member.born}`;
-    add(card, "p", {}, `${member.source}${born}; slot ${member.slot}`);
-    if (member.changes) add(card, "p", {}, member.changes);
-    const list = add(card, "dl");
-    const facts = [["fitness", member.failed[generation] ? "failed" : score(fitness, error)],
-      ...run.parameters.map((parameter, place) => [parameter.name, number(member.values[place])]),
-      [run.words.tokens, count(tokens)], ["time", `${number(seconds)} s`]];
-    if (evaluation !== null) facts.push(["evaluation", `${count(evaluation)} ${run.words.tokens}`]);
-    for (const [name, value] of facts) {
-      add(list, "dt", {}, name);
-      add(list, "dd", {}, value);
-    }
-    if (member.failed[generation]) add(card, "p", {}, member.failed[generation]);
-    add(card, "p", { class: "quiet" }, member.reason);
+function describe(member, generation) {
+  card.replaceChildren();
+  const [, fitness, error, tokens, seconds, evaluation] = member.results.find((result) => result[0] === generation);
+  add(card, "b", {}, `#${member.i} in generation ${generation}`);
+  const born = member.parent === null ? "" : `, born after generation ${member.born}`;
+  add(card, "p", {}, `${member.source}${born}; slot ${member.slot}`);
+  if (member.changes) add(card, "p", {}, member.changes);
+  const list = add(card, "dl");
+  const facts = [["fitness", member.failed[generation] ? "failed" : score(fitness, error)],
+    ...run.parameters.map((parameter, place) => [parameter.name, number(member.values[place])]),
+    [run.words.tokens, count(tokens)], ["time", `${number(seconds)} s`]];
+  if (evaluation !== null) facts.push(["evaluation", `${count(evaluation)} ${run.words.tokens}`]);
+  for (const [name, value] of facts) {
+    add(list, "dt", {}, name);
+    add(list, "dd", {}, value);
   }
+  if (member.failed[generation]) add(card, "p", {}, member.failed[generation]);
+  add(card, "p", { class: "quiet" }, member.reason);
+}
 
-  // --- all charts, drawn again when the width changes
+// --- all charts, drawn again when the width changes
 
-  const kinds = { fitness: drawFitness, lineage: drawLineage, parameters: drawParameters, responses: drawResponses, curves: drawCurves };
+const kinds = {
+  fitness: drawFitness, lineage: drawLineage, parameters: drawParameters, responses: drawResponses, curves: drawCurves,
+};
 
-  function draw() {
-    charts.length = 0;
-    unpin();
-    document.body.classList.toggle("crowded", run.crowded);
-    for (const host of document.querySelectorAll(".plot")) {
-      const kind = host.dataset.chart;
-      host.hidden = false;
-      host.replaceChildren();
-      host.classList.toggle("many", kind !== "fitness" && kind !== "lineage");
-      kinds[kind](host);
-    }
+function draw() {
+  charts.length = 0;
+  unpin();
+  document.body.classList.toggle("crowded", run.crowded);
+  for (const host of document.querySelectorAll(".plot")) {
+    const kind = host.dataset.chart;
+    host.hidden = false;
+    host.replaceChildren();
+    host.classList.toggle("many", kind !== "fitness" && kind !== "lineage");
+    kinds[kind](host);
   }
+}
 
-  // --- lineage: a row is a line, from a founder or a birth on, along the child that carried it furthest
-
-  const begin = (member) => member.results[0][0] - 1;
-  const end = (member) => member.results.at(-1)[0];
-
-  function treeRows() {
-    const children = new Map(), reach = new Map(), size = new Map(), rows = [], folds = run.members.length > 12;
-    const of = (parent) => children.get(parent) || [];
-    for (const member of run.members) {
-      const parent = member.from ? member.from[0] : null;
-      children.set(parent, [...of(parent), member]);
-    }
-    for (const member of [...run.members].reverse()) { // children come after their parents
-      const below = of(member.i);
-      reach.set(member.i, member.until !== null ? Infinity : Math.max(end(member), ...below.map((each) => reach.get(each.i))));
-      size.set(member.i, below.reduce((sum, each) => sum + size.get(each.i), 1));
-    }
-    const further = (a, b) => reach.get(b.i) - reach.get(a.i);
-    const emit = (root) => {
-      const chain = [], sides = [];
-      for (let member = root; member;) {
-        const next = of(member.i).filter((each) => begin(each) >= end(member)).sort(further)[0];
-        chain.push(member);
-        sides.push(...of(member.i).filter((each) => each !== next));
-        member = next;
-      }
-      rows.push({ chain });
-      emitAll(sides.sort((a, b) => begin(b) - begin(a)), root.i);
-    };
-    const emitAll = (list, key) => {
-      const dead = list.filter((each) => reach.get(each.i) < run.last);
-      const ended = dead.reduce((sum, each) => sum + size.get(each.i), 0);
-      const open = !folds || ended < 2 || unfolded.has(key);
-      for (const each of list) if (open || !dead.includes(each)) emit(each);
-      if (folds && ended > 1) rows.push({ key, open, at: Math.min(...dead.map(begin)), lines: dead.length, ended });
-    };
-    emitAll([...of(null)].sort(further), "founders");
-    return rows;
-  }
-
-  // Long stretches of generations in which nobody is born and nobody ends take the room of two.
-  function generationScale() {
-    const events = new Set([run.first, run.last]);
-    for (const member of run.members) [begin(member), end(member), ...Object.keys(member.failed)].forEach((g) => events.add(+g));
-    const sorted = [...events].sort((a, b) => a - b), at = new Map([[sorted[0], 0]]), quiet = [];
-    sorted.slice(1).forEach((next, place) => {
-      const before = sorted[place], long = next - before > 8 && run.last - run.first > 24, key = `quiet ${before}`;
-      const step = long && !unfolded.has(key) ? 3 / (next - before) : 1;
-      for (let g = before + 1; g <= next; g++) at.set(g, at.get(before) + (g - before) * step);
-      if (long) quiet.push({ key, before, next });
-    });
-    return { at: (g) => at.get(g), units: at.get(run.last) || 1, quiet };
-  }
-
-  function button(root, key, open, x, y, text, anchor = "start") {
-    const opened = { class: "fold", tabindex: 0, role: "button", "aria-expanded": open, "data-key": key };
-    const group = add(root, "g", opened);
-    add(group, "text", { x, y, "text-anchor": anchor }, text);
-    const toggle = (event) => {
-      event.stopPropagation();
-      event.preventDefault();
-      if (!unfolded.delete(key)) unfolded.add(key);
-      draw();
-      document.querySelector(`.fold[data-key="${key}"]`)?.focus();
-    };
-    group.addEventListener("click", toggle);
-    group.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") toggle(event); });
-  }
-
-  function drawLineage(host) {
-    const rows = treeRows(), scale = generationScale();
-    const figure = add(host, "figure");
-    const caption = add(figure, "figcaption", {}, "lineage ");
-    add(caption, "span", {}, "by generation");
-    const scroll = add(figure, "div", { class: "scroll" });
-    const width = Math.max(260, scroll.clientWidth, 60 + 5 * scale.units), height = 24 * rows.length + 46;
-    const root = add(scroll, "svg", { width, height, tabindex: 0, role: "group" });
-    root.setAttribute("aria-label", "Lineage. Arrow keys move from member to member, tab to what is folded.");
-    root.style.width = `${width}px`;
-    const px = (g) => 16 + (scale.at(g) / scale.units) * (width - 60);
-    const chart = { root, points: [], ring: null, rowOf: new Map() };
-    charts.push(chart);
-    listen(chart);
-    const later = [];
-    let free = -Infinity; // where the last number below the axis ends
-    for (const g of ticks({ low: run.first, high: run.last, whole: true }, Math.max(2, Math.floor(width / 70)))) {
-      if (px(g) < free + 14) continue;
-      free = px(g) + 7 * String(g).length;
-      add(root, "path", { class: "grid", d: `M${px(g)} 24V${height - 18}` });
-      add(root, "text", { x: px(g), y: height - 4, "text-anchor": "middle" }, g);
-    }
-    for (const { key, before, next } of scale.quiet)
-      button(root, key, unfolded.has(key), (px(before) + px(next)) / 2, 14, unfolded.has(key) ? "→ ←" : "⋯", "middle");
-    rows.forEach((row, place) => {
-      const y = 24 * place + 40;
-      if (row.chain) row.chain.forEach((member, link) => drawLife(chart, member, px, y, link === 0, later));
-      else
-        button(root, row.key, row.open, px(row.at) + 4, y + 3, `${row.open ? "▾ fold" : "▸"} ${row.lines} ${row.lines > 1 ? "lines" : "line"} `
-          + `that ended, ${row.ended} ${row.ended > 1 ? "members" : "member"}`);
-    });
-    later.forEach((paint) => paint());
-  }
-
-  function drawLife(chart, member, px, y, first, later) {
-    const { root, points, rowOf } = chart, [from, to] = [px(begin(member)), px(end(member))];
-    const best = member.until !== null ? "best" : "";
-    rowOf.set(member.i, y);
-    const source = member.from && [px(member.from[1]), rowOf.get(member.from[0])];
-    if (source && (first || source[0] < from)) path(chart, member, [source, [source[0], y], [from, y]], best); // may go back
-    path(chart, member, [[from, y], [to, y]]);
-    if (best) path(chart, member, [[from, y], [px(Math.min(member.until, end(member))), y]], "best");
-    if (end(member) < run.last) path(chart, member, [[to, y - 4], [to, y + 4]]);
-    later.push(() => {
-      const text = `#${member.i}`;
-      if (to - from > 7 * text.length + 8) add(root, "text", { class: "name", x: from + 5, y: y - 6 }, text);
-      else if (end(member) === run.last) add(root, "text", { class: "name", x: to + 6, y: y + 4 }, text);
-      add(root, "circle", { class: look(member, best), cx: from, cy: y, r: best ? 4.5 : 3.5, "data-m": member.i });
-    });
-    for (const [g] of member.results) {
-      points.push({ x: px(g), y, i: member.i, g });
-      if (member.failed[g]) {
-        path(chart, member, [[px(g) - 4, y - 4], [px(g) + 4, y + 4]]);
-        path(chart, member, [[px(g) - 4, y + 4], [px(g) + 4, y - 4]]);
-      }
-    }
-  }
-
-  let width = innerWidth;
-  addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
-  addEventListener("keydown", (event) => { if (event.key === "Escape") unpin(); });
-  document.addEventListener("click", (event) => { if (picked.pinned && !event.target.closest(".plot, #shown")) unpin(); });
-  draw();
-})();
+let width = innerWidth;
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; draw(); } });
+addEventListener("keydown", (event) => { if (event.key === "Escape") unpin(); });
+document.addEventListener("click", (event) => {
+  if (picked.pinned && !event.target.closest(".plot, #shown")) unpin();
+});
+draw();
