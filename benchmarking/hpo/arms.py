@@ -1,0 +1,75 @@
+"""The arms of the study: who searches hyperparameters, and how. All learn by the same loop and pay for everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from evogrpo.evolution import (
+    PB2,
+    FitnessConfig,
+    Fixed,
+    IteratedRestarts,
+    MultiFrequency,
+    Mutation,
+    MutationOnly,
+    RandomSearch,
+    SelectionOnly,
+    Strategy,
+    SuccessiveHalving,
+    Tournament,
+    TruncationPBT,
+)
+
+First = Literal["oracle", "default", "drawn"]
+BOTH = FitnessConfig(by="both", racing=True)
+"""How every arm but the one of old measures fitness: training rewards decide, validation crowns."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One way to spend the budget.
+
+    Attributes:
+        what: In words.
+        strategy: Makes its rule of evolution.
+        alone: Whether it is a single agent.
+        first: The first member's hyperparameters; of a population the others are spread over the space.
+        fitness: How fitness is measured.
+        experience: Whose samples members learn from.
+        steps: Learning steps per generation.
+        factor: Size of a mutation's step on ranges; None = the package's.
+    """
+
+    what: str
+    strategy: Callable[[], Strategy]
+    alone: bool = False
+    first: First = "drawn"
+    fitness: FitnessConfig = BOTH
+    experience: str = "own"
+    steps: int = 4
+    factor: float | None = None
+
+
+ARMS: dict[str, Arm] = {
+    "oracle": Arm(what="one agent, tuned by hand", strategy=Fixed, alone=True, first="oracle", steps=8),
+    "defaults": Arm(what="one agent, the package's defaults", strategy=Fixed, alone=True, first="default", steps=8),
+    "one-drawn": Arm(what="one agent, values drawn at random", strategy=Fixed, alone=True, steps=8),
+    "random-search": Arm(what="random search, then the best", strategy=RandomSearch),
+    "halving": Arm(what="successive halving", strategy=SuccessiveHalving),
+    "selection-only": Arm(what="selection without mutation", strategy=SelectionOnly),
+    "mutation-only": Arm(what="mutation without selection", strategy=MutationOnly),
+    "truncation-pbt": Arm(what="PBT as in Ray Tune", strategy=TruncationPBT),
+    "pb2": Arm(what="PB2", strategy=PB2),
+    "multi-frequency": Arm(what="MF-PBT", strategy=MultiFrequency),
+    "restarts": Arm(what="iterated restarts (IPBT)", strategy=IteratedRestarts),
+    "tournament-before": Arm(
+        what="the tournament before the study: factor 1.2, every member validated greedily",
+        strategy=lambda: Tournament(size=2, z=1.0, mutation=Mutation(probability=0.5)),
+        fitness=FitnessConfig(by="validation", racing=False),
+        factor=1.2,
+    ),
+    "evogrpo": Arm(what="evogrpo's default", strategy=Tournament),
+    "evogrpo-shared": Arm(what="evogrpo's default, experience shared", strategy=Tournament, experience="shared"),
+}

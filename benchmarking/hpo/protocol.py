@@ -1,0 +1,33 @@
+"""Which arms run on which tasks, from which starts and with how many seeds; PROTOCOL.md says why."""
+
+from __future__ import annotations
+
+PLAYED = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "LunarLander-v3", "FrozenLake-v1")
+WRITTEN = ("two_digit_sums", "digit_chains")
+
+SEEDS: dict[str, int] = dict.fromkeys(PLAYED, 10) | dict.fromkeys(WRITTEN, 3)
+
+STARTS_OF: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*PLAYED, *WRITTEN), ("unknown",)),
+    **dict.fromkeys(("CartPole-v1", "Acrobot-v1"), ("unknown", "wrong", "right")),
+}
+
+SEARCHES = ("truncation-pbt", "pb2", "multi-frequency", "restarts", "tournament-before", "evogrpo", "evogrpo-shared")
+ARMS_OF: dict[str, tuple[str, ...]] = {
+    "unknown": (
+        "oracle",
+        "defaults",
+        "one-drawn",
+        "random-search",
+        "halving",
+        "selection-only",
+        "mutation-only",
+        *SEARCHES,
+        "optuna",
+    ),
+    # From here random search, halving and selection have nothing to choose from: all members start alike.
+    "wrong": ("one-drawn", "mutation-only", *SEARCHES),
+    "right": ("random-search", "halving", "selection-only", *SEARCHES),
+}
+CONTROLS = ("random-search", "halving", "selection-only")
+"""What the default has to beat."""

@@ -1,0 +1,137 @@
+"""The study of what evolution is worth: the best policy within a budget, from hyperparameters that nobody knows.
+
+    pip install "gymnasium[box2d]" optuna "ray[tune]"
+    python benchmarking/hpo_study.py run                 # what is missing; goes on where it stopped
+    python benchmarking/hpo_study.py run --tasks CartPole-v1 --arms evogrpo random-search --seeds 0 1 2
+    python benchmarking/hpo_study.py table               # of what there is
+    python benchmarking/hpo_study.py figure
+
+`hpo/PROTOCOL.md` says what is compared, how and why, and was fixed before the first counted run. Every run is a line of
+`hpo/results/TASK.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent / "hpo"
+sys.path.insert(0, str(FOLDER.parents[1]))
+RESULTS = FOLDER / "results"
+Key = tuple[str, str, str, int]
+
+
+def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
+    """Yield every run of the protocol among those chosen, seed by seed, so that a part of them is balanced."""
+    from benchmarking.hpo.protocol import ARMS_OF, SEEDS, STARTS_OF
+    from benchmarking.hpo.tasks import TASKS
+
+    for place in range(max(SEEDS.values())):
+        for task in chosen.tasks or TASKS:
+            for start in STARTS_OF[task]:
+                if chosen.starts and start not in chosen.starts:
+                    continue
+                for arm in ARMS_OF[start]:
+                    if place < SEEDS[task] and (not chosen.arms or arm in chosen.arms):
+                        seed = place + chosen.first_seed
+                        if not chosen.seeds or seed in chosen.seeds:
+                            yield task, start, arm, seed
+
+
+def done(results: Path) -> dict[Key, dict[str, Any]]:
+    """Return the runs that have been recorded."""
+    found = {}
+    for file in sorted(results.glob("*.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            run = json.loads(line)
+            found[run["task"], run["start"], run["arm"], run["seed"]] = run
+    return found
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Do the runs that are missing, so many beside each other."""
+    chosen.results.mkdir(parents=True, exist_ok=True)
+    there = done(chosen.results)
+    missing = [key for key in wanted(chosen) if key not in there]
+    print(f"{len(missing)} runs to do, {len(there)} recorded", flush=True)
+    until = time.monotonic() + chosen.minutes * 60 if chosen.minutes else float("inf")
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(chosen.workers, mp_context=context) as pool:
+        queue, running = iter(missing), {}
+        while True:
+            while len(running) < chosen.workers and time.monotonic() < until and (key := next(queue, None)):
+                running[pool.submit(one, *key)] = key
+            if not running:
+                return
+            for future in as_completed(running):
+                key = running.pop(future)
+                try:
+                    record = future.result()
+                except Exception as error:  # noqa: BLE001  # one run's failure is told, and the others go on
+                    print(*key, f"FAILED: {type(error).__name__}: {error}", flush=True)
+                    break
+                with (chosen.results / f"{key[0]}.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+                print(*key, f"{record['score']:.3g} in {record['seconds']:.0f} s, {record['cost']:,}", flush=True)
+                break
+
+
+def one(task: str, start: str, arm: str, seed: int) -> dict[str, Any]:
+    """Do one run, in a process of its own."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    from benchmarking.hpo.outside import OUTSIDE
+    from benchmarking.hpo.playing import play
+
+    record: dict[str, Any] = OUTSIDE[arm](task, start, seed) if arm in OUTSIDE else play(task, start, arm, seed)
+    return record
+
+
+def table(chosen: argparse.Namespace) -> None:
+    """Print the tables of what has been recorded."""
+    from benchmarking.hpo.analysis import tables
+
+    print(tables(list(done(chosen.results).values())))
+
+
+def figure(chosen: argparse.Namespace) -> None:
+    """Draw what has been recorded."""
+    from benchmarking.hpo.analysis import draw
+
+    print(draw(list(done(chosen.results).values()), chosen.out))
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "table", "figure"))
+    parser.add_argument("--tasks", nargs="*", default=[])
+    parser.add_argument("--starts", nargs="*", default=[])
+    parser.add_argument("--arms", nargs="*", default=[])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[])
+    parser.add_argument("--first-seed", type=int, default=0, help="1000 and beyond are for trying out, not counted")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=0, help="begin no further run after so many")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=FOLDER / "results" / "study.png")
+    return parser.parse_args(words)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Do what the command line says."""
+    chosen = arguments(words)
+    {"run": run, "table": table, "figure": figure}[chosen.what](chosen)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The study of searches: what it counts, how it goes on where it stopped, and its statistics."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from benchmarking import hpo_study
+from benchmarking.hpo import analysis, arms, playing, protocol, tasks
+
+
+@pytest.fixture
+def short(monkeypatch):
+    """CartPole with next to no budget."""
+    task = dataclasses.replace(tasks.TASKS["CartPole-v1"], budget=900, members=3, validation=4, test=4)
+    monkeypatch.setitem(tasks.TASKS, task.name, task)
+    return task
+
+
+@pytest.mark.parametrize("arm", ["oracle", "random-search", "tournament-before", "evogrpo", "evogrpo-shared"])
+def test_an_arm_pays_for_everything_but_its_test(short, arm):
+    record = json.loads(json.dumps(playing.play(short.name, "unknown", arm, 3)))
+    assert record["cost"] >= short.budget
+    assert 0 < record["evaluations"] < record["cost"]
+    assert len(record["scores"]) == short.test
+    assert record["score"] == pytest.approx(np.mean(record["scores"]), abs=1e-3)
+    assert record["best"].keys() == short.space.keys()
+    again = playing.play(short.name, "unknown", arm, 3)
+    assert {**record, "seconds": 0, "early": 0} == {**again, "seconds": 0, "early": 0}
+
+
+def test_arms_begin_where_the_start_says():
+    task = tasks.TASKS["CartPole-v1"]
+    search, oracle = arms.ARMS["evogrpo"], arms.ARMS["oracle"]
+    drawn = [playing.first_values(task, search, "unknown", seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert playing.first_values(task, arms.ARMS["one-drawn"], "unknown", 0) == drawn[0]
+    assert playing.first_values(task, search, "wrong", 0)["lr"] == task.space["lr"].bounds[0]
+    assert "lr" not in playing.first_values(task, search, "right", 0)
+    assert playing.first_values(task, oracle, "unknown", 0)["lr"] == task.oracle["lr"]
+
+
+def test_every_run_of_the_protocol_has_its_arm_and_task():
+    chosen = hpo_study.arguments(["run"])
+    keys = list(hpo_study.wanted(chosen))
+    assert len(keys) == len(set(keys))
+    assert {task for task, *_ in keys} == set(tasks.TASKS)
+    assert {arm for _, _, arm, _ in keys} == {*arms.ARMS, "optuna"}
+    assert min(protocol.SEEDS[task] for task in protocol.PLAYED) >= 10
+    assert all(
+        tasks.TASKS[task].space["lr"].bounds[1] >= 1000 * tasks.TASKS[task].space["lr"].bounds[0]
+        for task in tasks.TASKS
+    )
+
+
+def test_what_is_recorded_is_not_done_again(tmp_path, short, capsys):
+    words = ["run", "--tasks", short.name, "--starts", "unknown", "--arms", "evogrpo", "--seeds", "0"]
+    line = {"task": short.name, "start": "unknown", "arm": "evogrpo", "seed": 0, "score": 1.0}
+    (tmp_path / f"{short.name}.jsonl").write_text(json.dumps(line) + "\n")
+    hpo_study.main([*words, "--results", str(tmp_path)])
+    assert "0 runs to do, 1 recorded" in capsys.readouterr().out
+
+
+def test_the_chance_of_an_improvement_counts_pairs_and_half_of_ties():
+    ours, theirs = np.array([1.0, 2.0, 3.0]), np.array([2.0, 0.0])
+    found = analysis.probability_of_improvement([(ours, theirs)])
+    assert found.value == pytest.approx((1 + 1.5 + 2) / 6)  # of 2 each: 1 beats one, 2 beats one and ties, 3 beats both
+    assert found.low < found.value < found.high
+    assert analysis.probability_of_improvement([(ours + 9, theirs)]).low == 1.0
+
+
+def test_tables_and_figure_show_what_there_is(tmp_path):
+    runs = [
+        {"task": task, "start": "unknown", "arm": arm, "seed": seed, "score": 100.0 + seed, "early": 50.0,
+         "cost": 1000, "evaluations": 100, "seconds": 2.0}
+        for task in ("CartPole-v1", "Acrobot-v1") for arm in ("oracle", "evogrpo", "random-search") for seed in range(4)
+    ]  # fmt: skip
+    text = analysis.tables(runs)
+    assert "| evogrpo | " in text
+    assert "1,000, 10 % evaluations, 2 s" in text
+    assert analysis.draw(runs, tmp_path / "study.png").stat().st_size > 10_000
