@@ -101,7 +101,7 @@ def _evolving(prepared: PreparedRun) -> str:
         spaces = f"{spaces}{', ' if spaces else ''}the networks themselves"
     # Of a tournament, what decides how hard it selects; of others all settings.
     shown = ("size", "z") if strategy["name"] == "tournament" else config.strategy.to_json()
-    details = ", ".join(f"{key} {strategy[key]}" for key in shown)
+    details = ", ".join(f"{key} {strategy[key]}" for key in shown if not isinstance(strategy[key], Mapping))
     return f"{spaces or 'no hyperparameter, selection only'}; {strategy['name']}{details and f' ({details})'}"
 
 

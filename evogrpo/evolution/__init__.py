@@ -1,5 +1,6 @@
 """Evolution: numbers in, plans out; nothing here imports torch."""
 
+from evogrpo.evolution.backtracking import Backtracked, backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.fitness import Fitness, paired_difference
 from evogrpo.evolution.fitness_config import FitnessConfig
@@ -32,6 +33,7 @@ from evogrpo.evolution.strategies import (
 
 __all__ = [
     "PB2",
+    "Backtracked",
     "Birth",
     "Change",
     "Changes",
@@ -65,6 +67,7 @@ __all__ = [
     "Tournament",
     "TruncationPBT",
     "anywhere",
+    "backtracked",
     "best_slot",
     "changes_between",
     "healthy_slots",

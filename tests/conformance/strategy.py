@@ -193,6 +193,12 @@ def _lives(case: "type[StrategyTestCase]") -> list[tuple[History, Plan]]:
     return [each for situation in SITUATIONS for each in test.follow(test.make_strategy(), Life(*situation))]
 
 
+@cache
+def _whole(case: "type[StrategyTestCase]") -> list[list[Plan]]:
+    test = case()
+    return [[plan for _, plan in test.follow(test.make_strategy(), Life(*situation))] for situation in EVENTFUL]
+
+
 class StrategyTestCase(ABC):
     """The contract of Strategy."""
 
@@ -353,8 +359,7 @@ class StrategyTestCase(ABC):
 
     @pytest.mark.parametrize("split", range(GENERATIONS))
     def test_stopping_and_going_on_is_as_if_it_had_never_stopped(self, split: int) -> None:
-        for situation in EVENTFUL:
-            whole = [plan for _, plan in self.follow(self.make_strategy(), Life(*situation))]
+        for situation, whole in zip(EVENTFUL, _whole(type(self)), strict=True):
             strategy, life = self.make_strategy(), Life(*situation)
             plans = [plan for _, plan in self.follow(strategy, life, split)]
             stored = plain(strategy.state())

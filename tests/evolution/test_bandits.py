@@ -22,7 +22,7 @@ MIXED = HyperparameterConfig(
 
 class TestPB2(StrategyTestCase):
     def make_strategy(self):
-        return PB2()
+        return PB2(quantile=0.4, backtrack=True)
 
     def test_every_kind_of_hyperparameter_stays_legal_and_all_of_a_range_is_proposed(self):
         life = Life(6, spread=3.0, failures=0.2, space=MIXED)
@@ -44,11 +44,6 @@ class TestPB2(StrategyTestCase):
         for history, plan in self.follow(PB2(), life):
             norms = {seat.member.index: seat.member.hyperparameters.max_grad_norm for seat in history.last.seats}
             assert all(child.hyperparameters.max_grad_norm == norms[child.parent] for child in plan.children)
-
-
-class TestPB2ThatGoesBack(StrategyTestCase):
-    def make_strategy(self):
-        return PB2(quantile=0.4, explore=0.5, backtrack=True)
 
 
 def test_proposals_settle_where_gains_are_largest():

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from evogrpo.evolution import Fitness, MultiFrequency, strategy_from_json
+from evogrpo.evolution import Fitness, IteratedRestarts, MultiFrequency, strategy_from_json
 from tests.conformance.strategy import Life, StrategyTestCase, moved
 
 RNG = np.random.default_rng(0)
@@ -36,6 +36,20 @@ def ranked(life, order):
 def told(life, order, strategy):
     history = ranked(life, order)
     return history, strategy.plan(history, np.random.default_rng(0))
+
+
+def halve(hyperparameters, space, rng):
+    """A mutation of one's own."""
+    return dataclasses.replace(hyperparameters, lr=max(hyperparameters.lr / 2, 1e-6))
+
+
+@pytest.mark.parametrize("strategy", [MultiFrequency(mutation=halve), IteratedRestarts(mutation=halve)])
+def test_mutations_may_be_ones_own(strategy):
+    history, plan = told(Life(8), range(8), strategy)
+    # A second clone of one parent would be the same, and is drawn from elsewhere.
+    (child, *_) = plan.children
+    assert child.hyperparameters == halve(history.last.member(plan.parents[child.slot]).hyperparameters, None, None)
+    assert strategy.to_json()["mutation"]["name"].endswith(":halve")
 
 
 # Eight members: 0, 2, 4, 6 evolve after every generation, 1, 3, 5, 7 after every second one.
@@ -102,7 +116,7 @@ def test_members_are_dealt_by_who_they_are(size, groups):
         ({"intervals": "12"}, "intervals must be a list of whole numbers"),
         ({"intervals": [1, 1]}, "intervals must ascend"),
         ({"intervals": [0, 1]}, "each of intervals must"),
-        ({"mutation": None}, "mutation must be a Mutation, got None"),
+        ({"mutation": None}, "mutation must be a Mutation"),
         ({"backtrack": "no"}, "backtrack must be True or False"),
     ],
 )

@@ -10,12 +10,13 @@ import numpy as np
 from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
+from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.perturbation import proposals
+from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, truncation
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, answering, whole_between
+from evogrpo.hyperparameters import Hyperparameters, answering, flag, whole_between
 
 QUARTER = 0.25
 
@@ -38,7 +39,7 @@ class MultiFrequency(Stateless):
 
     Attributes:
         intervals: In generations, ascending; the first one is 1 as a rule.
-        mutation: How the clones of the best differ from them.
+        mutation: How the clones of the best differ from them: a `Mutation`, or a function or an object of your own.
         backtrack: Whether members that have collapsed go back to the best state of their line; see
             `evogrpo.evolution.backtracking`.
 
@@ -51,7 +52,7 @@ class MultiFrequency(Stateless):
     mutates = True
 
     intervals: Sequence[int] = (1, 4)
-    mutation: Mutation = field(default_factory=Mutation)
+    mutation: Perturbation = field(default_factory=Mutation)
     backtrack: bool = False
 
     def __post_init__(self) -> None:
@@ -61,10 +62,8 @@ class MultiFrequency(Stateless):
         if any(after <= before for before, after in pairwise(intervals)):
             raise ValueError(f"intervals must ascend, each longer than the one before, got {list(intervals)}")
         object.__setattr__(self, "intervals", intervals)
-        if not isinstance(self.mutation, Mutation):
-            raise ValueError(f"mutation must be a Mutation, got {self.mutation!r}")
-        if not isinstance(self.backtrack, bool):
-            raise ValueError(f"backtrack must be True or False, got {self.backtrack!r}")
+        checked_perturbation(self.mutation)
+        flag("backtrack", self.backtrack)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Let the sub-populations evolve whose interval has ended; who failed is replaced everywhere."""
@@ -73,7 +72,7 @@ class MultiFrequency(Stateless):
         groups = self._groups(history)
         ready = [last.number % interval == 0 for interval in self.intervals]
         choices = list(truncation(last, QUARTER, rng, among=()))
-        hosts: dict[int, Hyperparameters] = {}
+        hosts: dict[int, MemberRecord] = {}
         for number, group in enumerate(groups):
             inside = truncation(last, QUARTER, rng, among=group)
             for slot in group:
@@ -89,7 +88,8 @@ class MultiFrequency(Stateless):
                 continue
             draws[slot] = proposals(self.mutation, history, parent, space)
             if slot in hosts and choice.kept is None:
-                draws[slot] = _unless_taken(hosts[slot], self.mutation, space)
+                host = hosts[slot]
+                draws[slot] = _unless_taken(host.hyperparameters, proposals(self.mutation, history, host, space))
         return Plan.from_choices(history, states.choices, draws, rng=rng, keep=states.keep, drop=states.drop)
 
     def _groups(self, history: History) -> list[list[int]]:
@@ -101,13 +101,13 @@ class MultiFrequency(Stateless):
 
     def _migrants(
         self, history: History, groups: list[list[int]], number: int, choices: list[Choice]
-    ) -> dict[int, Hyperparameters]:
-        """Let better members of other sub-populations clone themselves into one; return what those learn with."""
+    ) -> dict[int, MemberRecord]:
+        """Let better members of other sub-populations clone themselves into one; return with whose hyperparameters."""
         last, group = history.last, groups[number]
         inside = [slot for slot in last.ranked if slot in group]
         outside = [slot for slot in last.ranked if slot not in group]
         share = max(1, round(QUARTER * len(inside)))
-        arrived: dict[int, Hyperparameters] = {}
+        arrived: dict[int, MemberRecord] = {}
         for slot in inside[max(1, len(inside) - 2 * share) : len(inside) - share]:
             if not outside or last.ranked.index(outside[0]) > last.ranked.index(slot):
                 break
@@ -115,17 +115,21 @@ class MultiFrequency(Stateless):
             home = next(place for place, other in enumerate(groups) if migrant in other)
             slower = home > number
             if not slower:
-                arrived[slot] = last.member(inside[0]).hyperparameters
+                arrived[slot] = last.member(inside[0])
             brings = "its hyperparameters too" if slower else "its weights alone"
             choices[slot] = Choice(parent=migrant, reason=f"replaced by slot {migrant}: a migrant, bringing {brings}")
         return arrived
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
-        return {"intervals": list(self.intervals), "mutation": self.mutation.to_json(), "backtrack": self.backtrack}
+        return {
+            "intervals": list(self.intervals),
+            "mutation": perturbation_to_json(self.mutation),
+            "backtrack": self.backtrack,
+        }
 
 
-def _unless_taken(values: Hyperparameters, mutation: Mutation, space: HyperparameterConfig) -> Draw:
-    """Return what proposes these values first, and mutated ones where they are taken."""
+def _unless_taken(values: Hyperparameters, draw: Draw) -> Draw:
+    """Return what proposes these values first, and others where they are taken."""
     first = [values]
-    return lambda rng: first.pop() if first else mutation(values, space, rng)
+    return lambda rng: first.pop() if first else draw(rng)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-LENGTHS = (0.1, 0.2, 0.4, 0.8, 3.2)
+LENGTHS = (0.1, 0.25, 0.6, 3.0)
 """Of a unit cube's edge; the longest says that a dimension does not matter."""
 NOISES = (0.05, 0.2, 0.8)
 FORGETTING = (0.0, 0.1, 0.4)
@@ -52,19 +52,18 @@ class DriftingProcess:
         points: Where, `[n, d]`.
         times: When, `[n]`.
         values: What was seen, `[n]`.
+
+    Attributes:
+        log_likelihood: Of the values, in nats.
     """
 
     def __init__(self, kernel: Kernel, points: Array, times: Array, values: Array) -> None:
         self.kernel, self.points, self.times, self.values = kernel, points, times, values
         covariance = kernel.between(points, times, points, times) + kernel.noise * np.eye(len(points))
         self._root = np.linalg.cholesky(covariance)
-        self._weights = np.linalg.solve(self._root.T, np.linalg.solve(self._root, values))
-
-    @property
-    def log_likelihood(self) -> float:
-        """Of the values, in nats."""
-        fit = -0.5 * float(self.values @ self._weights)
-        return fit - float(np.log(np.diag(self._root)).sum()) - 0.5 * len(self.values) * math.log(2 * math.pi)
+        self._weights = np.linalg.solve(covariance, values)
+        fit = -0.5 * float(values @ self._weights) - 0.5 * len(values) * math.log(2 * math.pi)
+        self.log_likelihood = fit - float(np.log(np.diag(self._root)).sum())
 
     def predict(self, points: Array, times: Array) -> tuple[Array, Array]:
         """Return the mean and the standard deviation of the function at points `[m, d]` and times `[m]`."""
@@ -92,11 +91,11 @@ def fitted(points: Array, times: Array, values: Array) -> DriftingProcess:
         times: `[n]`.
         values: `[n]`, standardised.
     """
-    kernel = Kernel(lengths=(0.4,) * points.shape[1], noise=0.2, forgetting=0.1)
+    kernel = Kernel(lengths=(0.25,) * points.shape[1], noise=0.2, forgetting=0.1)
     best = DriftingProcess(kernel, points, times, values)
     for dimension in range(-2, points.shape[1]):
         for variant in _variants(best.kernel, dimension):
-            process = DriftingProcess(variant, points, times, values)
+            process = best if variant == best.kernel else DriftingProcess(variant, points, times, values)
             if process.log_likelihood > best.log_likelihood:
                 best = process
     return best

@@ -11,11 +11,11 @@ from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.fitness import Fitness, difference_between
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.perturbation import proposals
+from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, truncation
 from evogrpo.evolution.strategies.bandit.proposals import Proposals
-from evogrpo.hyperparameters import answering, finite_number, whole_between
+from evogrpo.hyperparameters import answering, finite_number, flag, whole_between
 
 QUARTER = 0.25
 EXPLORE = 0.5
@@ -37,7 +37,8 @@ class IteratedRestarts:
         patience: Selections without progress before a restart, at least 1.
         growth: By how much the interval grows at a restart, at least 1.
         z: Standard errors that the best must improve by.
-        mutation: How the clones of the best differ from them between restarts.
+        mutation: How the clones of the best differ from them between restarts: a `Mutation`, or a function or an object
+            of your own.
         backtrack: Whether members that have collapsed go back to the best state of their line; see
             `evogrpo.evolution.backtracking`.
 
@@ -51,7 +52,7 @@ class IteratedRestarts:
     patience: int = 3
     growth: int = 2
     z: float = 1.0
-    mutation: Mutation = field(default_factory=Mutation)
+    mutation: Perturbation = field(default_factory=Mutation)
     backtrack: bool = False
 
     def __post_init__(self) -> None:
@@ -60,10 +61,8 @@ class IteratedRestarts:
         self.z = finite_number("z", self.z)
         if self.z < 0:
             raise ValueError(f"z must be at least 0, got {self.z}")
-        if not isinstance(self.mutation, Mutation):
-            raise ValueError(f"mutation must be a Mutation, got {self.mutation!r}")
-        if not isinstance(self.backtrack, bool):
-            raise ValueError(f"backtrack must be True or False, got {self.backtrack!r}")
+        checked_perturbation(self.mutation)
+        flag("backtrack", self.backtrack)
         self._interval, self._waited, self._stalled = 1, 0, 0
         self._best: Fitness | None = None
 
@@ -123,7 +122,7 @@ class IteratedRestarts:
             "patience": self.patience,
             "growth": self.growth,
             "z": self.z,
-            "mutation": self.mutation.to_json(),
+            "mutation": perturbation_to_json(self.mutation),
             "backtrack": self.backtrack,
         }
 

@@ -12,7 +12,7 @@ from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import truncation
 from evogrpo.evolution.strategies.bandit.proposals import Proposals
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering, finite_number
+from evogrpo.hyperparameters import answering, finite_number, flag
 
 
 @answering
@@ -51,8 +51,7 @@ class PB2(Stateless):
             raise ValueError(f"quantile must lie in (0, 0.5], got {self.quantile}: nobody is both best and worst")
         if self.explore < 0:
             raise ValueError(f"explore must be at least 0, got {self.explore}")
-        if not isinstance(self.backtrack, bool):
-            raise ValueError(f"backtrack must be True or False, got {self.backtrack!r}")
+        flag("backtrack", self.backtrack)
 
     def plan(self, history: History, rng: np.random.Generator) -> Plan:
         """Replace the worst and whoever failed; an empty slot stays empty."""
