@@ -275,9 +275,8 @@ def absolute_paths(values: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     agent = result.get("agent")
     if isinstance(agent, Mapping) and isinstance(agent.get("adapter"), str):
         result["agent"] = {**agent, "adapter": _absolute(agent["adapter"], folder)}
-    strategy = result.get("strategy")
-    if isinstance(strategy, Mapping) and isinstance(strategy.get("name"), str):
-        result["strategy"] = {**strategy, "name": _absolute_reference(strategy["name"], folder)}
+    if isinstance(result.get("strategy"), Mapping):
+        result["strategy"] = _absolute_strategy(result["strategy"], folder)
     return result
 
 
@@ -293,6 +292,19 @@ def _absolute_or_hub(name: str, folder: Path) -> str:
 def _absolute_file(name: str, folder: Path) -> str:
     # Names of splits end in no kind of file.
     return _absolute(name, folder) if Path(name).suffix in FILE_KINDS else name
+
+
+def _absolute_strategy(strategy: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return the strategy with the references of its own and of its mutation's absolute, where they are the user's."""
+    result = dict(strategy)
+    if isinstance(strategy.get("name"), str):
+        result["name"] = _absolute_reference(strategy["name"], folder)
+    mutation = strategy.get("mutation")
+    if isinstance(mutation, str):
+        result["mutation"] = _absolute_reference(mutation, folder)
+    elif isinstance(mutation, Mapping) and isinstance(mutation.get("name"), str):
+        result["mutation"] = {**mutation, "name": _absolute_reference(mutation["name"], folder)}
+    return result
 
 
 def _absolute_reference(reference: Any, folder: Path) -> Any:

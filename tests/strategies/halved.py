@@ -1,0 +1,32 @@
+"""Mutations of a user's own: a function, and a class with settings."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+
+
+def halved(hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator) -> Hyperparameters:
+    """Halve or double the learning rate, inside its range."""
+    low, high = space["lr"].bounds
+    lr = hyperparameters.lr * (0.5 if rng.random() < 0.5 else 2.0)
+    return dataclasses.replace(hyperparameters, lr=min(max(lr, low), high))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussian:
+    """Move every number of a range by a normal step on its scale."""
+
+    width: float = 0.1
+
+    def __call__(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+    ) -> Hyperparameters:
+        low, high = space["lr"].bounds
+        lr = hyperparameters.lr * (high / low) ** (self.width * rng.standard_normal())
+        return dataclasses.replace(hyperparameters, lr=min(max(lr, low), high))
+
+    def to_json(self) -> dict[str, Any]:
+        return {"width": self.width}
