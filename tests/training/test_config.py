@@ -220,7 +220,7 @@ def test_the_resolved_configuration_names_every_default_and_reads_back_equal(tmp
     assert parse_config(stored) == config
     assert set(stored) == set(Config.__dataclass_fields__) - {"auto"}
     assert stored["agent"]["optimizer"]["eps"] == 1e-8
-    assert stored["strategy"]["mutation"] == {"probability": 0.5}
+    assert stored["strategy"]["mutation"] == {"probability": 0.5, "resample": 0.25}
     assert stored["task"]["on_reward_error"] == "raise"
 
 
