@@ -3,10 +3,11 @@
 import hashlib
 import uuid
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import evogrpo
 from evogrpo.agents.checkpoints.saving import population_state, save_agent
@@ -16,11 +17,13 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.history.records import GenerationReport, TestReport
+from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.checkpoint import write_checkpoint
 from evogrpo.persistence.claim import Claim
 from evogrpo.persistence.folders import check_new_folder
 from evogrpo.persistence.generations import generation_folder, latest_complete, prune
-from evogrpo.persistence.journal import Journal
+from evogrpo.persistence.journal import Journal, latest_generations, read_journal
 from evogrpo.persistence.manifest import MANIFEST_NAME
 from evogrpo.persistence.placement import stored_at
 from evogrpo.training.charts import layout
@@ -29,6 +32,9 @@ from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.schedule import Schedule
+
+if TYPE_CHECKING:  # what TensorBoard needs is imported where it is used
+    from evogrpo.training.loop.reports.member_sessions import MemberSessions
 
 JOURNAL = "journal.jsonl"
 BEST = "best"
@@ -74,6 +80,7 @@ class RunDir:
         )
         self._journal: Journal | None = None
         self._writer: Any = None
+        self._sessions: MemberSessions | None = None
         self._unlogged = False
 
     def again(self) -> Self:
@@ -185,13 +192,40 @@ class RunDir:
 
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log numbers for TensorBoard, by tag, under the number of the learning step that came before."""
-        if not self.logging.tensorboard or self._unlogged:
-            return
+        with self._logging() as logs:
+            if logs:
+                self._add_scalars(step, values)
+
+    def log_members(self, report: GenerationReport, space: HyperparameterConfig) -> None:
+        """Log members as sessions for TensorBoard's HParams, after a generation that the journal has already."""
+        with self._logging() as logs:
+            if logs and self._sessions is not None:
+                self._sessions.add(report)
+            elif logs:
+                self._sessions = self._told_sessions(space)
+
+    def log_test(self, report: TestReport, step: int, space: HyperparameterConfig) -> None:
+        """Log what the best member earned in the test, in its session."""
+        with self._logging() as logs:
+            if logs:
+                self._sessions = self._sessions or self._told_sessions(space)
+                self._sessions.test(report, step)
+
+    def _told_sessions(self, space: HyperparameterConfig) -> "MemberSessions":
+        """Return sessions with all that the journal tells of members."""
+        from evogrpo.training.loop.reports.member_sessions import MemberSessions
+
+        events = latest_generations(read_journal(self.path / JOURNAL))
+        return MemberSessions(self.path / "tensorboard" / "members", space, map(GenerationReport.from_json, events))
+
+    @contextmanager
+    def _logging(self) -> Iterator[bool]:
+        """Tell whether to log for TensorBoard; where that fails, nothing more is logged."""
         try:
-            self._add_scalars(step, values)
+            yield self.logging.tensorboard and not self._unlogged
         except OSError as error:  # curves are not worth a run
             self._unlogged = True
-            warnings.warn(f"nothing more is logged for TensorBoard: {error.strerror or error}", stacklevel=2)
+            warnings.warn(f"nothing more is logged for TensorBoard: {error.strerror or error}", stacklevel=4)
 
     def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:

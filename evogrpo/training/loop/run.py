@@ -359,6 +359,7 @@ class Evolution:
         if self.run_dir is not None:
             # Under the last learning step: a run that goes on from here purges what stands from the next one on.
             self.run_dir.log_scalars(progress.step - 1, generation_curves(report.members, self.population.space))
+            self.run_dir.log_members(report, self.population.space)
         progress.start_generation()
         if plan is not None:
             self._planning.carry_out(plan)
@@ -387,6 +388,8 @@ class Evolution:
             return
         self._tested = test_report(best.index, before, after, measure=self.fitness.asking, cost=cost)
         self._write(self._tested)
+        if self.run_dir is not None:
+            self.run_dir.log_test(self._tested, self.progress.step, self.population.space)
         yield self._tested
 
     # ---- records
