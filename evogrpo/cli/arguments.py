@@ -225,7 +225,7 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         commands,
         "export",
         "evogrpo.cli.exporting:export",
-        "write out of a run its best adapter, or the schedule that led to its best member",
+        "write out of a run its best adapter, the schedule that led to its best member, or a study of Optuna",
         "Any of these; nothing is overwritten.",
     )
     _existing_run(export)
@@ -242,6 +242,13 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         metavar="FILE",
         help="a new YAML file, for what the best member's whole line of descent learnt with: see `evogrpo replay`",
     )
+    export.add_argument(
+        "--optuna",
+        metavar="STORAGE",
+        help="a storage of Optuna, sqlite:///FILE.db or the path of a journal file, for a study with a trial for every "
+        "member; needs the extra `optuna`",
+    )
+    export.add_argument("--study", metavar="NAME", help="with --optuna: what the study is called (default: as the run)")
 
 
 def _add_readers(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

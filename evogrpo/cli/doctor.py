@@ -189,6 +189,7 @@ def check_extras() -> Iterator[Finding]:
         ("reasoning-gym", "reasoning_gym", ("reasoning", "100+ tasks")),
         ("datasets", "datasets", ("datasets", "datasets in parquet files")),
         ("moviepy", "moviepy", ("video", "videos of members")),
+        ("optuna", "optuna", ("optuna", "runs as studies of Optuna")),
         ("pandas", "pandas", ("pandas", "runs as data frames")),
     ):
         extra, use = gives

@@ -1,4 +1,4 @@
-"""What is written out of a run: its best adapter, and the hyperparameter schedule that led to its best member."""
+"""What is written out of a run: its best adapter, the schedule that led to its best member, a study of Optuna."""
 
 import argparse
 import json
@@ -20,17 +20,31 @@ def export(chosen: argparse.Namespace) -> int:
     """Write what was asked for: the best adapter, the schedule that led to it."""
     wanted = {name: getattr(chosen, name) for name in _EXPORTS if getattr(chosen, name) is not None}
     if not wanted:
-        raise ValueError("say what to export: a FOLDER for the best adapter, or --schedule FILE")
+        raise ValueError("say what to export: a FOLDER for the best adapter, --schedule FILE or --optuna STORAGE")
+    if chosen.study is not None and chosen.optuna is None:
+        raise ValueError(f"--study names a study in a storage of Optuna, got {chosen.study!r}: give --optuna as well")
     for name, target in wanted.items():
-        _EXPORTS[name](chosen.run_dir, target)
+        _EXPORTS[name](chosen, target)
     return OK
 
 
-def _schedule(run_dir: Path, file: Path) -> None:
+def _study(chosen: argparse.Namespace, storage: str) -> None:
+    from evogrpo.report.told.optuna_study import export_study
+
+    console = make_console()
+    try:
+        with working(console, "writing the study"):
+            name, trials = export_study(chosen.run_dir, storage, chosen.study)
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    console.print(Text(printable(f"{counted(trials, 'trial')} are in the study {name} of {storage}")), soft_wrap=True)
+
+
+def _schedule(chosen: argparse.Namespace, file: Path) -> None:
     from evogrpo.training.front.replaying import HyperparameterSchedule
 
     console = make_console()
-    schedule = HyperparameterSchedule.read(run_dir)
+    schedule = HyperparameterSchedule.read(chosen.run_dir)
     schedule.write(file)
     stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
     words = f"{counted(stages, 'stage')} over {counted(steps, 'learning step')} are in {file}"
@@ -38,8 +52,9 @@ def _schedule(run_dir: Path, file: Path) -> None:
     show_command(console, "replay it", command("replay", file))
 
 
-def _adapter(run_dir: Path, folder: Path) -> None:
+def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
     """Copy the two files that PEFT needs, after checking that they are whole."""
+    run_dir: Path = chosen.run_dir
     from evogrpo.persistence.placement import stored_at
 
     best = stored_at(run_dir / "best")
@@ -91,5 +106,9 @@ def _checked(run_dir: Path, best: Path, source: str) -> str:
     return f"PEFT loads all {check_export(best, outline)} tensors"
 
 
-_EXPORTS: Mapping[str, Callable[[Path, Any], None]] = {"folder": _adapter, "schedule": _schedule}
+_EXPORTS: Mapping[str, Callable[[argparse.Namespace, Any], None]] = {
+    "folder": _adapter,
+    "schedule": _schedule,
+    "optuna": _study,
+}
 """By the argument that asks for it."""
