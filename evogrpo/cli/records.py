@@ -11,6 +11,7 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import OK, check_folder
 from evogrpo.cli.ending import command, show_command
+from evogrpo.history.descent import standing_of
 from evogrpo.history.records import MemberReport
 from evogrpo.history.text import changes_text, count_text, counted, duration_text, number_text, printable, score_text
 from evogrpo.history.words import words_of
@@ -116,10 +117,16 @@ def _member_text(birth: ToldBirth, tree: FamilyTree, evolving: Sequence[str], *,
         values = ", ".join(f"{name} {number_text(getattr(birth.hyperparameters, name))}" for name in evolving)
         origin = f"founder{f' with {values}' if values else ''}"
     else:
-        origin = f"of #{birth.parent}: {changes_text(birth.changes) or 'a copy'}"
+        state = f"#{birth.parent}" if birth.back_to is None else f"#{birth.parent} as after generation {birth.back_to}"
+        origin = f"of {state}: {changes_text(birth.changes) or 'a copy'}"
     won = tree.winner is not None and tree.winner.index == birth.index
     told = _life_text(tree.winner if won else None, lived)
     return Text.assemble((f"#{birth.index}", "bold" if wins else ""), f"  {printable(origin)}", (f"  {told}", "dim"))
+
+
+def _score(member: MemberReport) -> str:
+    standing = standing_of(member)
+    return score_text(None, None) if standing is None else score_text(standing.mean, standing.standard_error)
 
 
 def _life_text(won: MemberReport | None, lived: Sequence[MemberReport]) -> str:
@@ -129,10 +136,10 @@ def _life_text(won: MemberReport | None, lived: Sequence[MemberReport]) -> str:
     first, last = lived[0].generation, lived[-1].generation
     span = f"generation {first}" if first == last else f"generations {first}–{last}"
     if won is not None:
-        return f"{score_text(won.fitness, won.standard_error)} in generation {won.generation}, the best of all"
+        return f"{_score(won)} in generation {won.generation}, the best of all"
     if last_failed := lived[-1].failed:
         return f"failed in {span}: {printable(last_failed)}"
-    return f"{score_text(lived[-1].fitness, lived[-1].standard_error)} after {span}"
+    return f"{_score(lived[-1])} after {span}"
 
 
 # ---- the winner
@@ -143,7 +150,7 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
     rows = [
         ("run", summary.title),
         ("best member", f"#{member.index}, as it was after generation {member.generation}"),
-        ("fitness", f"{score_text(member.fitness, member.standard_error)}, {summary.words.fitness}"),
+        ("fitness", _fitness_text(member, summary)),
     ]
     if summary.baseline is not None:
         before = summary.baseline.fitness
@@ -155,6 +162,17 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
     set_values = ", ".join(f"{name} {number_text(value)}" for name, value in values.items() if value is not None)
     rows.append(("hyperparameters", set_values))
     return rows
+
+
+def _fitness_text(member: MemberReport, summary: RunSummary) -> str:
+    """Say what the winner won by, and how else it was measured."""
+    standing = standing_of(member)
+    others = (
+        f"{name} {score_text(each.mean, each.standard_error)}"
+        for name, each in member.measured.items()
+        if each != standing
+    )
+    return "; ".join([f"{_score(member)}, {summary.words.fitness}", *others])
 
 
 def _changing(found: WinnerReport) -> list[str]:
@@ -191,7 +209,7 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
     tokens = words_of(summary.facts.get("kind")).tokens
     test = summary.test
     low, high = (None, None) if test is None else interval(test.after)
-    earned = "–" if member is None else f"#{member.index} {score_text(member.fitness, member.standard_error)}"
+    earned = "–" if member is None else f"#{member.index} {_score(member)}"
     return {
         "generations": count_text(cost["generations"]),
         "learning steps": count_text(cost["steps"]),

@@ -57,6 +57,15 @@ class JournalFields:
         """Return a whole number; None if it is null or missing."""
         return None if self.values.get(name) is None else self.whole(name)
 
+    def pair_or_none(self, name: str) -> tuple[int, int] | None:
+        """Return two whole numbers; None if they are null or missing."""
+        values = self.values.get(name)
+        if values is None:
+            return None
+        if not isinstance(values, list) or len(values) != 2 or any(type(value) is not int for value in values):
+            raise self._error(name, "two whole numbers")
+        return values[0], values[1]
+
     def text(self, name: str) -> str:
         """Return a text; it is untrusted."""
         value = self.values.get(name)

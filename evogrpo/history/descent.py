@@ -1,28 +1,46 @@
 """Who won a run, and the states that led to a member: its line of descent, generation by generation."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from evogrpo.evolution.fitness import GREEDY, SAMPLED
+from evogrpo.history.estimates import Estimate
 from evogrpo.history.records import GenerationReport, MemberReport
 
 
-def winner_of(generations: Iterable[GenerationReport], tested: int | None = None) -> MemberReport | None:
-    """Return the best member ever, as it was when it earned its fitness.
+def winner_of(generations: Sequence[GenerationReport], tested: int | None = None) -> MemberReport | None:
+    """Return the best member ever, as it was when it became that.
 
     Args:
         generations: Those that count, in order.
-        tested: Index of the member that the run has tested: that one, whatever was measured later.
+        tested: For a journal of an earlier version, which does not name the best: index of the member that the run has
+            tested.
 
     Returns:
-        Its report of that generation; of equally good ones the first, which is the one that was kept. None if nobody
-        was ever evaluated.
+        Its report of that generation; None if nobody was ever evaluated. What an earlier version wrote goes by fitness:
+        of equally good ones the first, which is the one that was kept.
     """
+    members = [member for generation in generations for member in generation.members]
+    named = generations[-1].best_ever if generations else None
+    for member in members:
+        if (member.index, member.generation) == named:
+            return member
     best: MemberReport | None = None
-    for generation in generations:
-        for member in generation.members:
-            chosen = member.index == (generation.best.index if tested is None else tested)
-            if chosen and member.fitness is not None and (best is None or member.fitness > (best.fitness or 0.0)):
-                best = member
+    leaders = {(generation.generation, generation.best.index) for generation in generations}
+    for member in members:
+        chosen = (member.generation, member.index) in leaders if tested is None else member.index == tested
+        if chosen and member.fitness is not None and (best is None or member.fitness > (best.fitness or 0.0)):
+            best = member
     return best
+
+
+def standing_of(member: MemberReport) -> Estimate | None:
+    """Return what a member is judged by beside others of its run: held-out questions, where it was asked any."""
+    for measure in (GREEDY, SAMPLED):
+        if measure in member.measured:
+            return member.measured[measure]
+    if member.fitness is None or member.standard_error is None:
+        return None
+    return Estimate(mean=member.fitness, standard_error=member.standard_error)
 
 
 def line_of(generations: Sequence[GenerationReport], member: MemberReport) -> tuple[MemberReport, ...]:

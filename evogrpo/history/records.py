@@ -267,6 +267,8 @@ class GenerationReport:
             an earlier version.
         evaluation: What all evaluations of the run took so far, that of the untrained base included; None in the
             journal of an earlier version.
+        best_ever: Index of the run's best member so far, and the generation that it is of; None in the journal of an
+            earlier version.
     """
 
     event: ClassVar[str] = "generation"
@@ -282,6 +284,7 @@ class GenerationReport:
     examples: tuple[Example, ...] = ()
     questions: int | None = None
     evaluation: EvaluationCost | None = None
+    best_ever: tuple[int, int] | None = None
 
     def __repr__(self) -> str:
         scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
@@ -301,6 +304,7 @@ class GenerationReport:
             "examples": [example.to_json() for example in self.examples],
             "questions": self.questions,
             "evaluation": None if self.evaluation is None else self.evaluation.to_json(),
+            "best_ever": None if self.best_ever is None else list(self.best_ever),
         }
 
     @classmethod
@@ -328,6 +332,7 @@ class GenerationReport:
             examples=tuple(Example.from_json(each) for each in fields.each("examples", f"an example of {where}")),
             questions=fields.whole_or_none("questions"),
             evaluation=EvaluationCost.read(fields, "evaluation"),
+            best_ever=fields.pair_or_none("best_ever"),
         )
 
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from evogrpo.history.descent import standing_of
 from evogrpo.persistence.journal import Journal
 from evogrpo.report.told.comparing import compare_runs
 from evogrpo.report.told.tree import family_tree, tree_lines
@@ -53,6 +54,28 @@ def test_the_winners_path_leads_by_parents_from_a_founder_to_the_best_fitness_ev
     assert tree.winner.fitness == best
     assert tree.path[-1] == tree.winner.index
     assert [parents[index] for index in tree.path] == [None, *tree.path[:-1]]
+
+
+def test_the_winner_is_who_the_run_says_it_is_where_selection_goes_by_something_else():
+    """With fitness by rollouts the best is chosen on held-out questions; those that were not asked cannot be it."""
+
+    def asked(mean):
+        return {"measured": {"greedy": {"fitness": mean, "standard_error": 0.1}}}
+
+    events = [
+        RUN,
+        generation(1, member(0, 0, fitness=0.9, **asked(0.3)), member(1, 1, fitness=0.8), best=0, best_ever=[0, 1]),
+        generation(2, member(0, 0, fitness=0.1, **asked(0.7)), member(1, 1, fitness=0.95), best=0, best_ever=[0, 2]),
+        generation(3, member(0, 0, fitness=0.99, **asked(0.6)), member(1, 1, fitness=0.99), best=0, best_ever=[0, 2]),
+    ]
+    won = family_tree(events).winner
+    assert (won.index, won.generation, standing_of(won).mean) == (0, 2, 0.7)
+
+
+@pytest.mark.parametrize("named", [3, [1], [1, 2, 3], ["0", 1], [True, 1], [0.0, 1]])
+def test_a_winner_named_otherwise_is_refused(named):
+    with pytest.raises(ValueError, match="'best_ever' of generation 1 must be two whole numbers"):
+        family_tree([RUN, generation(1, member(0, 0), best_ever=named)])
 
 
 def test_a_long_line_of_descent_is_one_column_and_its_middle_is_collapsed():

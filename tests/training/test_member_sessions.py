@@ -20,9 +20,8 @@ from tests.tiny_training import finish
 
 def logged(folder) -> Evolution:
     run = step_run(None, options={"evolve_network": None, "lr": 1e-2})
-    run.run_dir = RunDir(folder, LoggingConfig())
-    run.run_dir.create()
-    return run
+    where = RunDir(folder, LoggingConfig())
+    return Evolution(run.population, run.env, schedule=run.schedule, strategy=run.strategy, run_dir=where)
 
 
 def sessions(folder):

@@ -5,11 +5,12 @@ from dataclasses import replace as with_fields
 import pytest
 import yaml
 
-from evogrpo import replay
+from evogrpo import replay, train
 from evogrpo.evolution import ScheduleStage, Tournament
 from evogrpo.history.schedules import found_schedule
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.persistence.journal import latest_generations, read_journal
+from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.front.replaying import HyperparameterSchedule
 from tests.report.journals import generation, member
 from tests.strategies.halving import Halving
@@ -125,6 +126,33 @@ def test_the_file_reads_back_equal_and_is_plain_yaml(found, tmp_path):
     assert set(values["stages"][0]["hyperparameters"]) == set(HYPERPARAMETER_NAMES)
     with pytest.raises(ValueError, match="is not overwritten"):
         schedule.write(tmp_path / "new" / "schedule.yaml")
+
+
+SECTIONS = {
+    "schedule": {"generations": 2, "steps_per_generation": 1, "samples_per_step": 16, "test_questions": 0,
+                 "total_timesteps": 100_000, "count_evaluations": True},
+    "population": {"size": 3},
+    "task": {"validation_size": 4, "max_episode_steps": 20},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:nothing could be learnt")
+@pytest.mark.parametrize("own", [{}, {"experience": "shared"}, {"fitness": "both"}, {"fitness": "rollouts"}])
+def test_a_configured_run_of_any_settings_is_replayed_with_the_same_ones(tmp_path, own):
+    settings = {name: value for part in SECTIONS.values() for name, value in part.items()}
+    train("CartPole-v1", run_dir=tmp_path / "run", progress=False, strategy=EVENTFUL, **settings, **own)
+    stored = HyperparameterSchedule.read(tmp_path / "run")
+    stored.write(tmp_path / "found.yaml")
+    if "experience" in own:
+        with pytest.warns(UserWarning, match="learnt from each other's samples"):
+            config = HyperparameterSchedule.read(tmp_path / "found.yaml").config(["seed=3"])
+    else:
+        run = replay(tmp_path / "found.yaml", run_dir=tmp_path / "again", overrides=["seed=3"], progress=False).finish()
+        assert run.result.generations == sum(len(stage.generations) for stage in stored.stages)
+        config = load_config(tmp_path / "again" / "config.yaml")
+    began = load_config(tmp_path / "run" / "config.yaml")
+    assert (config.seed, config.population.size) == (3, 1)
+    assert (config.task, config.agent, config.fitness) == (began.task, began.agent, began.fitness)
 
 
 DAMAGES = {

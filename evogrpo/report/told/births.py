@@ -22,6 +22,7 @@ class ToldBirth:
         hyperparameters: Its own.
         changes: How they differ from its parent's, by name: (old, new).
         reason: Why it was born; untrusted.
+        back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
     """
 
     index: int
@@ -31,6 +32,7 @@ class ToldBirth:
     hyperparameters: Hyperparameters
     changes: Mapping[str, tuple[Value, Value]] = field(default_factory=dict)
     reason: str = "founder"
+    back_to: int | None = None
 
 
 def told_births(events: Sequence[Mapping[str, Any]]) -> tuple[ToldBirth, ...]:
@@ -53,14 +55,15 @@ def _all(events: Sequence[Mapping[str, Any]]) -> Iterator[ToldBirth]:
     for event in latest_generations(events):
         report = GenerationReport.from_json(event)
         for member in report.members:
-            names = ("index", "parent", "born", "slot", "hyperparameters", "changes", "reason")
+            names = ("index", "parent", "born", "slot", "hyperparameters", "changes", "reason", "back_to")
             yield ToldBirth(**{name: getattr(member, name) for name in names})
         plan = event.get("plan")
         if isinstance(plan, Mapping) and "children" in plan:
             where = f"a child of the plan of generation {report.generation}"
             for child in JournalFields(plan, where).each("children", where):
                 changes = child.changes("changes")
-                yield _birth(child, born=report.generation, reason=child.text("reason"), changes=changes)
+                told = {"reason": child.text("reason"), "back_to": child.whole_or_none("back_to")}
+                yield _birth(child, born=report.generation, changes=changes, **told)
 
 
 def _birth(fields: JournalFields, **others: Any) -> ToldBirth:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.history.descent import winner_of
+from evogrpo.history.descent import standing_of, winner_of
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.records import MemberReport, TestReport
 from evogrpo.persistence.journal import read_journal
@@ -187,8 +187,9 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
 
 
 def _best_json(best: MemberReport) -> dict[str, Any]:
-    names = ("generation", "fitness", "standard_error")
-    return {"member": best.index, **{name: getattr(best, name) for name in names}}
+    standing = standing_of(best)
+    earned = {"fitness": None, "standard_error": None} if standing is None else standing.to_json()
+    return {"member": best.index, "generation": best.generation, **earned}
 
 
 def _unpaired(own: TestReport, other: TestReport, why: str) -> TestDifference:

@@ -52,6 +52,10 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "parent": (WHOLE, "index of whom it was cloned from; missing for a founder"),
         "founder": (WHOLE, "index of its first ancestor"),
         "born": (WHOLE, "generation whose plan gave birth to it; 0 for the first founders"),
+        "back_to": (
+            WHOLE,
+            "generation after which its parent's state was kept that it began with, if so",
+        ),
         "slot": (WHOLE, "where it lived"),
         "last": (WHOLE, "the last generation that it lived through; missing if it lived through none"),
         "best_fitness": (REAL, "the highest that it ever had, in reward units"),
@@ -186,7 +190,7 @@ def _births(births: Sequence[ToldBirth], summary: RunSummary) -> Iterator[dict[s
         founders[birth.index] = founders.get(birth.parent, birth.index) if birth.parent is not None else birth.index
         lived = lives.get(birth.index, [])
         yield {
-            **{name: getattr(birth, name) for name in ("parent", "born", "slot", "reason")},
+            **{name: getattr(birth, name) for name in ("parent", "born", "back_to", "slot", "reason")},
             "member": birth.index,
             "founder": founders[birth.index],
             "last": max((member.generation for member in lived), default=None),

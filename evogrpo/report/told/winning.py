@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.evolution.strategies import ScheduleStage
+from evogrpo.history.descent import standing_of
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.records import MemberReport, TestReport
 from evogrpo.history.schedules import found_schedule
@@ -33,6 +34,11 @@ class WinnerReport:
     stored: Path | None
 
     @property
+    def standing(self) -> Estimate | None:
+        """What it won by."""
+        return standing_of(self.member)
+
+    @property
     def test(self) -> TestReport | None:
         """What the test says of it; None if the run has not reached it."""
         return self.summary.test
@@ -44,8 +50,9 @@ class WinnerReport:
             **{name: facts[name] for name in ("run_id", "task", "model", "seed") if name in facts},
             "member": member.index,
             "generation": member.generation,
-            "fitness": member.fitness,
-            "standard_error": member.standard_error,
+            "fitness": None if self.standing is None else self.standing.mean,
+            "standard_error": None if self.standing is None else self.standing.standard_error,
+            "measured": {name: each.to_json() for name, each in member.measured.items()},
             "hyperparameters": member.hyperparameters.to_json(),
             "schedule": [stage.to_json() for stage in self.stages],
             "test": None if self.test is None else told_test(self.test),

@@ -12,6 +12,7 @@ import evogrpo
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
+from evogrpo.history.descent import standing_of
 from evogrpo.history.schedules import FoundSchedule, found_schedule
 from evogrpo.hyperparameters import MOST_COUNTED, refuse_unknown, whole_between
 from evogrpo.persistence.durable import make_folder, write_synced
@@ -70,6 +71,7 @@ class HyperparameterSchedule:
             "steps_per_generation": first.generations[0],
             "samples_per_step": first.samples_per_step,
             **dict.fromkeys(_ENDS),
+            "count_evaluations": False,
         }
 
     @classmethod
@@ -168,7 +170,15 @@ class HyperparameterSchedule:
         space = parse_space(values.get("evolve"))
         started = {name: getattr(first, name) for name in space}
         kept = {n: p for n, p in space.items() if started[n] is None or p.closest(started[n]) == started[n]}
+        if values.get("experience", "own") != "own":
+            warnings.warn(
+                "members of that run learnt from each other's samples, which one agent cannot: a replay learns from "
+                "its own alone",
+                UserWarning,
+                stacklevel=2,
+            )
         values |= {
+            "experience": "own",
             "hyperparameters": first.to_json(),
             "evolve": {name: parameter.to_json() for name, parameter in kept.items()},
             "population": {"size": 1, "spread": False},
@@ -248,12 +258,13 @@ class _Dumper(yaml.SafeDumper):
 def _facts(began: Mapping[str, Any], found: FoundSchedule) -> dict[str, Any]:
     known = ("run_id", "version", "task", "model", "seed")
     member = found.member
+    standing = standing_of(member)
+    earned = {} if standing is None else standing.to_json()
     return {
         **{name: began[name] for name in known if began.get(name) is not None},
         "member": member.index,
         "generation": member.generation,
-        "fitness": member.fitness,
-        "standard_error": member.standard_error,
+        **earned,
     }
 
 

@@ -68,6 +68,7 @@ def generation_report(
         timesteps=progress.timesteps if population.plays else None,
         questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
         evaluation=progress.evaluation,
+        best_ever=None if progress.best is None else (progress.best.index, progress.best.generation),
     )
 
 
