@@ -13,7 +13,7 @@ from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLPa
 from evogrpo.agents.options import Options, TeamOptions
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.strategies import Fixed
+from evogrpo.evolution.strategies import Fixed, MutationOnly, RandomSearch, SelectionOnly, TruncationPBT
 from evogrpo.objective import Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.agent_sections import LanguageAgent, NetworkAgent
@@ -33,11 +33,16 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Hyperparameters, {}),
     (RLParameter, {"min": 1e-4, "max": 1e-2}),
     (RLParameter, {"choices": [4, 8]}),
+    (RLParameter, {"choices": [4, 8], "when": {"loss_type": "grpo"}}),
     (Objective, {}),
     (Optimizer, {}),
     (Optimizer, {"schedule": "cosine", "total_steps": 9}),
     (Tournament, {}),
     (Fixed, {}),
+    (TruncationPBT, {}),
+    (SelectionOnly, {}),
+    (MutationOnly, {}),
+    (RandomSearch, {}),
     (Mutation, {}),
     (Schedule, {"generations": 2}),
     (FitnessConfig, {}),

@@ -3,11 +3,15 @@
 Every test runs once for each way in which the new value can get there, as in test_live_hyperparameters.py.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 from evogrpo.agents.members.tokens.experiences import as_batch
+from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
 from tests.oracles.objective_by_hand import ByHand
 from tests.tiny_routes import DECAY, answered, same
 from tests.tiny_training import flat_gradient, peft_twin, state_of
@@ -93,3 +97,10 @@ def test_clip_bounds_of_their_own_replace_clip_coef_on_their_side(pair):
         reports[0]["clip_ratio/region_mean"],
         reports[0]["clip_ratio/low_mean"] + reports[0]["clip_ratio/high_mean"],
     )
+
+
+def test_there_is_such_a_test_for_everything_that_evolves():
+    """A hyperparameter that nobody has seen act may be searched in vain."""
+    others = Path(__file__).with_name("test_live_hyperparameters.py").read_text(encoding="utf-8")
+    tested = {*re.findall(r'pair\("(\w+)"', others), *(case.split()[0] for case in (*FIRST_STEP, *OFF_POLICY))}
+    assert tested == set(HYPERPARAMETER_NAMES)
