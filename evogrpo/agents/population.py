@@ -240,6 +240,28 @@ class Population(Sequence[Any]):
         before, after = commonly_scored(np.concatenate([rewards for rewards, _ in both]), split).tolist()
         return Fitness.from_scores(before), Fitness.from_scores(after), sum(tokens for _, (tokens,) in both)
 
+    def earned_by(
+        self,
+        states: Sequence[Mapping[str, Tensor]],
+        env: GroupEnvironment,
+        split: Split,
+        *,
+        questions: Sequence[int],
+        config: FitnessConfig = GREEDILY,
+    ) -> tuple[list[Fitness], int]:
+        """Return what learner states earn on questions of a split, and the tokens that this took."""
+        alone, found, tokens = self.members.alone(), [], 0
+        for state in states:
+            alone.banks.load_state(0, state)
+            answers = config.answers if config.sampled else None
+            rewards, spent = answered(
+                alone, env, Asked(split=split, questions=tuple(questions), slots=(0,), answers=answers)
+            )
+            found.append(rewards)
+            tokens += sum(spent)
+        scores = commonly_scored(np.concatenate(found), split).tolist()
+        return [Fitness.from_scores(row) for row in scores], tokens
+
     def sample_with(self, sampler: Sampler) -> None:
         """Let an outside engine write the completions of language models instead of the bank itself.
 

@@ -33,6 +33,11 @@ class FitnessConfig:
         candidates: For "both", the most members of a generation that are asked validation questions.
         z: For "both", within how many standard errors of the paired difference to the best by training rewards these
             lie.
+        second_set: How many validation questions, the last ones of the split, selection never sees. At the run's end
+            the finalists answer them, and the best by all its answers is the run's best; what it earned there is told
+            beside what it was chosen by, which is the luckiest of many. 0 = none.
+        finalists: How many of the generations' best are kept for that. With 1 the second set only measures: what it
+            says is not biased at all.
 
     Raises:
         ValueError: If a setting is out of range, or has no effect beside the others.
@@ -45,6 +50,8 @@ class FitnessConfig:
     race_error: float = 0.05
     candidates: int = 2
     z: float = 1.0
+    second_set: int = 0
+    finalists: int = 3
 
     def __post_init__(self) -> None:
         if self.by not in get_args(FitnessBy):
@@ -53,6 +60,10 @@ class FitnessConfig:
             flag(name, getattr(self, name))
         object.__setattr__(self, "answers", whole_between("answers", self.answers, 1, 10_000))
         object.__setattr__(self, "candidates", whole_between("candidates", self.candidates, 1, 100_000))
+        object.__setattr__(self, "second_set", whole_between("second_set", self.second_set, 0))
+        object.__setattr__(self, "finalists", whole_between("finalists", self.finalists, 1, 1000))
+        if self.second_set == 1:
+            raise ValueError("second_set must be 0 or at least 2, got 1: one question gives no standard error")
         for name in ("race_error", "z"):
             object.__setattr__(self, name, finite_number(name, getattr(self, name)))
         if self.answers > 1 and not self.sampled:

@@ -17,12 +17,14 @@ class BestMember:
         index: Who it was.
         generation: When.
         fitness: What it was chosen by.
+        second: What it earned on the second set, which selection never saw; None where there is none.
         hyperparameters: What it trained with; None in a run that an earlier version began, which did not keep them.
     """
 
     index: int
     generation: int
     fitness: Estimate
+    second: Estimate | None
     hyperparameters: Hyperparameters | None
 
 

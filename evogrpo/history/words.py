@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from evogrpo.history.records import GenerationReport, TestReport
 from evogrpo.history.results import Result
-from evogrpo.history.text import count_text, duration_text
+from evogrpo.history.text import count_text, duration_text, score_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,15 @@ def evaluated(result: Result, words: Words) -> list[str]:
     what = words.tokens if result.timesteps is None else "steps"
     share = f", {cost.tokens / (cost.tokens + learnt):.0%} of all {what}" if learnt else ""
     return [f"evaluations took {duration_text(cost.seconds)} and {count_text(cost.tokens)} {what}{share}"]
+
+
+def second_look(result: Result, words: Words) -> list[str]:
+    """Say what the best member earned when it was chosen and on the second set; nothing where there was none."""
+    best = result.best
+    if best is None or best.second is None:
+        return []
+    chosen, second = (score_text(each.mean, each.standard_error) for each in (best.fitness, best.second))
+    return [f"member #{best.index}: {chosen} when chosen, {second} on {words.questions} that selection never saw"]
 
 
 def verdict(test: TestReport, words: Words) -> str | None:

@@ -3,6 +3,7 @@
 import hashlib
 import uuid
 import warnings
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
@@ -39,6 +40,10 @@ if TYPE_CHECKING:  # what TensorBoard needs is imported where it is used
 JOURNAL = "journal.jsonl"
 BEST = "best"
 """The folder in a run's that holds its best member."""
+
+
+FINALIST = "finalist: "
+"""Begins the names of a checkpoint's tensors that finalists had learnt."""
 
 
 class RunDir:
@@ -154,10 +159,12 @@ class RunDir:
             "data": data,
             "config": self._config,
         }
+        finalists = {f"{FINALIST}{name}": tensor for name, tensor in progress.finalists.tensors()}
+        everything = ChainMap(finalists, tensors)  # type: ignore[arg-type]  # only the first can be changed
         number = checkpoint_number(progress.generation, progress.step_in_generation)
         folder = generation_folder(self.path, number)
         try:
-            write_checkpoint(folder, tensors, record, replace=True)
+            write_checkpoint(folder, everything, record, replace=True)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror or error}; {self._left()}", str(folder)) from error
         prune(self.path, number, keep=self.logging.keep_checkpoints)
@@ -169,19 +176,22 @@ class RunDir:
             return "nothing of this run has been saved yet, so it is to be started again"
         return f"the checkpoint of generation {left} is whole, so the run goes on from there once that is mended"
 
-    def save_best(self, agent: Any, generation: int, fitness: Fitness) -> str:
+    def save_best(self, agent: Any, generation: int, fitness: Fitness, second: Fitness | None = None) -> str:
         """Save the best member so far, of the given generation, as a PEFT folder and agent checkpoint in one.
 
         Args:
             agent: The member.
             generation: That it was the best in.
             fitness: What it was chosen by.
+            second: What it earned on the second set, once it is known.
 
         Returns:
             What identifies this very folder; see `digest_of`.
         """
         self._check_claim()
-        note = {"generation": generation, "run_id": self.run_id}
+        note: dict[str, Any] = {"generation": generation, "run_id": self.run_id}
+        if second is not None:
+            note["second"] = second.to_json()
         save_agent(agent, self.path / BEST, include_base=False, replace=True, note=note, fitness=fitness)
         return digest_of(self.path / BEST)
 

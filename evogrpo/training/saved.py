@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.checkpoints.saving import learnt, restore_population
 from evogrpo.agents.classes import algorithm_class
+from evogrpo.agents.kept_states import KeptStates
 from evogrpo.agents.population import Population
 from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
@@ -29,7 +30,7 @@ from evogrpo.training.completions import COMPLETIONS
 from evogrpo.training.configuration.own_strategies import restored_strategy
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.progress import Best, Progress
-from evogrpo.training.rundir import BEST, JOURNAL, RunDir, checkpoint_number, digest_of
+from evogrpo.training.rundir import BEST, FINALIST, JOURNAL, RunDir, checkpoint_number, digest_of
 from evogrpo.training.schedule import Schedule
 
 
@@ -123,6 +124,11 @@ class Saved:
             device=device,
         )
         progress = Progress.from_json(self.record["progress"])
+        progress.finalists = KeptStates.restored(
+            self.record["progress"].get("finalists", []),
+            {name.removeprefix(FINALIST): value for name, value in self.tensors.items() if name.startswith(FINALIST)},
+            population.members.banks.parts,
+        )
         if self.best is not None:
             tensors, record = self.best
             member = record["member"]
@@ -132,7 +138,10 @@ class Saved:
                 fitness=Fitness.from_json(member["scores"]),
                 state=learnt(tensors),
                 digest=digest_of(self.folder.parents[1] / BEST),
+                second=Fitness.from_json(record["note"]["second"]) if "second" in record["note"] else None,
             )
+        elif (known := self.record.get("best")) is not None:
+            progress.best = _among_finalists(progress.finalists, known)
         return population, progress
 
 
@@ -221,8 +230,19 @@ def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     if generation > record["progress"]["generation"]:
         return None  # a kill fell between it and the checkpoint: its generation is done again
     if known is not None and digest_of(folder / BEST) != known["digest"]:
+        if "second" in own["note"] and record["progress"].get("finals", 0) < record["progress"]["generation"]:
+            return None  # likewise: the finals are held again
         raise CheckpointError(_lost(folder, known, "it is another one than the checkpoint knows"))
     return tensors, own
+
+
+def _among_finalists(finalists: KeptStates, known: Mapping[str, Any]) -> Best | None:
+    """Return the best member that the checkpoint knows from the finalists, where it is among them."""
+    for kept in finalists.seen:
+        if kept.key == (known["index"], known["generation"]):
+            state = finalists.state(kept.key)
+            return Best(index=kept.member.index, generation=kept.generation, fitness=kept.fitness, state=state)
+    return None
 
 
 def _lost(folder: Path, known: Mapping[str, Any] | None, reason: str) -> str:

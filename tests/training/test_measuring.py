@@ -10,8 +10,14 @@ from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
 from evogrpo.agents.rollout.assessing import answered, assess
 from evogrpo.agents.rollout.wanted import Asked
 from evogrpo.evolution import Fitness, FitnessConfig
+from evogrpo.evolution.kept import Kept
+from evogrpo.history.finals import FinalsReport
 from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.persistence.journal import read_journal
+from evogrpo.training.loop.assessment.crowning import Crown, as_agent
+from evogrpo.training.loop.assessment.finals import winner
 from evogrpo.training.loop.assessment.measuring import candidates
+from evogrpo.training.saved import open_run
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import (
@@ -334,3 +340,79 @@ def test_with_dynamic_sampling_groups_that_were_thrown_away_count():
     starts = constant.open("train", collected.starts[:4]).questions
     wanted = {place: float(question.startswith(("1", "2", "3"))) for place, question in enumerate(starts)}
     assert collected.earned == {0: wanted, 1: wanted}
+
+
+# ---- the second set
+
+
+@pytest.mark.parametrize("way", [{}, {"by": "rollouts"}, {"by": "both", "sampled": True}], ids=str)
+def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_them_is_the_best(way, tmp_path):
+    env = cart_pole(validation_size=10)
+    run = step_run(tmp_path / "run", fitness={"second_set": 6, "finalists": 2, **way}, env=env, samples_per_step=16)
+    reports = [report for report in finish(run) if isinstance(report, GenerationReport)]
+    measure = "rollouts" if way.get("by") == "rollouts" else "sampled" if way.get("sampled") else "greedy"
+    assert max(member.questions for report in reports for member in report.members) <= 4
+    (event,) = (event for event in read_journal(tmp_path / "run" / "journal.jsonl") if event["event"] == "finals")
+    finals = FinalsReport.from_json(event)
+    assert finals.to_json() == {name: value for name, value in event.items() if name not in ("event", "time")}
+    bests = [(report.best.measured[measure].mean, -report.generation, report.best.index) for report in reports]
+    expected = {(index, -generation) for _, generation, index in sorted(bests)[-2:]}
+    assert {(each.index, each.generation) for each in finals.finalists} == expected
+    agent, answers = as_agent(run.population, run.progress.best), 1 if way.get("sampled") else None
+    asked = Asked(split="validation", questions=tuple(range(4, 10)), slots=(0,), answers=answers)
+    again = answered(agent.members, env, asked)[0][0]
+    assert run.result.best.second.mean == pytest.approx(again.mean())
+    assert (run.result.best.index, run.result.best.generation) == (finals.index, finals.generation)
+    stored = open_run(tmp_path / "run")
+    _, progress = stored.restore()
+    assert progress.best.second == run.progress.best.second
+    assert progress.finalists.seen == run.progress.finalists.seen
+    for key in (each.key for each in progress.finalists.seen):
+        assert equal_states(progress.finalists.state(key), run.progress.finalists.state(key))
+
+
+def test_a_lucky_finalist_does_not_stay_the_best():
+    lucky, good = Fitness.from_scores([1.0, 1.0, 1.0, 1.0]), Fitness.from_scores([0.9, 0.9, 0.9, 0.9])
+    birth = step_population(1).agents[0].record()
+    finalists = [Kept(member=birth, generation=number, fitness=each) for number, each in enumerate((lucky, good), 1)]
+    second = [Fitness.from_scores([0.2] * 8), Fitness.from_scores([0.8] * 8)]
+    assert winner(finalists, second, pooled=True) == winner(finalists, second, pooled=False) == 1
+    assert winner(finalists, [good, Fitness.from_scores([0.95, 0.95])], pooled=False) == 1
+    assert winner(finalists, [good, Fitness.from_scores([0.95, 0.95])], pooled=True) == 0
+    assert winner(finalists, [good, good], pooled=False) == 0
+
+
+def test_a_run_goes_on_after_its_finals_and_holds_them_again(tmp_path):
+    way = {"second_set": 4, "finalists": 2}
+    first = step_run(tmp_path / "run", fitness=way, env=cart_pole(validation_size=8), generations=1)
+    finish(first)
+    again = resumed_step_run(tmp_path / "run", env=cart_pole(validation_size=8), generations=2)
+    finish(again)
+    events = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert [len(event["finalists"]) for event in events if event["event"] == "finals"] == [1, 2]
+
+
+def test_a_kill_between_the_finals_and_their_checkpoint_holds_them_again(tmp_path):
+    way, quick = {"second_set": 4, "finalists": 2}, {"generations": 2, "env": cart_pole(validation_size=8)}
+    whole = step_run(tmp_path / "whole", fitness=way, **quick)
+    finish(whole)
+    killed = step_run(tmp_path / "killed", fitness=way, **quick)
+    reports = killed.reports()
+    next(report for report in reports if isinstance(report, GenerationReport) and report.generation == 2)
+    finalists = killed.progress.finalists
+    Crown(killed.population, killed.progress, killed.fitness, killed.run_dir).decide(
+        *killed.acting.final([finalists.state(each.key) for each in finalists.seen])
+    )
+    reports.close()
+    again = resumed_step_run(tmp_path / "killed", env=cart_pole(validation_size=8))
+    assert again.progress.best.fitness.mean == max(each.fitness.mean for each in finalists.seen)
+    finish(again)
+    assert again.result.best == whole.result.best
+    assert again.result.test.after == whole.result.test.after
+
+
+def test_a_second_set_leaves_enough_for_selection():
+    with pytest.raises(ValueError, match="at least 2 of the 6 validation questions to selection, got 5"):
+        step_run(None, fitness={"second_set": 5})
+    with pytest.raises(ValueError, match="got 1: one question gives no standard error"):
+        FitnessConfig(second_set=1)

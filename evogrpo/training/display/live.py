@@ -16,7 +16,7 @@ from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.history.records import GenerationReport, Report, StepReport
 from evogrpo.history.records import TestReport as TestOutcome
 from evogrpo.history.text import count_text, duration_text, score_text
-from evogrpo.history.words import Words, evaluated, processed, verdict, words_of
+from evogrpo.history.words import Words, evaluated, processed, second_look, verdict, words_of
 from evogrpo.tally import Work, heard_by
 from evogrpo.training.display.completions_table import completions_table
 from evogrpo.training.display.pace import Pace
@@ -99,7 +99,9 @@ class RunDisplay:
             console.print(Text(f"{result.reason} after learning step {result.steps}; {kept}", "yellow"))
             return
         lines: list[RenderableType] = [*outcome_lines(self._outcome, self.words), ""] if self._outcome else []
-        console.print(Group(*lines, *evaluated(result, self.words), f"ended: {result.reason}"))
+        console.print(
+            Group(*lines, *second_look(result, self.words), *evaluated(result, self.words), f"ended: {result.reason}")
+        )
 
     def _log_step(self, report: StepReport) -> None:
         """Write a line into a log: for the last step of a generation, and else if none was written for a second."""

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,6 +17,7 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
+from evogrpo.training.loop.assessment.finals import second_set
 from evogrpo.training.loop.assessment.measuring import Measured, measure
 from evogrpo.training.loop.assessment.rollouts import rollouts_of
 from evogrpo.training.loop.clock import Clock, OutOfTime
@@ -166,9 +167,22 @@ class Acting:
         self._progress.add_evaluation(cost)
         return before, after, cost
 
+    def final(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fitness], EvaluationCost]:
+        """Return what learner states earn on the second set."""
+        self._tell_pace()
+        began, questions = time.monotonic(), second_set(self._env, self._fitness)
+        with self._abandonable(leaving=self._testing()):
+            found, tokens = self._population.earned_by(
+                states, self._env, "validation", questions=questions, config=self._fitness
+            )
+        cost = EvaluationCost(tokens=tokens, seconds=time.monotonic() - began)
+        self._progress.add_evaluation(cost)
+        return found, cost
+
     def closing(self) -> float:
         """Return how many seconds the end of a run is expected to take: an evaluation and the test."""
-        return self.clock.expected(self._asked() * self.questions("validation")) + self._testing()
+        finals = self._fitness.second_set * min(self._fitness.finalists, self._progress.generation + 1)
+        return self.clock.expected(self._asked() * self.questions("validation") + finals) + self._testing()
 
     def _asked(self) -> int:
         """Return the most members that an evaluation asks."""
@@ -178,7 +192,7 @@ class Acting:
     def questions(self, split: Split) -> int:
         """Return how many questions of a held-out split are asked."""
         limit = self.schedule.validation_questions if split == "validation" else self.schedule.test_questions
-        available = self._env.size(split)
+        available = self._env.size(split) - (self._fitness.second_set if split == "validation" else 0)
         return available if limit is None else min(limit, available)
 
     def _testing(self) -> float:

@@ -11,6 +11,7 @@ from evogrpo.history.results import Result
 from evogrpo.hyperparameters import whole_between
 from evogrpo.policies.devices import fitting_threads
 from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.loop.assessment.crowning import as_agent
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.loop.stopping import STOPPED, leave, stopping_on_signals
 
@@ -66,13 +67,7 @@ class Run(Iterator[GenerationReport]):
         best, population = self.evolution.progress.best, self.population
         if best is None:
             raise ValueError("there is no best member yet: it is known from the end of the first generation on")
-        birth = population.lineage.path(best.index)[-1]
-        agent = population.agents[0].clone(best.index)
-        agent.load_state(best.state)
-        agent.parent, agent.born, agent.back_to = birth.parent, birth.born, birth.back_to
-        agent.hyperparameters = birth.hyperparameters
-        agent.fitness, agent.failed, agent.retired = best.fitness, None, False
-        return agent
+        return as_agent(population, best)
 
     def finish(self, callback: "Callback | None" = None) -> Self:
         """Run to the end of the schedule.

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from evogrpo.agents.kept_states import KeptStates
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation
 from evogrpo.history.estimates import EvaluationCost
@@ -22,6 +23,7 @@ class Best:
         fitness: What it earned.
         state: Its learner state.
         digest: Of the folder it was saved in; None where nothing is recorded.
+        second: What it earned on the second set; None before the finals.
     """
 
     index: int
@@ -29,6 +31,7 @@ class Best:
     fitness: Fitness
     state: Mapping[str, Tensor]
     digest: str | None = None
+    second: Fitness | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what a checkpoint knows of it, beside the folder of its own that it is stored in."""
@@ -68,6 +71,8 @@ class Progress:
         evaluation_seconds: Their wall-clock time.
         rollouts: What each slot earned in the generation under way: step, place of the start in that step's block, and
             the mean raw reward of the group.
+        finalists: The best of generations, as they were then, for the second set; none where there is none.
+        finals: After which generation the finalists have answered it; 0 = not yet.
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: The best member ever; None before the first evaluation.
@@ -96,6 +101,8 @@ class Progress:
     evaluation_tokens: int = 0
     evaluation_seconds: float = 0.0
     rollouts: list[list[tuple[int, int, float]]] = field(default_factory=list)
+    finalists: KeptStates = field(default_factory=KeptStates)
+    finals: int = 0
     examples: tuple[Example, ...] = ()
     baseline: Fitness | None = None
     best: Best | None = None
@@ -189,6 +196,7 @@ class Progress:
         """Return plain JSON values; the best member itself is stored in a folder of its own."""
         values = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in ("best", "baseline")}
         values["metrics"] = [{name: list(pair) for name, pair in slot.items()} for slot in self.metrics]
+        values["finalists"] = self.finalists.to_json()
         values["examples"] = [example.to_json() for example in self.examples]
         values["baseline"] = None if self.baseline is None else self.baseline.to_json()
         values["history"] = [generation.to_json() for generation in self.history]
@@ -196,8 +204,8 @@ class Progress:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned, without the best member."""
-        plain = dict(values)
+        """Build from what `to_json` returned, without the best member and the finalists."""
+        plain = {name: value for name, value in values.items() if name != "finalists"}
         plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
         plain["rollouts"] = [
             [(step, place, score) for step, place, score in slot] for slot in plain.get("rollouts", [])

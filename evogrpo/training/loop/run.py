@@ -23,6 +23,7 @@ from evogrpo.training.charts import generation_curves, step_curves
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting
 from evogrpo.training.loop.assessment.crowning import Crown
+from evogrpo.training.loop.assessment.finals import check_second_set
 from evogrpo.training.loop.assessment.rollouts import TooFewStartsError, check_starts, first_step
 from evogrpo.training.loop.clock import OutOfTime
 from evogrpo.training.loop.equal_rewards import EqualRewards
@@ -100,6 +101,7 @@ class Evolution:
         if self.fitness.selecting == ROLLOUTS:
             check_starts(population, schedule, experience)
         self.acting = Acting(population, env, schedule, self.progress, self.fitness, experience)
+        check_second_set(env, self.fitness)
         self._crown = Crown(population, self.progress, self.fitness, run_dir)
         self._given_up = False
         self._planning = Planning(population, strategy, schedule, self.progress, experience)
@@ -160,6 +162,8 @@ class Evolution:
             if self.progress.step_in_generation:
                 yield from self._evaluation()
         self.stopping.check()
+        if self._crown.awaits_finals:
+            self._finals()
         if self.schedule.test_questions != 0 and self.progress.best is not None:
             yield from self._test()
         self.acting.clock.tick()
@@ -376,6 +380,18 @@ class Evolution:
                 f"every member failed, so there is nobody to clone ({reasons}). Start a new run "
                 "with lower learning rates or temperatures: resuming this one would only repeat it"
             )
+
+    def _finals(self) -> None:
+        """Let the finalists answer the second set, if there is time, and crown the best of them."""
+        finalists = self.progress.finalists
+        try:
+            second, cost = self.acting.final([finalists.state(each.key) for each in finalists.seen])
+        except OutOfTime:
+            remark("the second set is left out, as no time was left for it: give max_seconds more")
+            return
+        report = self._crown.decide(second, cost)
+        self._record(report.event, **report.to_json())
+        self._save()
 
     def _test(self) -> Iterator[TestReport]:
         """Let the best member ever and the base answer the test split, if there is time."""

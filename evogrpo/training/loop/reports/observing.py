@@ -176,6 +176,7 @@ def result_of(
             index=best.index,
             generation=best.generation,
             fitness=estimate(best.fitness),
+            second=None if best.second is None else estimate(best.second),
             hyperparameters=members[0].hyperparameters if members else None,
         ),
         test=test,
