@@ -240,6 +240,38 @@ def test_by_rollouts_a_lone_start_is_refused_with_the_remedy_before_anything_is_
     step_run(None, steps_per_generation=3, **lone)  # two of them count
 
 
+# ---- greedy answers that tell too little
+
+
+class Doors(gymnasium.Env):
+    """One of two doors, nobody sees which, is the right one; a few may be tried in a row."""
+
+    observation_space = gymnasium.spaces.Box(-1.0, 1.0, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, tries):
+        self.tries = tries
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.right, self.left_over = int(self.np_random.integers(2)), self.tries
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.left_over -= 1
+        found = action == self.right
+        return np.zeros(1, np.float32), float(found), bool(found or not self.left_over), False, {}
+
+
+@pytest.mark.parametrize(("tries", "way", "blind"), [(12, {}, 1), (12, {"sampled": True}, 0), (1, {}, 0)])
+def test_it_is_said_once_where_greedy_answers_earn_far_less_than_training_does(tries, way, blind, recwarn):
+    env = GymnasiumGroups(lambda: Doors(tries), validation_size=40, test_size=2)
+    finish(
+        step_run(None, size=2, env=env, fitness=way, samples_per_step=32, generations=2, options={"hp_config": None})
+    )
+    assert sum("greedy fitness is blind" in str(each.message) for each in recwarn) == blind
+
+
 # ---- both
 
 

@@ -22,6 +22,7 @@ from evogrpo.records import LearnReport
 from evogrpo.training.charts import generation_curves, step_curves
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting
+from evogrpo.training.loop.assessment.blindness import GreedyBlindness
 from evogrpo.training.loop.assessment.crowning import Crown
 from evogrpo.training.loop.assessment.finals import check_second_set
 from evogrpo.training.loop.assessment.rollouts import TooFewStartsError, check_starts, first_step
@@ -110,6 +111,7 @@ class Evolution:
         self._tested: TestReport | None = None
         generations = schedule.generations
         every = generations and generations * schedule.steps_per_generation
+        self._blindness = GreedyBlindness()
         self._equal_rewards = EqualRewards(every, taken=self.progress.step)
         self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         check_strategy(strategy)
@@ -346,6 +348,7 @@ class Evolution:
             self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
             raise
         self.acting.clock.tick()
+        self._blindness.look_at(measured)
         progress.generation += 1
         report = generation_report(population, progress, measured, best=self._crown.contest(measured))
         progress.step_in_generation = 0
