@@ -151,7 +151,7 @@ def draw_legend(figure: "Figure", run: Drawing, *, births: bool, gains: bool, y:
         entries.append((mark, "birth, hyperparameters mutated" if mutated else "birth"))
     if summary.baseline is not None:
         mark = Line2D([], [], color=BASE, linestyle=(0, (6, 4)), linewidth=1.4)
-        entries.append((mark, f"{summary.words.untrained}, validation"))
+        entries.append((mark, f"{summary.words.untrained}, {summary.split}"))
     if summary.test is not None:
         for colour, face, words in (
             (BASE, "white", f"{summary.words.untrained}, test"),

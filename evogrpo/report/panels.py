@@ -42,7 +42,7 @@ def draw_fitness(axes: "Axes", run: Drawing) -> None:
     if high - low < 0.05:  # a lone value needs no magnifying glass
         axes.set_ylim((low + high) / 2 - 0.05, (low + high) / 2 + 0.05)
     _label_ends(axes, run, shift=0.012 * width)
-    axes.set_ylabel(f"fitness ({summary.words.fitness})")
+    axes.set_ylabel(f"fitness ({summary.fitness_words})")
     axes.set_xlabel("generation")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.history.checked_fields import REMEDY, JournalFields
 from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
@@ -48,6 +49,18 @@ class RunSummary:
     def words(self) -> Words:
         """What things are called in it."""
         return words_of(self.facts.get("kind"))
+
+    @property
+    def split(self) -> str:
+        """On what fitness is measured: validation, or training where it is that of the samples learnt from."""
+        measured = self.facts.get("fitness")
+        by = measured.get("by") if isinstance(measured, Mapping) else None
+        return "training" if by == ROLLOUTS else "validation"
+
+    @property
+    def fitness_words(self) -> str:
+        """What fitness is."""
+        return self.words.fitness.replace("validation", self.split)
 
     @property
     def title(self) -> str:

@@ -4,6 +4,8 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -54,6 +56,14 @@ class Page(HTMLParser):
             self.blocks[-1] += text
 
 
+def markup_of(run_dir):
+    return html_page(summarise(read_journal(run_dir / "journal.jsonl")))
+
+
+def page_of(run_dir):
+    return Page(markup_of(run_dir))
+
+
 @pytest.fixture
 def hostile_run(tmp_path, fake_run):
     examples = [
@@ -79,7 +89,7 @@ def test_the_page_is_one_file_that_asks_for_nothing(tmp_path, fake_run):
 
 
 def test_the_browser_is_told_to_run_the_pages_own_script_alone(tmp_path, fake_run):
-    page = Page(write_html(fake_run(tmp_path)).read_text(encoding="utf-8"))
+    page = page_of(fake_run(tmp_path))
     (policy,) = (value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src"))
 
     def named(text):
@@ -93,6 +103,21 @@ def test_the_browser_is_told_to_run_the_pages_own_script_alone(tmp_path, fake_ru
         f"script-src {' '.join(map(named, scripts))}",
         "base-uri 'none'",
     ]
+
+
+@pytest.mark.parametrize(("measured", "split"), [({"by": "rollouts"}, "training"), ({"by": "both"}, "validation")])
+def test_what_fitness_is_measured_on_is_said(tmp_path, fake_run, measured, split):
+    events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
+    text = Page(html_page(summarise([events[0] | {"fitness": measured}, *events[1:]]))).text
+    assert f"untrained base, {split}" in text
+    assert f"mean reward per {split} question" in text
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read JavaScript")
+def test_the_scripts_can_be_read(tmp_path, fake_run):
+    for script in page_of(fake_run(tmp_path, generations=1)).scripts[1:]:
+        (tmp_path / "script.js").write_text(script, encoding="utf-8")
+        subprocess.run(["node", "--check", str(tmp_path / "script.js")], check=True)
 
 
 def read_by_script(page):
@@ -119,14 +144,14 @@ def test_every_member_and_every_result_can_be_pointed_at(tmp_path, fake_run, sha
 
 
 def test_many_results_are_left_to_the_chart_and_the_page_says_so(tmp_path, fake_run):
-    size = len(write_html(fake_run(tmp_path, size=8, generations=30, evolve=("lr", "clip_coef"))).read_bytes())
+    size = len(markup_of(fake_run(tmp_path, size=8, generations=30, evolve=("lr", "clip_coef"))).encode())
     assert size < 400_000
     summary = summarise(read_journal(fake_run(tmp_path / "many", size=33, generations=22) / "journal.jsonl"))
     assert "Members are shown one by one for the last 18 generations." in Page(html_page(summary)).text
 
 
 def test_the_page_tells_the_run(tmp_path, fake_run):
-    page = Page(write_html(fake_run(tmp_path, size=4, generations=5, seed=3)).read_text(encoding="utf-8"))
+    page = page_of(fake_run(tmp_path, size=4, generations=5, seed=3))
     summary = summarise(read_journal(tmp_path / "journal.jsonl"))
     for generation in summary.generations:
         for member in generation.members:
@@ -156,7 +181,7 @@ def test_the_page_is_named_after_the_task_and_the_model_if_there_is_one(tmp_path
 
 
 def test_hostile_text_stays_text(hostile_run):
-    content = write_html(hostile_run).read_bytes().decode("utf-8")
+    content = markup_of(hostile_run).encode("utf-8").decode("utf-8")
     page = Page(content)  # balanced: nothing broke out of its element
     assert page.tags.count("script") == len(page.scripts) == 3
     assert not {"img"} & set(page.tags)
@@ -174,26 +199,26 @@ def test_names_that_a_changed_journal_makes_up_stay_text(tmp_path):
         changed = journals.member(0, 0, failed=HOSTILE, changes={"<u>$x_{": [1, 2]}, metrics={"<s>": 1.0})
         event = journals.generation(1, changed)
         journal.append(event.pop("event"), **event)
-    page = Page(write_html(tmp_path).read_text(encoding="utf-8"))
+    page = page_of(tmp_path)
     assert not {"i", "u", "s"} & set(page.tags)
     assert any("<u>$x_{" in piece for piece in page.pieces)
 
 
 def test_a_completion_is_shown_exactly(hostile_run):
-    page = Page(write_html(hostile_run).read_text(encoding="utf-8"))
+    page = page_of(hostile_run)
     assert "completion, reward 0.5, advantage -1.25" in page.text
     assert "\n\n\nc\n" in page.blocks  # the first newline is the one that browsers drop
 
 
 def test_long_completions_are_cut_and_say_so(tmp_path, fake_run):
     examples = [{"prompt": "p", "completion": "y" * 10_000}]
-    page = Page(write_html(fake_run(tmp_path, generations=1, examples=examples)).read_text(encoding="utf-8"))
+    page = page_of(fake_run(tmp_path, generations=1, examples=examples))
     assert f"\n{'y' * 4000}… (6000 more characters)" in page.blocks
 
 
 @pytest.mark.parametrize("shape", [{"size": 1, "generations": 1}, {"size": 2, "generations": 0, "test": False}])
 def test_small_and_unfinished_runs_have_a_page(tmp_path, fake_run, shape):
-    page = Page(write_html(fake_run(tmp_path, **shape)).read_text(encoding="utf-8"))
+    page = page_of(fake_run(tmp_path, **shape))
     assert ("No generation has finished yet." in page.text) == (shape["generations"] == 0)
 
 

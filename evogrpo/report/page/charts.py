@@ -15,7 +15,7 @@ def fitness(summary: RunSummary) -> str:
         return ""
     without = "<noscript><p>Charts are drawn by a script of this page; the tables tell the same.</p></noscript>"
     lead = (
-        f"Fitness is the {summary.words.fitness}; bands are one standard error to both sides. Point at a member, tap "
+        f"Fitness is the {summary.fitness_words}; bands are one standard error to both sides. Point at a member, tap "
         "it, or move with the arrow keys; click to keep it marked in every chart."
     )
     lineage = (
@@ -83,7 +83,7 @@ def _judged(response: Response) -> str:
         if response.members >= FEWEST_MEMBERS and len(response.gains) >= FEWEST_GAINS:
             return "cannot tell: all values are equal, or too few repeat"
         told = f"{counted(response.members, 'member')} with {counted(len(response.gains), 'gain')}"
-        return f"cannot tell: {told}, takes {FEWEST_MEMBERS} with {FEWEST_GAINS}"
+        return f"cannot tell: {told}, it takes {FEWEST_MEMBERS} with {FEWEST_GAINS}"
     if not response.share.told:
         return "cannot be told from chance"
     certain = response.share.share > 2 * response.share.standard_error

@@ -13,7 +13,7 @@ from evogrpo.report.trajectories import MEANINGS
 
 _MOST_POINTS = 6000
 """Of one measure of learning steps; beyond, neighbouring steps are averaged."""
-_MOST_GAINS = 3000
+_MOST_GAINS = 1200
 
 
 def drawn_values(run: Drawing, found: Sequence[Response]) -> dict[str, Any]:
@@ -26,7 +26,12 @@ def drawn_values(run: Drawing, found: Sequence[Response]) -> dict[str, Any]:
     summary, names = run.summary, list(run.summary.evolvable)
     test = summary.test
     return {
-        "words": {"fitness": summary.words.fitness, "tokens": summary.words.tokens, "base": summary.words.untrained},
+        "words": {
+            "fitness": summary.fitness_words,
+            "tokens": summary.words.tokens,
+            "base": summary.words.untrained,
+            "split": summary.split,
+        },
         "floor": _score(run.fitness_edge),
         "first": run.first_generation - 1,
         "last": run.last_generation,

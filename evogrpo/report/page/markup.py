@@ -26,10 +26,11 @@ def table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, ca
         f"<tr{f' class={_quoted(kind)}' if kind else ''}>{''.join(map(_cell, cells))}</tr>\n" for kind, cells in rows
     )
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
+    label = escape(caption or f"table of {', '.join(text for text in heads if text) or 'facts'}")
     # The frame scrolls, so the keyboard must reach it.
     return (
-        f'<div class="wide" tabindex="0"><table>{named}<thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
+        f'<div class="wide" role="region" aria-label="{label}" tabindex="0"><table>{named}'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
     )
 
 

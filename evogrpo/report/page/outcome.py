@@ -31,13 +31,13 @@ def outcome(summary: RunSummary) -> str:
     cards, words = [], summary.words
     questions = "" if summary.baseline is None else f"{summary.baseline.questions} {words.questions}"
     if summary.baseline is not None:
-        cards.append(_card(f"{words.untrained}, validation", _estimate(summary.baseline.fitness), questions))
+        cards.append(_card(f"{words.untrained}, {summary.split}", _estimate(summary.baseline.fitness), questions))
     best = winner(summary)
     chain = () if best is None else ancestors(summary, best)
     if chain and chain[-1].result.fitness is not None:
         result = chain[-1].result
         earned = score_text(result.fitness, result.standard_error)
-        cards.append(_card(f"member #{best}, validation", earned, questions, best=True))
+        cards.append(_card(f"member #{best}, {summary.split}", earned, questions, best=True))
     if summary.test is not None:
         tested = f"{summary.test.questions} {words.questions}"
         cards.append(_card(f"{words.untrained}, test", _estimate(summary.test.before), tested))

@@ -5,14 +5,15 @@ const run = JSON.parse(document.getElementById("run").textContent);
 const members = new Map(run.members.map((member) => [member.i, member]));
 const card = document.getElementById("shown");
 const charts = []; // of every chart drawn: its points, and where its ring goes
+const drawn = new Map(); // by member: everything that shows it
 const unfolded = new Set();
 const picked = { point: null, pinned: false };
 
 // --- elements and numbers
 
 function add(parent, name, attributes = {}, text) {
-  const drawn = parent.namespaceURI.endsWith("svg") || name === "svg";
-  const space = drawn ? "http://www.w3.org/2000/svg" : parent.namespaceURI;
+  const picture = parent.namespaceURI.endsWith("svg") || name === "svg";
+  const space = picture ? "http://www.w3.org/2000/svg" : parent.namespaceURI;
   const element = document.createElementNS(space, name);
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   if (text !== undefined) element.textContent = text;
@@ -136,7 +137,7 @@ function drawFitness(host) {
   chart.later = [];
   if (run.base !== null) {
     add(root, "path", { class: "base", d: `M${box.left} ${py(run.base)}H${box.right}` });
-    add(root, "text", { x: box.right, y: py(run.base) - 5, "text-anchor": "end" }, `${run.words.base}, validation`);
+    add(root, "text", { x: box.right, y: py(run.base) - 5, "text-anchor": "end" }, `${run.words.base}, ${run.words.split}`);
   }
   for (const member of run.members) {
     const before = member.from ? [member.from[1], member.from[2]]
@@ -329,7 +330,7 @@ function mark(point) {
   const line = new Set();
   const parent = (member) => member.from && members.get(member.from[0]);
   for (let member = members.get(point.i); member && !line.has(member.i); member = parent(member)) line.add(member.i);
-  for (const i of line) document.querySelectorAll(`[data-m="${i}"]`).forEach((element) => element.classList.add("lit"));
+  for (const i of line) (drawn.get(i) || []).forEach((element) => element.classList.add("lit"));
   for (const chart of charts) {
     const at = chart.points.find((each) => each.i === point.i && each.g === point.g);
     chart.ring = at ? add(chart.root, "circle", { class: "ring", cx: at.x, cy: at.y, r: 6 }) : null;
@@ -373,6 +374,12 @@ function draw() {
     host.replaceChildren();
     host.classList.toggle("many", kind !== "fitness" && kind !== "lineage");
     kinds[kind](host);
+  }
+  drawn.clear();
+  for (const element of document.querySelectorAll("[data-m]")) {
+    const i = +element.dataset.m;
+    if (!drawn.has(i)) drawn.set(i, []);
+    drawn.get(i).push(element);
   }
 }
 
