@@ -99,3 +99,10 @@ def test_a_row_is_learnt_from_by_the_learners_own_loss_whatever_whoever_acted_ha
         population.learn(experience, step=0, sources={1: [0, 1], 2: [2]}, shared=EVERY)
         states.append(population[1].state())
     assert_states_agree(*states, lr=population[1].lr)
+
+
+def test_where_those_who_were_to_sample_have_failed_all_others_do():
+    population, env = prompts()
+    population[0].failed = "no finite gradient"
+    sampled = population.collect(env, step=0, samples_per_step=8, block=4, samples=[24, 0, 0])
+    assert sampled.member_ids.tolist() == [1] * 8 + [2] * 8
