@@ -93,10 +93,6 @@ class SharedExperience:
             chosen[member] = tuple(sorted(others | ({member} & set(rewards))))
         return chosen
 
-    def sources_at_most(self, size: int) -> int:
-        """Return from how many members' samples a member of so large a population learns at most, its own included."""
-        return min(size, 2) if self.learn_from == "leader" else size
-
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain JSON values."""
         return asdict(self)
@@ -120,6 +116,13 @@ def shared_experience(value: object) -> SharedExperience | None:
     if value not in ("own", "shared"):
         raise unknown_name_error("value of experience:", value, ("own", "shared"))
     return SharedExperience() if value == "shared" else None
+
+
+def others_at_most(experience: SharedExperience | None, size: int) -> int:
+    """Return from how many other members' samples a member of so large a population learns at most."""
+    if experience is None:
+        return 0
+    return min(size - 1, 1) if experience.learn_from == "leader" else size - 1
 
 
 def sampling_by_rank(plan: Plan, history: History) -> Plan:

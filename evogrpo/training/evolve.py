@@ -94,7 +94,7 @@ def evolve(
     planned, shared = Schedule(**schedule), shared_experience(experience)
     measured = FitnessConfig.of(fitness)
     chosen = Tournament() if strategy is None else strategy
-    _check_memory(population, env, planned, chosen, allowed=allow_memory)
+    _check_memory(population, env, planned, chosen, shared, allowed=allow_memory)
     if isinstance(env, Tried):
         env.preflight()
     run = Evolution(
@@ -154,7 +154,7 @@ def resume(
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)
-    _check_memory(population, env, schedule, chosen, allowed=allow_memory)
+    _check_memory(population, env, schedule, chosen, saved.experience, allowed=allow_memory)
     run = Evolution(
         population,
         env,
@@ -170,13 +170,19 @@ def resume(
 
 
 def _check_memory(
-    population: Population, env: GroupEnvironment, schedule: Schedule, strategy: Strategy, *, allowed: bool
+    population: Population,
+    env: GroupEnvironment,
+    schedule: Schedule,
+    strategy: Strategy,
+    experience: SharedExperience | None,
+    *,
+    allowed: bool,
 ) -> None:
     """Refuse with a ValueError a run that needs more memory than there is."""
     if not isinstance(population, Population) or population.members.kind not in RUN_KINDS:
         return  # `Evolution` refuses the one, and nobody here knows the other
     population.check(env)
-    need = RUN_KINDS[population.members.kind].need(population, env, schedule)
+    need = RUN_KINDS[population.members.kind].need(population, env, schedule, experience)
     if need is not None:
         banks = population.members.banks
         state = sum(banks.part(0, name).nbytes for name in banks.parts)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from evogrpo.envs.groups import SPLITS, GroupEnvironment
-from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
 from evogrpo.history.text import count_text, counted
 from evogrpo.training.configuration.sections import AnyConfig
 
@@ -67,7 +67,7 @@ def samples_row(config: AnyConfig, samples: str) -> str:
 def _learnt_from(experience: SharedExperience, size: int, each: int) -> str:
     """Say whose samples a member learns from, and how many these are at most."""
     whose = {"leader": "its own and the leader's", "better": "its own and those of better ones", "all": "those of all"}
-    most = size * each if experience.samplers == "rank" else experience.sources_at_most(size) * each
+    most = size * each if experience.samplers == "rank" else (1 + others_at_most(experience, size)) * each
     return f"; each learns from {whose[experience.learn_from]}, {most} at most"
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
+from evogrpo.evolution.shared_experience import others_at_most
 from evogrpo.history.text import count_text, counted, number_text, shorten
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.sampling import CACHED_TOKENS
@@ -177,7 +178,7 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
     # A group cut in two by the end of an optimizer step runs its prompt twice.
     updates = epochs * ((groups + splits) * longest + completions)
     if config.experience is not None:  # and one pass over others' samples tells how near they are
-        others = config.experience.sources_at_most(config.population.size) - 1
+        others = others_at_most(config.experience, config.population.size)
         updates += others * (updates + (groups * longest + completions if config.experience.least_ess else 0))
     reference = groups * longest + completions if config.hyperparameters.beta > 0 or "beta" in config.evolve else 0
     return sampling + updates + reference

@@ -13,6 +13,7 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import Preflight
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.text import counted
 from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.objective import Objective
@@ -181,8 +182,10 @@ class LanguageKind:
             trained=trained,
         )
 
-    def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
-        """Estimate from the base model, the adapters and the longest question."""
+    def need(
+        self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
+    ) -> Need | None:
+        """Estimate from the base model, the adapters and the longest question; others' completions weigh little."""
         members = population.members
         assert isinstance(members, LanguageMembers)  # its kind says so
         model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)

@@ -15,6 +15,7 @@ from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, ST
 from evogrpo.agents.members.control.stacked_policy import PolicyWords, StackedPolicy
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
 from evogrpo.history.text import count_text, counted
 from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
 from evogrpo.policies.control.encoding import Encoding
@@ -131,7 +132,7 @@ class PreparedNetworks:
             environment_steps=steps * config.population.size,
             optimizer_steps=epochs * math.ceil(steps / smallest),
             parameters=self.parameters,
-            need=_need(config.schedule, self.env, config.population.size, self.parameters).with_kept(
+            need=_need(config.schedule, self.env, config.population.size, self.parameters, config.experience).with_kept(
                 kept_size(config.strategy, config.population.size, state_size(self.parameters))
             ),
         )
@@ -168,9 +169,9 @@ class NetworkKind:
         """Check a configuration against the environment and the device."""
         return prepared_in(config, config.task.environment(seed=config.task_seed))
 
-    def need(self, population: Population, env: Any, schedule: Schedule) -> Need:
+    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
-        return _need(schedule, env, len(population), parameters_of(population.agents[0].state()))
+        return _need(schedule, env, len(population), parameters_of(population.agents[0].state()), experience)
 
     def film(
         self, config: Config[EnvironmentTask, NetworkAgent], best: Path, folder: Path, episodes: int
@@ -204,7 +205,7 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
         env,
         longest=None if env.cut_off else env.max_episode_steps,
         members=lambda rung: _members(rung, env, rung.population.size, device),
-        need=lambda rung: _need(rung.schedule, env, rung.population.size, parameters),
+        need=lambda rung: _need(rung.schedule, env, rung.population.size, parameters, rung.experience),
     )
     return PreparedNetworks(
         config=sized.config,
@@ -216,7 +217,9 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
     )
 
 
-def _need(schedule: Schedule, env: GymnasiumGroups, members: int, parameters: int) -> Need:
+def _need(
+    schedule: Schedule, env: GymnasiumGroups, members: int, parameters: int, experience: SharedExperience | None
+) -> Need:
     return playing_need(
         [env.observation_space],
         longest=env.max_episode_steps,
@@ -224,6 +227,7 @@ def _need(schedule: Schedule, env: GymnasiumGroups, members: int, parameters: in
         samples=schedule.samples_per_step,
         validation=limited(env.size("validation"), schedule.validation_questions),
         parameters=parameters,
+        others=others_at_most(experience, members),
     )
 
 

@@ -13,6 +13,7 @@ HELD = 3.5
 """How many times over observations are held at the peak: as they were seen, by episode, by action, and by optimizer
 step. Measured with images of 64 and 120 pixels a side; evaluations do without the last."""
 BESIDES = 64  # bytes of an action, its log-probability, reward and place
+TAUGHT = 250  # bytes of an action that another member learns from: its place, advantage and coefficients; measured
 SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
 
 
@@ -24,6 +25,7 @@ def playing_need(
     samples: int,
     validation: int,
     parameters: int,
+    others: int = 0,
 ) -> Need:
     """Estimate the most memory that a run of small networks takes.
 
@@ -34,12 +36,17 @@ def playing_need(
         samples: Episodes of each in a learning step.
         validation: Episodes of each in an evaluation.
         parameters: Of one of them.
+        others: From how many others' samples each of them learns as well.
     """
-    seen = sum(_bytes(leaf) for space in observations for leaf in leaf_spaces(space))
+    spaces_seen = list(observations)
+    seen = sum(_bytes(leaf) for space in spaces_seen for leaf in leaf_spaces(space))
+    borrowed = others * members * samples * longest * len(spaces_seen) * TAUGHT
     episodes = members * max(HELD * samples, (HELD - 1) * validation)
     # Weights, a gradient, two moments, and the copy of the best.
     return Need(
-        size=int(episodes * longest * (seen + BESIDES)) + 5 * 4 * members * parameters, device="cpu", savings=SAVINGS
+        size=int(episodes * longest * (seen + BESIDES)) + 5 * 4 * members * parameters + borrowed,
+        device="cpu",
+        savings=SAVINGS,
     )
 
 

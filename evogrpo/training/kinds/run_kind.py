@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.hyperparameters import RLParameter
 from evogrpo.objective import Objective
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
@@ -152,7 +153,9 @@ class RunKind(Protocol[TaskT, AgentT]):
         """
         ...
 
-    def need(self, population: Population, env: Any, schedule: Schedule) -> Need | None:
+    def need(
+        self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
+    ) -> Need | None:
         """Estimate the memory of a run that nobody has configured; None where it cannot be told."""
         ...
 

@@ -15,6 +15,7 @@ from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.joint.assignment import Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
 from evogrpo.history.text import count_text, counted
 from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
 from evogrpo.training.configuration.agent_sections import NetworkAgent
@@ -153,6 +154,7 @@ class PreparedTeam:
                 samples=config.schedule.samples_per_step,
                 validation=rounds.validation,
                 parameters=self.parameters,
+                others=others_at_most(config.experience, config.population.size),
             ).with_kept(kept_size(config.strategy, config.population.size, state_size(self.parameters))),
         )
 
@@ -197,7 +199,7 @@ class TeamKind:
             words=words_of_policies(example.members.policies),
         )
 
-    def need(self, population: Population, env: Any, schedule: Schedule) -> Need:
+    def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
         return playing_need(
             env.observation_spaces.values(),
@@ -206,6 +208,7 @@ class TeamKind:
             samples=schedule.samples_per_step,
             validation=limited(env.size("validation"), schedule.validation_questions),
             parameters=parameters_of(population.agents[0].state()),
+            others=others_at_most(experience, len(population)),
         )
 
     def film(
