@@ -111,10 +111,17 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             given: What the caller has chosen, by name.
 
         Raises:
-            ValueError: If a value is refused, or one that is given lies outside what evolution could make of it; None
-                starts anywhere.
+            ValueError: If a value is refused; if one that is given lies outside what evolution could make of it, but
+                None starts anywhere; or if something evolves that never counts, as what it needs is fixed otherwise.
         """
         record = Hyperparameters.from_json({**defaults, **given})
+        for name, parameter in self.items():
+            for other, needed in parameter.condition.items():
+                if other not in self and getattr(record, other) not in needed:
+                    raise ValueError(
+                        f"{name} would never count: it needs {other} in {list(needed)}, which stays "
+                        f"{getattr(record, other)!r}: set {other}, let it evolve, or leave {name} out"
+                    )
         near: dict[str, Any] = {}
         for name, parameter in self.items():
             value = getattr(record, name)

@@ -6,6 +6,7 @@ import pytest
 from evogrpo.evolution import Mutation, changes_between, spread_members
 from evogrpo.evolution.distinct import Occupied, points
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.training.configuration.reading import parse_config
 
 NAMES = RLParameter(choices=["grpo", "gspo", "cispo"])
 SPACE = HyperparameterConfig(
@@ -130,3 +131,24 @@ def ladder(**when):
 def test_conditions_that_mean_nothing_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("given", [{}, {"loss_type": "gspo"}])
+def test_what_waits_for_a_value_that_is_fixed_otherwise_is_refused_where_the_first_member_is_made(given):
+    space = HyperparameterConfig(clip_high=RLParameter(min=0.1, max=0.6, when={"loss_type": "grpo"}))
+    with pytest.raises(ValueError, match=r"clip_high would never count: it needs loss_type in \['grpo'\], which stays"):
+        space.first({}, given)
+    assert space.first({}, {"loss_type": "grpo"}).loss_type == "grpo"
+
+
+def test_a_configuration_says_when_a_hyperparameter_counts():
+    evolve = {
+        "loss_type": {"choices": ["grpo", "gspo"]},
+        "clip_high": {"min": 0.1, "max": 0.6, "when": {"loss_type": "gspo"}},
+    }
+    config = parse_config({"task": {"name": "two_digit_sums"}, "evolve": evolve})
+    assert config.evolve["clip_high"].condition == {"loss_type": ("gspo",)}
+    assert parse_config(config.to_json()).evolve == config.evolve
+    evolve["clip_high"]["when"] = {"los_type": "gspo"}
+    with pytest.raises(ValueError, match=r"evolve.clip_high: unknown hyperparameter 'los_type'"):
+        parse_config({"task": {"name": "two_digit_sums"}, "evolve": evolve})
