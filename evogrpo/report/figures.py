@@ -11,7 +11,7 @@ from evogrpo.history.words import processed
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.curves import draw_measure
-from evogrpo.report.marks import Drawing, draw_legend, drawing
+from evogrpo.report.marks import LEGEND_COLUMNS, Drawing, draw_legend, drawing, legend_entries
 from evogrpo.report.panels import draw_fitness, generation_ticks
 from evogrpo.report.response import responses
 from evogrpo.report.responses import draw_response
@@ -33,7 +33,7 @@ _STYLE = {
     "grid.color": "#e8e8e8",
     "axes.axisbelow": True,
 }
-_WIDTH, _HEADER, _FITNESS, _ROW = 11.0, 1.15, 4.8, 2.35  # inches
+_WIDTH, _HEADER, _LEGEND_ROW, _FITNESS, _ROW = 11.0, 1.15, 0.2, 4.8, 2.35  # inches; two rows fit into the header
 
 
 def draw_report(run_dir: Path | str) -> Path:
@@ -86,8 +86,11 @@ def _figure(run: Drawing) -> "Figure":
     rows = -(-len(names) // columns)
     curves = list(run.summary.curves) if run.lines else []
     steps = [_ROW] if curves else []
-    height = _HEADER + _FITNESS + sum(steps) + _ROW * rows
-    layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - _HEADER / height), h_pad=0.06, w_pad=0.06)
+    found = {each.name: each for each in responses(run.summary) if each.gains}
+    entries = legend_entries(run, births=bool(names), gains=bool(found))
+    header = _HEADER + _LEGEND_ROW * max(0, -(-len(entries) // LEGEND_COLUMNS) - 2)
+    height = header + _FITNESS + sum(steps) + _ROW * rows
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - header / height), h_pad=0.06, w_pad=0.06)
     figure = Figure(figsize=(_WIDTH, height), layout=layout)
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(1 + len(steps) + rows, columns, height_ratios=[_FITNESS, *steps] + [_ROW] * rows)
@@ -97,7 +100,6 @@ def _figure(run: Drawing) -> "Figure":
         for position, name in enumerate(curves):
             draw_measure(figure.add_subplot(beside[0, position]), name, run)
     most = 8 if run.last_generation < 100 else 5  # of numbers below small panels
-    found = {each.name: each for each in responses(run.summary) if each.gains}
     for position, name in enumerate(names):
         cell = grid[1 + len(steps) + position // columns, position % columns]
         panels = cell.subgridspec(1, 2, width_ratios=[3, 1]) if name in found else None
@@ -110,7 +112,7 @@ def _figure(run: Drawing) -> "Figure":
         if position + columns >= len(names):
             axes.set_xlabel("generation")
     _draw_title(figure, run.summary, height)
-    draw_legend(figure, run, births=bool(names), gains=bool(found), y=1 - 0.62 / height)
+    draw_legend(figure, entries, y=1 - 0.62 / height)
     return figure
 
 

@@ -18,6 +18,7 @@ BEST, BASE = "#D55E00", "#555555"
 _SLOTS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#9467BD", "#8C6D31")
 _CROWD = "#7B93AD"
 _MOST_MARKED = 80
+LEGEND_COLUMNS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,15 +122,13 @@ def draw_stretches(axes: "Axes", stretches: Iterable[Sequence[tuple[float, float
         axes.plot([x for x, _ in joined], [y for _, y in joined], **look)
 
 
-def draw_legend(figure: "Figure", run: Drawing, *, births: bool, gains: bool, y: float) -> None:
-    """Explain every kind of mark that this figure has, and no other.
+def legend_entries(run: Drawing, *, births: bool, gains: bool) -> list[tuple[Any, str]]:
+    """Return every kind of mark that this figure has, and no other, with its explanation.
 
     Args:
-        figure: Where to draw.
         run: What the panels show.
         births: Whether there are panels that mark births.
         gains: Whether there are panels of gains.
-        y: Top of the legend, as a fraction of the figure's height.
     """
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -163,13 +162,24 @@ def draw_legend(figure: "Figure", run: Drawing, *, births: bool, gains: bool, y:
     if gains:
         mark = Line2D([], [], color="#222222", marker="s", ms=4.5, mec="white", linewidth=1.6)
         entries.append((mark, "mean gain by value, ± 1 SE"))
+    return entries
+
+
+def draw_legend(figure: "Figure", entries: Sequence[tuple[Any, str]], *, y: float) -> None:
+    """Explain the marks of a figure.
+
+    Args:
+        figure: Where to draw.
+        entries: The marks, with their explanations.
+        y: Top of the legend, as a fraction of the figure's height.
+    """
     if entries:
         figure.legend(
             [mark for mark, _ in entries],
             [words for _, words in entries],
             loc="upper left",
             bbox_to_anchor=(0.005, y),
-            ncols=4,
+            ncols=LEGEND_COLUMNS,
             frameon=False,
             fontsize=8.8,
             handlelength=2.2,

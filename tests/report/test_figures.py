@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from evogrpo.history.text import share_text
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.figures import draw_report
+from evogrpo.report.figures import _figure, draw_report
 from evogrpo.report.marks import BASE, BEST, drawing, lower_edge
 from evogrpo.report.panels import draw_fitness, generation_ticks, spread_out
 from evogrpo.report.response import responses
@@ -209,6 +209,21 @@ def test_gains_stand_at_the_height_of_their_value(tmp_path, fake_run, name):
     assert sorted(points_of(beside, "o")) == sorted(expected)
     assert sorted(x for x, _ in points_of(beside, "s")) == sorted(level.mean for level in found.levels)
     assert beside.get_title(loc="left") in ("cannot tell", f"explains {share_text(found.share.share)}")
+
+
+@pytest.mark.parametrize("shape", [{"size": 12, "generations": 3, "failures": [(1, 3)]}, {"size": 2, "generations": 1}])
+def test_legend_panels_and_their_texts_do_not_overlap(tmp_path, fake_run, shape):
+    """The first has nine kinds of marks, one more than two rows of the legend hold."""
+    figure = _figure(drawn(fake_run(tmp_path, evolve=("lr", "loss_type"), **shape)))
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()
+    boxes = [axes.get_tightbbox(renderer) for axes in figure.axes] + [figure.legends[0].get_window_extent(renderer)]
+    for number, box in enumerate(boxes):
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+        for other in boxes[number + 1 :]:
+            across = min(box.x1, other.x1) - max(box.x0, other.x0)
+            along = min(box.y1, other.y1) - max(box.y0, other.y0)
+            assert min(across, along) < 3, (box, other)  # points
 
 
 def test_ticks_are_whole_generations():
