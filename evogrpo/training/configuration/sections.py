@@ -15,6 +15,7 @@ from evogrpo.hyperparameters import (
     answering,
     check_group_size,
     flag,
+    instance,
     whole_between,
 )
 from evogrpo.objective import Objective
@@ -134,9 +135,13 @@ class PopulationConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "size", whole_between("size", self.size, 1, MOST_MEMBERS))
         flag("spread", self.spread)
+        if self.like is not None and not isinstance(self.like, str):
+            raise ValueError(f"like must be the folder of an earlier run, got {self.like!r:.80}")
+        if isinstance(self.founders, (str, bytes)) or not isinstance(self.founders, Sequence):
+            raise ValueError(f"founders must be a list of hyperparameters by name, got {self.founders!r:.80}")
         for number, founder in enumerate(self.founders, start=1):
             try:
-                Hyperparameters.from_json(founder)
+                Hyperparameters.from_json(instance("each of founders", founder, dict, "{'lr': 0.001}"))
             except ValueError as error:
                 raise ValueError(f"member {number} of founders: {error}") from error
 
@@ -155,8 +160,8 @@ class Config(Generic[TaskT, AgentT]):
         hyperparameters: The first member's; everyone's where nothing evolves.
         evolve: What evolution may change and between which values.
         population: How many members and how they start.
-        strategy: The rule of selection and mutation: "tournament", "fixed", "replay", or a class of your own as
-            "path.py:Class" or "module:Class"; and its settings.
+        strategy: The rule of selection and mutation: "tournament", another name of `evogrpo.evolution.strategies`, or
+            a class of your own as "path.py:Class" or "module:Class"; and its settings.
         experience: How members learn from each other's samples: "own" for each from its own alone, "shared", or the
             settings of `evogrpo.evolution.SharedExperience`.
         fitness: How fitness is measured: "validation", "rollouts" or "both", or settings of `FitnessConfig`.
