@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evogrpo.history.estimates import EvaluationCost
+from evogrpo.history.finals import FinalsReport
 from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.report.steps import counted_steps
 
@@ -29,6 +30,7 @@ def run_costs(
     events: Sequence[Mapping[str, Any]],
     baseline: BaselineReport | None,
     generations: Sequence[GenerationReport],
+    finals: FinalsReport | None,
     test: TestReport | None,
 ) -> tuple[Cost, ...]:
     """Return what each kind of work took, up to the last generation and for the test after it.
@@ -37,10 +39,11 @@ def run_costs(
         events: The journal's events, for the time of learning steps; untrusted input.
         baseline: The untrained base, if it was measured.
         generations: Those that count.
+        finals: If there were any.
         test: If there was one.
 
     Returns:
-        Learning, evaluations, the rest of the time, and the test; nothing before there is a generation.
+        Learning, evaluations, the rest of the time, finals and the test; nothing before there is a generation.
 
     Raises:
         ValueError: If a value is not what it must be.
@@ -62,6 +65,8 @@ def run_costs(
     if rest > 0:
         named = "everything else" if None not in known else "evaluations and everything else"
         costs.append(Cost(name=named, tokens=None, seconds=rest))
+    if finals is not None:
+        costs.append(_of("finals", finals.cost))
     if test is not None:
         costs.append(_of("test", test.cost))
     return tuple(cost for cost in costs if cost.tokens is not None or cost.seconds is not None)

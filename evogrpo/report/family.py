@@ -80,7 +80,7 @@ def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
 
 
 def winner(summary: RunSummary) -> int | None:
-    """Return the index of the run's best member: the tested one, else the best of any generation, else None.
+    """Return the index of the run's best member: the tested one, else that of the finals, else the best of any.
 
     Args:
         summary: The run.
@@ -90,6 +90,8 @@ def winner(summary: RunSummary) -> int | None:
     """
     if summary.test is not None:
         return summary.test.index
+    if summary.finals is not None:
+        return summary.finals.index
     best = winner_of(summary.generations)
     return None if best is None else best.index
 

@@ -59,6 +59,7 @@ def html_page(summary: RunSummary) -> str:
         charts.hyperparameters(summary),
         charts.response(summary, found),
         outcome.costs(summary),
+        outcome.finals(summary),
         lives.ancestry(summary),
         lives.members(summary),
         lives.generations(summary),

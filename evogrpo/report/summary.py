@@ -6,6 +6,7 @@ from typing import Any
 
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.history.checked_fields import REMEDY, JournalFields
+from evogrpo.history.finals import FinalsReport
 from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, refuse_unknown
@@ -31,6 +32,7 @@ class RunSummary:
         curves: What learning steps measured, by the metric's name.
         decisions: The plans, oldest first.
         costs: What the kinds of work took.
+        finals: The finalists on a second set of questions; None if the run has none, or has not reached them.
     """
 
     facts: Mapping[str, Any]
@@ -44,6 +46,7 @@ class RunSummary:
     curves: Mapping[str, tuple[Curve, ...]] = field(default_factory=dict)
     decisions: tuple[Decision, ...] = ()
     costs: tuple[Cost, ...] = ()
+    finals: FinalsReport | None = None
 
     @property
     def words(self) -> Words:
@@ -91,6 +94,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     ending = {event["event"]: event for event in events[resumed_last + 1 :]}
     baseline = BaselineReport.from_json(last["baseline"]) if "baseline" in last else None
     generations = tuple(GenerationReport.from_json(event) for event in latest_generations(events))
+    finals = FinalsReport.from_json(ending["finals"]) if "finals" in ending else None
     test = TestReport.from_json(ending["test"]) if "test" in ending else None
     return RunSummary(
         facts={name: value for name, value in runs[0].items() if name != "event"},
@@ -103,7 +107,8 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         changed_data=tuple(_changed_data(events)),
         curves=read_curves(events),
         decisions=read_decisions(events),
-        costs=run_costs(events, baseline, generations, test),
+        costs=run_costs(events, baseline, generations, finals, test),
+        finals=finals,
     )
 
 

@@ -120,6 +120,29 @@ def test_the_scripts_can_be_read(tmp_path, fake_run):
         subprocess.run(["node", "--check", str(tmp_path / "script.js")], check=True)
 
 
+def test_finals_are_shown_and_their_best_is_the_runs(tmp_path, fake_run):
+    events = [event for event in read_journal(fake_run(tmp_path) / "journal.jsonl") if event["event"] != "test"]
+    finalists = [
+        {"index": index, "generation": 2, "chosen": estimate(0.5), "second": estimate(second)}
+        for index, second in ((0, 0.25), (1, 0.4375))
+    ]
+    said = {"questions": 96, "index": 1, "generation": 2, "measure": "greedy", "cost": {"tokens": 77, "seconds": 1.0}}
+    summary = summarise([*events, {"event": "finals", **said, "finalists": finalists}])
+    page = Page(html_page(summary))
+    assert winner(summary) == 1
+    assert {"Finals", score_text(0.25, 0.1), score_text(0.4375, 0.1)} <= set(page.pieces)
+    assert "second set of 96 questions" in page.text
+    assert summary.costs[-1].tokens == 77
+    assert summarise([*events, {"event": "finals", **said, "finalists": []}, RESUMED]).finals is None
+
+
+RESUMED = {"event": "resumed", "generation": 5}
+
+
+def estimate(mean):
+    return {"fitness": mean, "standard_error": 0.1}
+
+
 def read_by_script(page):
     return json.loads(page.scripts[0])
 

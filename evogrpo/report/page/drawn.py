@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from evogrpo.history.text import changes_text, origin_text, printable, shorten
+from evogrpo.history.records import MemberReport
+from evogrpo.history.text import changes_text, origin_text, printable, score_text, shorten
 from evogrpo.report.family import LineageLine
 from evogrpo.report.marks import Drawing, lower_edge
 from evogrpo.report.response import Response
@@ -100,10 +101,19 @@ def _member(line: LineageLine, names: Sequence[str], run: Drawing) -> dict[str, 
                 each.tokens,
                 _score(each.seconds),
                 None if each.evaluation is None else each.evaluation.tokens,
+                _otherwise(each),
             ]
             for each in line.results
         ],
     }
+
+
+def _otherwise(result: MemberReport) -> str:
+    """Say how else a member was measured; nothing where fitness is all there is."""
+    # Who was no candidate for validation has the fitness of its training rewards.
+    told = len(result.measured) > 1 or result.questions == 0
+    ways = result.measured.items() if told else ()
+    return ", ".join(f"{way} {score_text(each.mean, each.standard_error)}" for way, each in ways)
 
 
 def _response(response: Response, fields: Mapping[str, Any]) -> dict[str, Any]:

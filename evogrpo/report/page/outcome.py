@@ -49,6 +49,24 @@ def outcome(summary: RunSummary) -> str:
     return f'<p class="quiet">{escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'
 
 
+def finals(summary: RunSummary) -> str:
+    """Return what the finalists earned on the second set; nothing where there was none."""
+    report = summary.finals
+    if report is None:
+        return ""
+    rows: list[tuple[str, Sequence[Any]]] = []
+    for each in report.finalists:
+        best = (each.index, each.generation) == (report.index, report.generation)
+        cells = [f"#{each.index}", each.generation, _estimate(each.chosen), _estimate(each.second)]
+        rows.append(("best" if best else "", cells))
+    lead = (
+        "The best of many is likely to owe some of its fitness to luck, so the finalists answered a second set of "
+        f"{count_text(report.questions)} {summary.words.questions}, which selection never saw. The best is marked."
+    )
+    heads = ["member", "as after generation", "fitness when chosen", "on the second set"]
+    return section("Finals", lead, table(heads, rows))
+
+
 def _card(title: str, earned: str, questions: str, *, best: bool = False) -> str:
     return (
         f'<div class="card{" best" if best else ""}">{escape(title)}<b>{escape(earned)}</b>'

@@ -340,7 +340,7 @@ function mark(point) {
 
 function describe(member, generation) {
   card.replaceChildren();
-  const [, fitness, error, tokens, seconds, evaluation] = member.results.find((result) => result[0] === generation);
+  const [, fitness, error, tokens, seconds, evaluation, otherwise] = member.results.find((result) => result[0] === generation);
   add(card, "b", {}, `#${member.i} in generation ${generation}`);
   const born = member.parent === null ? "" : `, born after generation ${member.born}`;
   add(card, "p", {}, `${member.source}${born}; slot ${member.slot}`);
@@ -349,6 +349,7 @@ function describe(member, generation) {
   const facts = [["fitness", member.failed[generation] ? "failed" : score(fitness, error)],
     ...run.parameters.map((parameter, place) => [parameter.name, number(member.values[place])]),
     [run.words.tokens, count(tokens)], ["time", `${number(seconds)} s`]];
+  if (otherwise) facts.splice(1, 0, ["measured", otherwise]);
   if (evaluation !== null) facts.push(["evaluation", `${count(evaluation)} ${run.words.tokens}`]);
   for (const [name, value] of facts) {
     add(list, "dt", {}, name);
