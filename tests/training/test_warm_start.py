@@ -11,10 +11,11 @@ from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, best_hyp
 from evogrpo.evolution.founders import like_earlier, spread_members
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.front.presets import packaged_values, with_sections
+from tests.agents.test_multi_agent import groups, population_for
 from tests.report.journals import generation, member
 from tests.report.test_frames import written
 from tests.tiny_steps import STEP_SPACE, step_population, step_run
-from tests.tiny_training import equal_states, finish
+from tests.tiny_training import equal_states, finish, tiny_population
 
 RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
 FIRST = Hyperparameters(group_size=4)
@@ -117,6 +118,21 @@ def test_a_population_begins_with_the_earlier_runs_best_and_with_weights_of_its_
         assert equal_states(agent.state(), other.state())
     alike = step_population(3, hp_config=space, founders=found[:1], spread=False)
     assert len({agent.hyperparameters for agent in alike.agents}) == 1
+
+
+@pytest.mark.parametrize("kind", ["language", "joint", "networks"])
+def test_members_of_every_kind_begin_with_what_is_given(kind):
+    space = HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log"))
+    options = {"hp_config": space, "founders": [Hyperparameters(lr=rate, gamma=0.5) for rate in (2e-3, 4e-3)]}
+    population = {
+        "language": lambda: tiny_population(3, **options),
+        "joint": lambda: population_for(groups(), 3, **options),
+        "networks": lambda: step_population(3, **options),
+    }[kind]()
+    first, second, third = (agent.hyperparameters for agent in population.agents)
+    assert (first.lr, second.lr) == (2e-3, 4e-3)
+    assert third.lr not in (2e-3, 4e-3)
+    assert 0.5 not in {first.gamma, second.gamma, third.gamma}  # it does not evolve
 
 
 @pytest.mark.parametrize("given", [[], "runs/earlier", [{"lr": 1e-3}], 3, FIRST])
