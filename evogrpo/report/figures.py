@@ -10,13 +10,13 @@ from evogrpo.history.text import duration_text, printable, shorten
 from evogrpo.history.words import processed
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.curves import draw_measure
-from evogrpo.report.marks import LEGEND_COLUMNS, Drawing, draw_legend, drawing, legend_entries
-from evogrpo.report.panels import draw_fitness, generation_ticks
+from evogrpo.report.panels.curves import draw_measure
+from evogrpo.report.panels.fitness import draw_fitness, generation_ticks
+from evogrpo.report.panels.marks import LEGEND_COLUMNS, Drawing, draw_legend, drawing, legend_entries
+from evogrpo.report.panels.responses import draw_response
+from evogrpo.report.panels.trajectories import draw_hyperparameter
 from evogrpo.report.response import responses
-from evogrpo.report.responses import draw_response
 from evogrpo.report.summary import RunSummary, summarise
-from evogrpo.report.trajectories import draw_hyperparameter
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,11 +9,11 @@ from evogrpo.history.text import shorten
 from evogrpo.persistence.durable import replace_file
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.figures import draw_report
-from evogrpo.report.marks import drawing
 from evogrpo.report.page import charts, lives, outcome
 from evogrpo.report.page.completions import completions
 from evogrpo.report.page.drawn import drawn_values
 from evogrpo.report.page.markup import embedded, escape
+from evogrpo.report.panels.marks import drawing
 from evogrpo.report.response import responses
 from evogrpo.report.summary import RunSummary, summarise
 

@@ -5,10 +5,10 @@ import math
 import pytest
 from matplotlib.figure import Figure
 
-from evogrpo.report.curves import draw_measure
 from evogrpo.report.figures import _figure
 from evogrpo.report.html import html_page
-from evogrpo.report.marks import BEST, drawing
+from evogrpo.report.panels.curves import draw_measure
+from evogrpo.report.panels.marks import BEST, drawing
 from evogrpo.report.steps import read_curves
 from evogrpo.report.summary import summarise
 from tests.report.journals import generation, member

@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from evogrpo.history.text import share_text
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.figures import _figure, draw_report
-from evogrpo.report.marks import BASE, BEST, drawing, lower_edge
-from evogrpo.report.panels import draw_fitness, generation_ticks, spread_out
+from evogrpo.report.panels.fitness import draw_fitness, generation_ticks, spread_out
+from evogrpo.report.panels.marks import BASE, BEST, drawing, lower_edge
+from evogrpo.report.panels.responses import draw_response
+from evogrpo.report.panels.trajectories import draw_hyperparameter
 from evogrpo.report.response import responses
-from evogrpo.report.responses import draw_response
 from evogrpo.report.summary import summarise
-from evogrpo.report.trajectories import draw_hyperparameter
 
 ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm")
 

@@ -7,10 +7,10 @@ from typing import Any
 from evogrpo.history.records import MemberReport
 from evogrpo.history.text import changes_text, origin_text, printable, score_text, shorten
 from evogrpo.report.family import LineageLine
-from evogrpo.report.marks import Drawing, lower_edge
+from evogrpo.report.panels.marks import Drawing, lower_edge
+from evogrpo.report.panels.trajectories import MEANINGS
 from evogrpo.report.response import Response
 from evogrpo.report.steps import MEASURES
-from evogrpo.report.trajectories import MEANINGS
 
 _MOST_POINTS = 6000
 """Of one measure of learning steps; beyond, neighbouring steps are averaged."""

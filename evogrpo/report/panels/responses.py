@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from evogrpo.history.text import share_text
-from evogrpo.report.marks import lower_edge
+from evogrpo.report.panels.marks import lower_edge
 from evogrpo.report.response import Level, Response
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.report.marks import BEST, Drawing, draw_stretches
+from evogrpo.report.panels.marks import BEST, Drawing, draw_stretches
 from evogrpo.report.steps import MEASURES
 
 if TYPE_CHECKING:

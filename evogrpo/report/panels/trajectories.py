@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from evogrpo.history.records import MemberReport
 from evogrpo.history.text import number_text, printable, shorten
 from evogrpo.report.family import LineageLine
-from evogrpo.report.marks import BEST, Drawing, draw_lineage_stretch, draw_stretches
+from evogrpo.report.panels.marks import BEST, Drawing, draw_lineage_stretch, draw_stretches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

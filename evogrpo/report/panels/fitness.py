@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.text import counted, number_text, score_text
 from evogrpo.report.family import LineageLine
-from evogrpo.report.marks import BASE, BEST, Drawing, draw_lineage_stretch, draw_stretches
+from evogrpo.report.panels.marks import BASE, BEST, Drawing, draw_lineage_stretch, draw_stretches
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,1 @@
+"""The panels of the figure, and how they mark things."""
