@@ -11,9 +11,11 @@ from evogrpo.agents.rollout.assessing import answered, assess
 from evogrpo.agents.rollout.wanted import Asked
 from evogrpo.evolution import Fitness, FitnessConfig
 from evogrpo.evolution.kept import Kept
+from evogrpo.history.descent import winner_of
 from evogrpo.history.finals import FinalsReport
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.journal import read_journal
+from evogrpo.report.summary import summarise
 from evogrpo.training.loop.assessment.crowning import Crown, as_agent
 from evogrpo.training.loop.assessment.finals import winner
 from evogrpo.training.loop.assessment.measuring import candidates
@@ -395,6 +397,10 @@ def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_the
     again = answered(agent.members, env, asked)[0][0]
     assert run.result.best.second.mean == pytest.approx(again.mean())
     assert (run.result.best.index, run.result.best.generation) == (finals.index, finals.generation)
+    summary = summarise(read_journal(tmp_path / "run" / "journal.jsonl"))
+    assert summary.finals == finals
+    told = winner_of(summary.generations)
+    assert (told.index, told.generation) == (finals.index, finals.generation)
     stored = open_run(tmp_path / "run")
     _, progress = stored.restore()
     assert progress.best.second == run.progress.best.second
