@@ -25,8 +25,13 @@ class SharedExperience:
     each of them larger. Steps in the environment are those played, whoever learns from them.
 
     Others' advantages say what was good to do under *their* policies, and the clip holds a member to the policies it
-    learns from: samples of members that are worse or far away can hurt. So a source counts only while its samples are
-    such as the member could have taken itself.
+    learns from. So a source counts only while its samples are such as the member could have taken itself.
+
+    It pays where each member samples little, such as one group a step, and nobody knows the hyperparameters: members
+    that learn from all come out alike, about as good as one agent with all of the samples and a fair learning rate. It
+    does not find what a well-tuned agent finds, and costs learning time. With 8 members of one group of 8, learning
+    rates from 1e-4 to 5e-2 and fitness by what training earns, populations that learnt from all ended best at equal
+    steps in the environment on CartPole-v1 and Acrobot-v1; on LunarLander-v3 (one seed) sharing did not help.
 
     Attributes:
         learn_from: Whose samples a member learns from beside its own: those of "all"; of all that earned no less than
@@ -34,8 +39,9 @@ class SharedExperience:
             makes learning n times as much work, sampling no more.
         least_ess: What the effective sample size of a source must be for a member that learns from it, as a share of
             the source's actions, in [0, 1): 1 where both have the same policy, near 0 where few actions carry all the
-            weight. Where weights are close to log-normal it is exp(-2 KL), so that 0.9 admits sources within some 0.05
-            nats an action. 0 lets every source count and saves the forward pass that measures it.
+            weight. Where weights are close to log-normal it is exp(-2 KL): 0.5 leaves out sources that are further
+            than some 0.35 nats an action away. It is a safety net, as stricter ones did not pay: 0.9 was as good for
+            "all" and worse for "leader", 0.98 worse. 0 lets every source count and saves the pass that measures it.
         samplers: Who samples how much: all members alike ("equal"), or better members more and the worst perhaps
             nothing ("rank"), by fitness. As many in all.
 
@@ -47,7 +53,7 @@ class SharedExperience:
     """
 
     learn_from: LearnFrom = "all"
-    least_ess: float = 0.9
+    least_ess: float = 0.5
     samplers: Samplers = "equal"
 
     def __post_init__(self) -> None:
