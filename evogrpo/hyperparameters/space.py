@@ -43,6 +43,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
                 checked_value(name, value)
         self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
+        self._conditions = {name: each.condition for name, each in self._parameters.items() if each.condition}
         self._check_conditions()
         self._ordered = tuple(sorted(self._parameters, key=lambda name: (self._depth(name), name)))
 
@@ -79,7 +80,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                     )
 
     def _condition(self, name: str) -> Mapping[str, tuple[Value, ...]]:
-        return self[name].condition if name in self else {}
+        return self._conditions.get(name, {})
 
     def _depth(self, name: str) -> int:
         return 1 + max((self._depth(other) for other in self._condition(name)), default=0)
@@ -94,9 +95,10 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
         What another needs counts itself, or the other does not either.
         """
-        return all(
-            values[other] in needed and self.counts(other, values) for other, needed in self._condition(name).items()
-        )
+        condition = self._conditions.get(name)
+        if condition is None:
+            return True
+        return all(values[other] in needed and self.counts(other, values) for other, needed in condition.items())
 
     def point(self, hyperparameters: Hyperparameters) -> tuple[Value, ...]:
         """Return what makes a member differ from others here: all its values, None for those that do not count."""
