@@ -23,7 +23,8 @@ class SuccessiveHalving(Stateless):
     Of n members ceil(n / eta) are left after the first rung, ceil(n / eta^2) after the second and so on. Whoever is
     stopped hands its budget to the rest: generations get longer, or learning steps larger, as members get fewer.
     Nothing mutates: what the winner has learnt, it has learnt with the hyperparameters that it began with. Such a run
-    is fair to hyperparameters that should stay as they are, and needs members that begin spread over the space.
+    is fair to hyperparameters that should stay as they are, and needs members that begin spread over the space: what no
+    founder has is never found.
 
     Each rung gets the same share of a run of `generations` where `every` is generations / (1 + log_eta(members)).
 

@@ -23,7 +23,8 @@ class PB2(Stateless):
     A Gaussian process over hyperparameters and time is fitted to what members have gained in each generation, ranges on
     a log scale by their logarithms; children get the point where its mean and `explore` of its standard deviations add
     up to most, those before them taken as tried already. It finds a good learning rate in wide ranges with few members,
-    where multiplying by a factor would take many generations. What it remembers is the run's history.
+    where multiplying by a factor would take many generations. Where the best learning rates lie close to ruinous ones,
+    it takes more risks than `Tournament`, which does better there. What it remembers is the run's history.
 
     Attributes:
         quantile: Share of members, in (0, 0.5], that is replaced in each generation, by clones of as many of the best;

@@ -48,8 +48,7 @@ class Proposals:
         self._next = float(history.last.number + 1)
         self._observed = gains(history)[-MOST_OBSERVATIONS:]
         self._process = self._posterior()
-        for hyperparameters in living:
-            self._imagine(hyperparameters)
+        self._imagine(living)
 
     def _posterior(self) -> DriftingProcess | None:
         if not self._space or len({each.gain for each in self._observed}) < 2:
@@ -58,10 +57,11 @@ class Proposals:
         times = np.array([float(each.generation) for each in self._observed])
         return fitted(points, times, normal_scores(np.array([each.gain for each in self._observed])))
 
-    def _imagine(self, hyperparameters: Hyperparameters) -> None:
-        if self._process is not None:
-            point = point_of(hyperparameters, self._space)[None]
-            self._process = self._process.imagined(point, np.array([self._next]))
+    def _imagine(self, tried: Sequence[Hyperparameters]) -> None:
+        """Take hyperparameters as tried already in the next generation."""
+        if self._process is not None and tried:
+            points = np.stack([point_of(each, self._space) for each in tried])
+            self._process = self._process.imagined(points, np.full(len(points), self._next))
 
     def of(self, base: Hyperparameters) -> Draw:
         """Return what proposes a birth whose other hyperparameters are those of `base`, for `Plan.from_choices`."""
@@ -75,7 +75,7 @@ class Proposals:
         mean, deviation = self._process.predict(points, np.full(len(points), self._next))
         best = candidates[int(np.argmax(mean + self._explore * deviation))]
         chosen = at(self._space, base, dict(zip(self._space, map(float, best), strict=True)))
-        self._imagine(chosen)
+        self._imagine([chosen])
         return chosen
 
     def _candidates(self, rng: np.random.Generator) -> Array:
