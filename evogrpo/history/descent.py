@@ -1,19 +1,24 @@
 """Who won a run, and the states that led to a member: its line of descent, generation by generation."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from evogrpo.evolution.fitness import GREEDY, SAMPLED
 from evogrpo.history.estimates import Estimate
-from evogrpo.history.records import GenerationReport, MemberReport
+from evogrpo.history.finals import FinalsReport
+from evogrpo.history.records import GenerationReport, MemberReport, TestReport
 
 
-def winner_of(generations: Sequence[GenerationReport], tested: int | None = None) -> MemberReport | None:
+def winner_of(
+    generations: Sequence[GenerationReport], tested: int | None = None, finals: FinalsReport | None = None
+) -> MemberReport | None:
     """Return the best member ever, as it was when it became that.
 
     Args:
         generations: Those that count, in order.
         tested: For a journal of an earlier version, which does not name the best: index of the member that the run has
             tested.
+        finals: The finals that the run has ended with, if it has: who won them.
 
     Returns:
         Its report of that generation; None if nobody was ever evaluated. What an earlier version wrote goes by fitness:
@@ -21,6 +26,7 @@ def winner_of(generations: Sequence[GenerationReport], tested: int | None = None
     """
     members = [member for generation in generations for member in generation.members]
     named = generations[-1].best_ever if generations else None
+    named = named if finals is None else (finals.index, finals.generation)
     for member in members:
         if (member.index, member.generation) == named:
             return member
@@ -31,6 +37,19 @@ def winner_of(generations: Sequence[GenerationReport], tested: int | None = None
         if chosen and member.fitness is not None and (best is None or member.fitness > (best.fitness or 0.0)):
             best = member
     return best
+
+
+def winner_in(events: Sequence[Mapping[str, Any]], generations: Sequence[GenerationReport]) -> MemberReport | None:
+    """Return `winner_of` a journal's generations; what a run said of its end before it was resumed does not count.
+
+    Raises:
+        ValueError: If a value is not what it must be.
+    """
+    place = max((place for place, event in enumerate(events) if event["event"] == "resumed"), default=-1)
+    ending = {event["event"]: event for event in events[place + 1 :]}
+    tested = TestReport.from_json(ending["test"]).index if "test" in ending else None
+    finals = FinalsReport.from_json(ending["finals"]) if "finals" in ending else None
+    return winner_of(generations, tested, finals)
 
 
 def standing_of(member: MemberReport) -> Estimate | None:

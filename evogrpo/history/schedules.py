@@ -8,8 +8,8 @@ from typing import Any
 from evogrpo.evolution.lineage import NETWORK
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.history.checked_fields import JournalFields
-from evogrpo.history.descent import line_of, winner_of
-from evogrpo.history.records import GenerationReport, MemberReport, TestReport
+from evogrpo.history.descent import line_of, winner_in
+from evogrpo.history.records import GenerationReport, MemberReport
 from evogrpo.persistence.journal import latest_generations
 
 
@@ -43,7 +43,7 @@ def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
     numbers = [generation.generation for generation in generations]
     if numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"a schedule needs every generation from 1 on, but the journal has {numbers}: restore it")
-    member = winner_of(generations, tested_in(events))
+    member = winner_in(events, generations)
     if member is None:
         raise ValueError("no member was evaluated yet, so there is no best one: let the run finish a generation")
     lengths = _lengths(generations)
@@ -65,13 +65,6 @@ def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
     born = [line[0], *(after for before, after in pairwise(line) if before.index != after.index)]
     networks = tuple(f"{old} -> {new}" for each in born for old, new in [each.changes.get(NETWORK, ("", ""))] if new)
     return FoundSchedule(stages=tuple(stages), member=member, networks=networks)
-
-
-def tested_in(events: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the index of the member that a run has tested at its end; None if it has not, or has gone on since."""
-    place = max((place for place, event in enumerate(events) if event["event"] == "resumed"), default=-1)
-    tests = [TestReport.from_json(event).index for event in events[place + 1 :] if event["event"] == "test"]
-    return tests[-1] if tests else None
 
 
 def _lengths(generations: Sequence[GenerationReport]) -> dict[int, int]:

@@ -96,6 +96,11 @@ def winner(summary: RunSummary) -> int | None:
     return None if best is None else best.index
 
 
+def champion(summary: RunSummary) -> MemberReport | None:
+    """Return the run's best member as it was when it became that; None if nobody was evaluated."""
+    return winner_of(summary.generations, None if summary.test is None else summary.test.index, summary.finals)
+
+
 def ancestors(summary: RunSummary, index: int) -> tuple[Ancestor, ...]:
     """Follow a member back to its founder.
 

@@ -72,6 +72,26 @@ def test_the_winner_is_who_the_run_says_it_is_where_selection_goes_by_something_
     assert (won.index, won.generation, standing_of(won).mean) == (0, 2, 0.7)
 
 
+def test_who_wins_the_finals_is_the_winner_until_the_run_goes_on(tmp_path):
+    earned = {"fitness": 0.5, "standard_error": 0.1}
+    finalists = [{"index": index, "generation": 1, "chosen": earned, "second": earned} for index in (0, 1)]
+    finals = {"event": "finals", "questions": 8, "index": 1, "generation": 1, "finalists": finalists,
+              "measure": "greedy", "cost": {"tokens": 1, "seconds": 1.0}}  # fmt: skip
+    events = [
+        RUN,
+        generation(1, member(0, 0, fitness=0.9), member(1, 1, fitness=0.8), best=0, best_ever=[0, 1]),
+        generation(2, member(0, 0, fitness=0.7), member(1, 1, fitness=0.6), best=0, best_ever=[0, 1], step=8),
+        finals,
+        outcome(1),
+    ]
+    gone_on = [*events, {"event": "resumed", "generation": 2, "step": 8}]
+    for told, index in ((events, 1), (gone_on, 0)):
+        assert (family_tree(told).winner.index, family_tree(told).winner.generation) == (index, 1)
+        found = read_winner(written(tmp_path / str(index), *told))
+        assert (found.member.index, found.member.generation) == (index, 1)
+        assert sum(stage.steps for stage in found.stages) == 4
+
+
 @pytest.mark.parametrize("named", [3, [1], [1, 2, 3], ["0", 1], [True, 1], [0.0, 1]])
 def test_a_winner_named_otherwise_is_refused(named):
     with pytest.raises(ValueError, match="'best_ever' of generation 1 must be two whole numbers"):

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.history.descent import standing_of, winner_of
+from evogrpo.history.descent import standing_of
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.records import MemberReport, TestReport
 from evogrpo.persistence.journal import read_journal
+from evogrpo.report.family import champion
 from evogrpo.report.summary import RunSummary, summarise
 from evogrpo.report.told.winning import interval, told_test
 
@@ -140,7 +141,7 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
         ComparedRun(
             path=folder,
             summary=summary,
-            best=winner_of(summary.generations, None if summary.test is None else summary.test.index),
+            best=champion(summary),
             settings=dict(_flat({name: value for name, value in values.items() if name not in _NO_SETTINGS})),
         )
         for folder, summary, values in zip(folders, summaries, told, strict=True)

@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evogrpo.history.checked_fields import REMEDY
-from evogrpo.history.descent import line_of, winner_of
+from evogrpo.history.descent import line_of
 from evogrpo.history.records import MemberReport
-from evogrpo.report.summary import RunSummary, summarise
+from evogrpo.report.family import champion
+from evogrpo.report.summary import summarise
 from evogrpo.report.told.births import ToldBirth, told_births
 
 _FEW = 2
@@ -77,7 +78,7 @@ def family_tree(events: Sequence[Mapping[str, Any]]) -> FamilyTree:
     for generation in summary.generations:
         for member in generation.members:
             lives.setdefault(member.index, []).append(member)
-    winner = winner_of(summary.generations, _tested(summary))
+    winner = champion(summary)
     line = () if winner is None else line_of(summary.generations, winner)
     return FamilyTree(
         births=births,
@@ -162,10 +163,6 @@ class _Layout:
 
     def _wins(self, member: ToldBirth) -> bool:
         return member.index in self.tree.path
-
-
-def _tested(summary: RunSummary) -> int | None:
-    return None if summary.test is None else summary.test.index
 
 
 def _birth_json(birth: ToldBirth) -> dict[str, Any]:
