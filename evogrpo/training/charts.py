@@ -39,7 +39,7 @@ def step_curves(members: Mapping[int, Mapping[str, float | None]], *, plays: boo
 
 
 def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]) -> dict[str, float]:
-    """Return the curves' values after an evaluation, by tag: fitness, and the hyperparameters that can differ.
+    """Return the curves' values after an evaluation, by tag: fitness however measured, its cost, and what can differ.
 
     Args:
         members: Those that are alive.
@@ -51,7 +51,9 @@ def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]
     curves: dict[int, dict[str, float | None]] = {}
     for member in members:
         numbers = {name: own for name in shown if not isinstance(own := values[member.slot][name], str)}
-        curves[member.slot] = {"fitness": member.fitness, **numbers}
+        others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
+        cost = {} if member.evaluation is None else {"evaluation_cost": float(member.evaluation.tokens)}
+        curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
     return _curves(curves)
 
 

@@ -16,6 +16,7 @@ from evogrpo.history.finals import FinalsReport
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.journal import read_journal
 from evogrpo.report.summary import summarise
+from evogrpo.training.charts import generation_curves
 from evogrpo.training.loop.assessment.crowning import Crown, as_agent
 from evogrpo.training.loop.assessment.finals import winner
 from evogrpo.training.loop.assessment.measuring import candidates
@@ -188,7 +189,7 @@ def rewards_by_member(reports):
     return found
 
 
-@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("steps", [1, 3])
 def test_rollouts_are_the_mean_rewards_of_the_last_half_of_the_steps(steps):
     run = step_run(None, fitness="rollouts", steps_per_generation=steps, generations=2, samples_per_step=16)
     reports = finish(run)
@@ -343,6 +344,10 @@ def test_what_evaluations_cost_adds_up_in_every_record(tmp_path):
         total = report.evaluation.tokens
         assert sum(each) == total - spent or spent == 0  # the first total holds the untrained network's as well
         spent = total
+    curves = generation_curves(generations[-1].members, [])
+    for member in generations[-1].members:
+        assert curves[f"evaluation_cost/slot_{member.slot}"] == member.evaluation.tokens
+        assert curves[f"measured_rollouts/slot_{member.slot}"] == member.measured["rollouts"].mean
     assert run.result.evaluation.tokens == spent + run.result.test.cost.tokens
 
 
@@ -379,7 +384,7 @@ def test_with_dynamic_sampling_groups_that_were_thrown_away_count():
 # ---- the second set
 
 
-@pytest.mark.parametrize("way", [{}, {"by": "rollouts"}, {"by": "both", "sampled": True}], ids=str)
+@pytest.mark.parametrize("way", [{"by": "rollouts"}, {"by": "both", "sampled": True}], ids=str)
 def test_finalists_answer_questions_that_selection_never_saw_and_the_best_of_them_is_the_best(way, tmp_path):
     env = cart_pole(validation_size=10)
     run = step_run(tmp_path / "run", fitness={"second_set": 6, "finalists": 2, **way}, env=env, samples_per_step=16)
