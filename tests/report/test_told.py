@@ -72,7 +72,7 @@ def test_the_winner_is_who_the_run_says_it_is_where_selection_goes_by_something_
     assert (won.index, won.generation, standing_of(won).mean) == (0, 2, 0.7)
 
 
-def test_who_wins_the_finals_is_the_winner_until_the_run_goes_on(tmp_path):
+def test_who_wins_the_finals_is_the_winner_also_once_the_run_goes_on(tmp_path):
     earned = {"fitness": 0.5, "standard_error": 0.1}
     finalists = [{"index": index, "generation": 1, "chosen": earned, "second": earned} for index in (0, 1)]
     finals = {"event": "finals", "questions": 8, "index": 1, "generation": 1, "finalists": finalists,
@@ -85,10 +85,10 @@ def test_who_wins_the_finals_is_the_winner_until_the_run_goes_on(tmp_path):
         outcome(1),
     ]
     gone_on = [*events, {"event": "resumed", "generation": 2, "step": 8}]
-    for told, index in ((events, 1), (gone_on, 0)):
-        assert (family_tree(told).winner.index, family_tree(told).winner.generation) == (index, 1)
-        found = read_winner(written(tmp_path / str(index), *told))
-        assert (found.member.index, found.member.generation) == (index, 1)
+    for number, told in enumerate((events, gone_on)):
+        assert (family_tree(told).winner.index, family_tree(told).winner.generation) == (1, 1)
+        found = read_winner(written(tmp_path / str(number), *told))
+        assert (found.member.index, found.member.generation) == (1, 1)
         assert sum(stage.steps for stage in found.stages) == 4
 
 
