@@ -1,5 +1,7 @@
 """One line from an environment to a population that has learnt it."""
 
+import dataclasses
+
 import gymnasium
 import numpy as np
 import pytest
@@ -72,7 +74,8 @@ def test_it_is_the_run_that_its_parts_would_be():
     by_hand = evolve(
         population, env, strategy=Fixed(), generations=2, steps_per_generation=2, samples_per_step=8
     ).finish()
-    assert by_hand.result.test == short.result.test
+    tests = [dataclasses.replace(each.result.test, cost=None) for each in (by_hand, short)]  # which has seconds
+    assert tests[0] == tests[1]
     for one, other in zip(population, short.population, strict=True):
         assert equal_states(one.state(), other.state())
 
