@@ -23,7 +23,7 @@ from evogrpo.evolution import (
 )
 
 First = Literal["oracle", "default", "drawn"]
-BOTH = FitnessConfig(by="both", racing=True)
+BOTH = FitnessConfig(by="both", racing=True, candidates=3)
 """How every arm but the one of old measures fitness: training rewards decide, validation crowns."""
 
 
@@ -38,7 +38,6 @@ class Arm:
         first: The first member's hyperparameters; of a population the others are spread over the space.
         fitness: How fitness is measured.
         experience: Whose samples members learn from.
-        steps: Learning steps per generation.
         factor: Size of a mutation's step on ranges; None = the package's.
     """
 
@@ -48,14 +47,13 @@ class Arm:
     first: First = "drawn"
     fitness: FitnessConfig = BOTH
     experience: str = "own"
-    steps: int = 4
     factor: float | None = None
 
 
 ARMS: dict[str, Arm] = {
-    "oracle": Arm(what="one agent, tuned by hand", strategy=Fixed, alone=True, first="oracle", steps=8),
-    "defaults": Arm(what="one agent, the package's defaults", strategy=Fixed, alone=True, first="default", steps=8),
-    "one-drawn": Arm(what="one agent, values drawn at random", strategy=Fixed, alone=True, steps=8),
+    "oracle": Arm(what="one agent, tuned by hand", strategy=Fixed, alone=True, first="oracle"),
+    "defaults": Arm(what="one agent, the package's defaults", strategy=Fixed, alone=True, first="default"),
+    "one-drawn": Arm(what="one agent, values drawn at random", strategy=Fixed, alone=True),
     "random-search": Arm(what="random search, then the best", strategy=RandomSearch),
     "halving": Arm(what="successive halving", strategy=SuccessiveHalving),
     "selection-only": Arm(what="selection without mutation", strategy=SelectionOnly),

@@ -53,7 +53,6 @@ def optuna(task_name: str, start: Start, seed: int) -> dict[str, Any]:
             first={**task.fixed, **trial.params},
             seed=seed * 1000 + trials,
             budget=min(longest, task.budget - used),
-            steps=2,
             env_seed=seed,
         )
         trials += 1

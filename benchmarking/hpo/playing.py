@@ -46,7 +46,6 @@ def play(task_name: str, start: Start, arm_name: str, seed: int) -> dict[str, An
         alone=arm.alone,
         first=first_values(task, arm, start, seed),
         seed=seed,
-        steps=arm.steps,
         spread=start != "wrong",
         factor=arm.factor,
     )
@@ -79,7 +78,6 @@ def members_of(
     alone: bool,
     first: Mapping[str, Any],
     seed: int,
-    steps: int,
     experience: str = "own",
     spread: bool = True,
     factor: float | None = None,
@@ -95,7 +93,6 @@ def members_of(
         alone: One agent rather than a population.
         first: Its hyperparameters, or the first member's.
         seed: Of members and draws.
-        steps: Learning steps per generation.
         experience: Whose samples members learn from.
         spread: Whether the others are spread over the space.
         factor: Size of a mutation's step on ranges; None = the package's.
@@ -135,7 +132,7 @@ def members_of(
         strategy=strategy,
         fitness=fitness,
         experience=experience,
-        steps_per_generation=steps,
+        steps_per_generation=2 * task.steps if alone else task.steps,
         samples_per_step=samples,
         test_questions=0,
         count_evaluations=True,

@@ -26,6 +26,7 @@ class Task:
         oracle_samples: Its samples per learning step.
         members: Of a population.
         samples: Samples of each of its members per learning step.
+        steps: Learning steps of its generations; a single agent's are twice as long, as nothing is decided then.
         validation: Held-out starts for choosing.
         test: Held-out starts for the table.
         space: What is looked for, three decades of learning rate.
@@ -43,6 +44,7 @@ class Task:
     oracle_samples: int = 32
     members: int = 8
     samples: int = 8
+    steps: int = 4
     validation: int = 32
     test: int = 100
     space: HyperparameterConfig
@@ -71,7 +73,7 @@ TASKS: dict[str, Task] = {
     for task in (
         Task(
             name="CartPole-v1",
-            budget=150_000,
+            budget=200_000,
             seconds=4.0,
             random=23.0,
             solved=500.0,
@@ -81,7 +83,7 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             name="Acrobot-v1",
-            budget=200_000,
+            budget=300_000,
             seconds=8.0,
             random=-498.0,
             solved=-80.0,
@@ -91,8 +93,8 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             name="Pendulum-v1",
-            budget=200_000,
-            seconds=8.0,
+            budget=500_000,
+            seconds=12.0,
             random=-1230.0,
             solved=-150.0,
             oracle={"lr": 3e-3, "update_epochs": 4},
@@ -105,7 +107,7 @@ TASKS: dict[str, Task] = {
             seconds=25.0,
             random=-184.0,
             solved=200.0,
-            oracle={"lr": 3e-3, "update_epochs": 4},
+            oracle={"lr": 3e-3, "update_epochs": 2},
             oracle_samples=16,
             space=PLAY_SPACE,
             fixed={"batch_size": 256},
@@ -113,11 +115,12 @@ TASKS: dict[str, Task] = {
         ),
         Task(
             name="FrozenLake-v1",
-            budget=60_000,
-            seconds=5.0,
+            budget=200_000,
+            seconds=12.0,
             random=0.015,
             solved=0.74,
-            oracle={"lr": 3e-3, "update_epochs": 4},
+            oracle={"lr": 3e-3, "update_epochs": 2},
+            oracle_samples=64,
             validation=100,
             test=1000,
             space=PLAY_SPACE,
@@ -126,32 +129,34 @@ TASKS: dict[str, Task] = {
         Task(
             name="two_digit_sums",
             words=True,
-            budget=26_000,
-            seconds=120.0,
-            random=0.3,
-            solved=0.9,
-            oracle={"lr": 2e-4},
-            oracle_samples=32,
+            budget=16_000,
+            seconds=60.0,
+            random=0.05,
+            solved=0.6,
+            oracle={"lr": 3e-4},
+            oracle_samples=64,
             members=4,
             samples=16,
+            steps=2,
             test=128,
             space=WORDS_SPACE,
-            fixed={"batch_size": 16, "max_grad_norm": 1.0},
+            fixed={"batch_size": 32, "max_grad_norm": 1.0},
         ),
         Task(
             name="digit_chains",
             words=True,
-            budget=26_000,
-            seconds=120.0,
-            random=0.3,
-            solved=0.9,
-            oracle={"lr": 2e-4},
-            oracle_samples=32,
+            budget=16_000,
+            seconds=60.0,
+            random=0.05,
+            solved=0.6,
+            oracle={"lr": 3e-4},
+            oracle_samples=64,
             members=4,
             samples=16,
+            steps=2,
             test=128,
             space=WORDS_SPACE,
-            fixed={"batch_size": 16, "max_grad_norm": 1.0},
+            fixed={"batch_size": 32, "max_grad_norm": 1.0},
         ),
     )
 }

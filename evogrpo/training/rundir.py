@@ -22,8 +22,8 @@ from evogrpo.history.records import GenerationReport, TestReport
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.checkpoint import write_checkpoint
 from evogrpo.persistence.claim import Claim
-from evogrpo.persistence.folders import check_new_folder
-from evogrpo.persistence.generations import generation_folder, latest_complete, prune
+from evogrpo.persistence.folders import check_new_folder, left_by_kill
+from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, latest_complete, prune
 from evogrpo.persistence.journal import Journal, latest_generations, read_journal
 from evogrpo.persistence.manifest import MANIFEST_NAME
 from evogrpo.persistence.placement import stored_at
@@ -104,7 +104,9 @@ class RunDir:
                 f"{self.path} already holds a run, which is never overwritten: continue it (`evogrpo resume` on the "
                 "command line, evogrpo.resume in Python), or choose another run directory"
             )
-        check_new_folder(self.path, "run directory")
+        # A run that was killed before its founders were saved has left nothing that could be gone on with.
+        left_over = [CHECKPOINTS] if left_by_kill(self.path / CHECKPOINTS) else []
+        check_new_folder(self.path, "run directory", left_over=left_over)
 
     def create(self) -> None:
         """Make the folder and claim it; refuse one that already holds a run, as `check_unused` does."""

@@ -239,6 +239,18 @@ def test_killed_at_random_moments_and_restarted_it_ends_as_if_never_killed(whole
             patience *= 1.0 if under_way else 1.5  # a slow machine is given more time to get somewhere first
 
 
+def test_a_run_killed_before_its_founders_were_saved_is_begun_anew_in_its_folder(tmp_path):
+    half = tmp_path / "checkpoints" / f".generation-0000.temporary-{'0' * 32}"
+    half.mkdir(parents=True)
+    (half / "population.safetensors").write_bytes(b"half of it")
+    finish(tiny_run(tmp_path, generations=1))
+    assert read_journal(tmp_path / "journal.jsonl")[0]["event"] == "run"
+    other = tmp_path / "other"
+    (other / "checkpoints" / "somebody's").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"must be empty, but .* holds checkpoints"):
+        tiny_run(other)
+
+
 BRIEF = {"steps_per_generation": 2, "samples_per_step": 8}
 
 

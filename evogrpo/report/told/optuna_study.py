@@ -75,13 +75,13 @@ def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[
 
 def _storage(storage: str) -> "BaseStorage":
     import optuna
+    from optuna.storages.journal import JournalFileBackend
 
     try:
         if "://" in storage:
             return optuna.storages.RDBStorage(storage)
         Path(storage).absolute().parent.mkdir(parents=True, exist_ok=True)
-        backend = optuna.storages.journal.JournalFileBackend(storage)
-        return optuna.storages.JournalStorage(backend)
+        return optuna.storages.JournalStorage(JournalFileBackend(storage))
     except Exception as error:  # of whatever database it is
         raise ValueError(
             f"{storage} cannot be opened as a storage of Optuna ({error}): give sqlite:///FILE, or the path of a file"
