@@ -64,7 +64,7 @@ ARMS: dict[str, Arm] = {
     "restarts": Arm(what="iterated restarts (IPBT)", strategy=IteratedRestarts),
     "tournament-before": Arm(
         what="the tournament before the study: factor 1.2, every member validated greedily",
-        strategy=lambda: Tournament(size=2, z=1.0, mutation=Mutation(probability=0.5)),
+        strategy=lambda: Tournament(size=2, z=1.0, mutation=Mutation(probability=0.5), explore_when_stuck=False),
         fitness=FitnessConfig(by="validation", racing=False),
         factor=1.2,
     ),
