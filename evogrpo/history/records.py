@@ -365,6 +365,11 @@ class TestReport:
     cost: EvaluationCost | None = None
     scores: tuple[float, ...] = ()
 
+    def __repr__(self) -> str:
+        gain = "" if self.gain is None else f", gain={self.gain!r}"
+        told = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
+        return f"TestReport({told}{gain})"
+
     @property
     def beyond_noise(self) -> bool | None:
         """Whether member and base differ by more than two standard errors of the paired difference; None = unknown."""

@@ -96,6 +96,7 @@ def test_inspected_attributes_are_the_constructors_arguments_and_the_agents_stat
     everything = GRPO.inspect_attributes(agent)
     assert set(everything) - set(arguments) == {
         "slot",
+        "back_to",
         "parent",
         "born",
         "fitness",

@@ -70,7 +70,9 @@ class RunKindTestCase(ABC):
 
     def test_the_memory_of_a_run_is_the_same_however_it_is_begun(self, kind, prepared):
         need = prepared.forecast().need
-        assert need == kind.need(prepared.population(), prepared.env, prepared.config.schedule)
+        assert need == kind.need(
+            prepared.population(), prepared.env, prepared.config.schedule, prepared.config.experience
+        )
         assert need is None or (need.size > 0 and need.savings)
 
     def test_founders_are_of_the_kind_and_as_many_as_asked_for(self, kind, prepared):

@@ -122,7 +122,7 @@ def test_a_run_that_an_earlier_version_began_goes_on_without_what_was_not_counte
     saved = Progress(members=2).to_json()
     del saved["slot_timesteps"], saved["slot_epochs"]
     progress = Progress.from_json(saved)
-    progress.add_step(1.0, {0: 5, 1: 7}, {}, timesteps={0: 2, 1: 3}, epochs={0: 1, 1: 1})
+    progress.add_step(1.0, {0: 5, 1: 7}, {}, timesteps={0: 2, 1: 3}, epochs={0: 1, 1: 1}, earned={})
     assert progress.slot_tokens == [5, 7]
     run = step_run(None)
     run.progress.slot_timesteps, run.progress.slot_epochs = [], []
