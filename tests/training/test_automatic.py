@@ -1,6 +1,8 @@
 """What a configuration leaves out, or calls auto, evolution finds: over wide ranges, and only what can matter."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
 from evogrpo.evolution import spread_members
+from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
     LANGUAGE_RANGES,
@@ -17,6 +20,7 @@ from evogrpo.hyperparameters import (
 )
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.configuration.strict_yaml import read_yaml
 from tests.tiny_models import tiny_model
 
 QUESTIONS = {"task": {"dataset": {"train": "sums.jsonl"}, "reward": "r.py:f", "form": "trl"}}
@@ -127,3 +131,14 @@ def test_a_range_of_ones_own_beside_auto_stays():
     config = parse_config({**QUESTIONS, "evolve": {"lr": {"min": 1e-5, "max": 1e-4}, "clip_coef": "auto"}})
     assert config.evolve["lr"] == RLParameter(min=1e-5, max=1e-4)
     assert config.evolve["clip_coef"] == LANGUAGE_RANGES["clip_coef"]
+
+
+def test_the_spaces_and_settings_of_the_page_on_evolution_are_ones_that_can_be_written():
+    page = (Path(__file__).parents[2] / "docs" / "evolution.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    assert blocks
+    for block in blocks:
+        assert parse_config({**QUESTIONS, "hyperparameters": {"batch_size": 32}, **read_yaml(block, "the page")}).evolve
+    table = page[page.index("| name | what it does |") : page.index("Those that select take")]
+    named = set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
+    assert named == set(BUILT_IN)
