@@ -43,8 +43,9 @@ class Schedule:
         max_timesteps: Most steps in the environment, all members' together. A learning step is played to its end, so a
             run takes up to one more than that. Not for language models.
         max_tokens: Most tokens, all members and updates together.
-        count_evaluations: Whether these two count what evaluations take as well, up to those at the run's end: members
-            are still evaluated and the best is tested once a limit is reached.
+        count_evaluations: Whether these two count what evaluations take as well, all but the test at the run's end. No
+            learning step is begun then that is expected to overstep them with the evaluation after it, by what the
+            latest step took.
         max_seconds: Most wall-clock time of the whole run, evaluations and the test included.
         target_fitness: Stop once a member reaches it.
     """

@@ -351,14 +351,22 @@ def test_what_evaluations_cost_adds_up_in_every_record(tmp_path):
     assert run.result.evaluation.tokens == spent + run.result.test.cost.tokens
 
 
-def test_limits_may_count_evaluations():
-    limits = {"generations": None, "max_timesteps": 4000, "test_questions": 0, "samples_per_step": 16}
-    plain, counting = (step_run(None, count_evaluations=count, **limits) for count in (False, True))
+@pytest.mark.parametrize("by", ["validation", "both", "rollouts"])
+def test_limits_that_count_evaluations_leave_room_for_them(by):
+    limits = {"generations": None, "max_timesteps": 6000, "test_questions": 0, "samples_per_step": 16}
+    plain, counting = (step_run(None, count_evaluations=count, fitness=by, **limits) for count in (False, True))
     for run in (plain, counting):
         finish(run)
-    assert counting.progress.timesteps < plain.progress.timesteps
-    progress = counting.progress
-    assert progress.timesteps + progress.evaluation_tokens >= 4000
+    assert plain.progress.timesteps >= 6000
+    spent = counting.progress.spent(evaluations=True)["timesteps"]
+    assert spent == counting.progress.timesteps + counting.progress.evaluation_tokens
+    # Episodes grow, and what is to come is expected to be like the latest: by a little it may be more.
+    assert 6000 - 2 * counting.progress.latest_timesteps < spent < 6600
+    assert "leave no room for another learning step" in counting.result.reason
+    assert counting.result.best is not None
+
+
+def test_counting_evaluations_needs_a_limit_that_counts():
     with pytest.raises(ValueError, match="count_evaluations is about max_tokens and max_timesteps"):
         step_run(None, count_evaluations=True)
 

@@ -20,6 +20,7 @@ from evogrpo.records import LearnReport
 from evogrpo.training.loop.assessment.finals import second_set
 from evogrpo.training.loop.assessment.measuring import Measured, measure
 from evogrpo.training.loop.assessment.rollouts import rollouts_of
+from evogrpo.training.loop.budget import overstepped
 from evogrpo.training.loop.clock import Clock, OutOfTime
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.remarks import remark
@@ -148,6 +149,13 @@ class Acting:
         """Whether the generation under way says enough of every healthy member to select by."""
         slots = [agent.slot for agent in self._population.healthy]
         return self._fitness.selecting != ROLLOUTS or all(rollouts_of(self._progress, slot) for slot in slots)
+
+    def overstepped(self) -> str | None:
+        """Return in words which limit another learning step and its evaluation would overstep; None if none."""
+        members, questions = len(self._population.healthy), self.questions("validation")
+        asked = {"validation": members, "both": min(members, self._fitness.candidates)}.get(self._fitness.by, 0)
+        samples = members * self._progress.samples_per_step
+        return overstepped(self.schedule, self._progress, samples=samples, answers=asked * questions)
 
     def compare(self, state: Mapping[str, Tensor]) -> tuple[Fitness, Fitness, EvaluationCost]:
         """Return what the untrained base and a learner state earn on as many questions of the test as time allows."""

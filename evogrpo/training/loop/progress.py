@@ -67,6 +67,8 @@ class Progress:
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
+        latest_tokens: Tokens of the latest learning step, updates included.
+        latest_timesteps: Those of them that were sampled.
         evaluation_tokens: Tokens (or environment steps) that evaluations took so far, the untrained base's included.
         evaluation_seconds: Their wall-clock time.
         rollouts: What each slot earned in the generation under way: step, place of the start in that step's block, and
@@ -98,6 +100,8 @@ class Progress:
     member_tokens: list[int] = field(default_factory=list)
     member_seconds: list[float] = field(default_factory=list)
     metrics: list[dict[str, tuple[float, int]]] = field(default_factory=list)
+    latest_tokens: int = 0
+    latest_timesteps: int = 0
     evaluation_tokens: int = 0
     evaluation_seconds: float = 0.0
     rollouts: list[list[tuple[int, int, float]]] = field(default_factory=list)
@@ -173,7 +177,8 @@ class Progress:
         total = max(1, sum(tokens.values()))
         self.step += 1
         self.step_in_generation += 1
-        self.tokens += sum(tokens.values())
+        self.latest_tokens, self.latest_timesteps = sum(tokens.values()), sum(timesteps.values())
+        self.tokens += self.latest_tokens
         for slot, amount in tokens.items():
             self.slot_tokens[slot] += amount
             self.member_tokens[slot] += amount

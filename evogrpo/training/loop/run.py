@@ -186,7 +186,8 @@ class Evolution:
             so_far = progress.spent(evaluations=self.schedule.count_evaluations)
             spent = self.schedule.spent(**so_far, seconds=progress.seconds)
             # A first best member is worth another step where training rewards say too little yet.
-            if spent is not None and (progress.best or self.acting.can_evaluate()) and progress.step_in_generation:
+            ready = progress.step_in_generation and (progress.best or self.acting.can_evaluate())
+            if ready and (spent or self.acting.overstepped()):
                 return
             if progress.step and not clock.step_fits(self.acting.closing()):
                 clock.end()
@@ -303,12 +304,13 @@ class Evolution:
     def ended(self) -> str | None:
         """Return in words which limit of the schedule has been reached; None if none has."""
         progress = self.progress
-        return self.schedule.ended_by(
+        reached = self.schedule.ended_by(
             **progress.spent(evaluations=self.schedule.count_evaluations),
             generation=progress.generation,
             seconds=max(progress.seconds, progress.out_of_time),
             fitness=None if progress.best is None else progress.best.fitness.mean,
         )
+        return self.acting.overstepped() if reached is None else reached
 
     def _collect(self) -> Collected:
         """Let the members act; if that fails, what they have learnt so far is kept."""
