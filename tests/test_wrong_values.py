@@ -13,7 +13,7 @@ from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLPa
 from evogrpo.agents.options import Options, TeamOptions
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.strategies import Fixed, MutationOnly, RandomSearch, SelectionOnly, TruncationPBT
+from evogrpo.evolution.strategies import Fixed, MutationOnly, Narrowing, RandomSearch, SelectionOnly, TruncationPBT
 from evogrpo.objective import Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.agent_sections import LanguageAgent, NetworkAgent
@@ -40,6 +40,7 @@ RECORDS: list[tuple[type, dict[str, Any]]] = [
     (Tournament, {}),
     (Fixed, {}),
     (TruncationPBT, {}),
+    (Narrowing, {}),
     (SelectionOnly, {}),
     (MutationOnly, {}),
     (RandomSearch, {}),

@@ -7,6 +7,7 @@ from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
 from evogrpo.evolution.strategies.controls.random_search import RandomSearch
 from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
+from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.evolution.strategies.registry import BUILT_IN, EARLIER_NAMES, strategy_from_json
 from evogrpo.evolution.strategies.replay import Replay, ScheduleStage
 from evogrpo.evolution.strategies.strategy import Stateless, Strategy
@@ -22,6 +23,7 @@ __all__ = [
     "IteratedRestarts",
     "MultiFrequency",
     "MutationOnly",
+    "Narrowing",
     "RandomSearch",
     "Replay",
     "ScheduleStage",

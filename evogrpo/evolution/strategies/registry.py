@@ -12,6 +12,7 @@ from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
 from evogrpo.evolution.strategies.controls.random_search import RandomSearch
 from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
+from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.evolution.strategies.replay import Replay
 from evogrpo.evolution.strategies.strategy import Strategy
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
@@ -21,6 +22,7 @@ from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
 
 BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,
+    "narrowing": Narrowing,
     "truncation_pbt": TruncationPBT,
     "pb2": PB2,
     "multi_frequency": MultiFrequency,

@@ -1,0 +1,59 @@
+"""Narrowing: members get fewer, what a generation costs does not, and those that remain evolve."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from evogrpo.evolution import Narrowing, strategy_from_json
+from tests.conformance.strategy import SAMPLES_PER_STEP, Life, StrategyTestCase
+from tests.evolution.simulated_training import Simulation, Surface, wrong_founders
+
+
+class NarrowingTestCase(StrategyTestCase):
+    strategy = Narrowing()
+
+    def make_strategy(self):
+        return self.strategy
+
+
+class TestNarrowing(NarrowingTestCase):
+    pass
+
+
+class TestNarrowingToOne(NarrowingTestCase):
+    strategy = Narrowing(eta=3, every=1, least=1, quantile=0.5)
+
+
+def test_members_get_fewer_and_each_learning_step_costs_the_same():
+    life = Life(8, spread=3.0)
+    list(TestNarrowing().follow(Narrowing(z=0.0), life, 30))
+    living = [len(each.seats) - len(each.empty) for each in life.generations]
+    assert living[0] == 8
+    assert living[-1] == 2
+    assert all(after in (before, before / 2) for before, after in pairwise(living))
+    assert {count * each.samples_per_step for count, each in zip(living, life.generations, strict=True)} == {
+        8 * SAMPLES_PER_STEP
+    }
+
+
+def test_nobody_is_stopped_while_nobody_gets_better():
+    """From far below every rate that teaches anything, members look for a way before they get fewer."""
+    runs = [Simulation(Narrowing(), Surface(optimum=-2.0), wrong_founders(8, lr=1e-5), seed=seed) for seed in range(8)]
+    for run in runs:
+        run.run(12)
+    assert np.median([run.distance for run in runs]) < 1.5
+    assert np.median([run.best_score for run in runs]) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eta": 1}, "eta must be at least 2"),
+        ({"least": 0}, "least must be at least 1"),
+        ({"quantile": 0.6}, "quantile"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        strategy_from_json({"name": "narrowing", **settings})
