@@ -24,10 +24,10 @@ class Narrowing(Stateless):
     A population of n takes n times the samples of one agent. That pays while nobody knows which hyperparameters are
     good, and is a waste from then on. So at a rung one in `eta` is kept and the rest are stopped, as in successive
     halving, and those that remain take their samples too: learning steps grow as members get fewer, and no generation
-    has more samples than the first. In each generation the worst quarter of those that remain are replaced by mutated clones of
-    the best, so that what no founder had is found, and what is good later is found later. Where nobody got better
-    beyond the noise there is nothing to narrow down to yet: nobody is stopped, and all but the best are mutated in
-    place.
+    has more samples than the first. In each generation the worst quarter of those that remain are replaced by mutated
+    clones of the best, so that what no founder had is found, and what is good later is found later. Where nobody got
+    better beyond the noise there is nothing to narrow down to yet: nobody is stopped, and all but the best are mutated
+    in place.
 
     Attributes:
         eta: One in how many is kept at a rung, at least 2.
