@@ -16,7 +16,7 @@ from benchmarking.hpo.protocol import ARMS_OF, CONTROLS, PLAYED, STARTS_OF, WRIT
 from benchmarking.hpo.tasks import TASKS
 
 Runs = Sequence[Mapping[str, Any]]
-CANDIDATES = ("evogrpo", "evogrpo-shared")
+CANDIDATES = ("narrowing", "narrowing-shared")
 
 
 def tables(runs: Runs) -> str:
@@ -28,7 +28,7 @@ def tables(runs: Runs) -> str:
             parts.append(f"## Starts: {start}\n\n### At equal cost\n\n{_scores(there, start, 'score')}")
             parts.append(f"### At equal processor time\n\n{_scores(there, start, 'early')}")
             parts.append(f"### What it cost\n\n{_costs(there, start)}")
-            parts.append(f"### Probability that the default beats an arm, normalised scores\n\n{_beaten(there, start)}")
+            parts.append(f"### Probability that narrowing beats an arm, normalised scores\n\n{_beaten(there, start)}")
     return "\n\n".join(parts)
 
 

@@ -14,6 +14,7 @@ from evogrpo.evolution import (
     MultiFrequency,
     Mutation,
     MutationOnly,
+    Narrowing,
     RandomSearch,
     SelectionOnly,
     Strategy,
@@ -68,6 +69,8 @@ ARMS: dict[str, Arm] = {
         fitness=FitnessConfig(by="validation", racing=False),
         factor=1.2,
     ),
-    "evogrpo": Arm(what="evogrpo's default", strategy=Tournament),
-    "evogrpo-shared": Arm(what="evogrpo's default, experience shared", strategy=Tournament, experience="shared"),
+    "tournament": Arm(what="the tournament", strategy=Tournament),
+    "tournament-shared": Arm(what="the tournament, experience shared", strategy=Tournament, experience="shared"),
+    "narrowing": Arm(what="narrowing", strategy=Narrowing),
+    "narrowing-shared": Arm(what="narrowing, experience shared", strategy=Narrowing, experience="shared"),
 }

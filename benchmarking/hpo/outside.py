@@ -81,7 +81,7 @@ def optuna(task_name: str, start: Start, seed: int) -> dict[str, Any]:
         "arm": "optuna",
         "seed": seed,
         "score": float(np.mean(scores)),
-        "scores": [round(score, 4) for score in scores],
+        "standard_error": float(np.std(scores, ddof=1) / np.sqrt(len(scores))),
         "early": float(np.mean(tested(*early))) if early else task.random,
         "fitness": best[0],
         "cost": used,

@@ -32,7 +32,7 @@ DRAWS = 2**20  # names the stream of first values, apart from every other use of
 def play(task_name: str, start: Start, arm_name: str, seed: int) -> dict[str, Any]:
     """Return what an arm came to, as plain JSON values.
 
-    The keys: `score`, the mean over the test's starts, and `scores`, each of them; `fitness`, what the best was chosen
+    The keys: `score`, the mean over the test's starts, and its `standard_error`; `fitness`, what the best was chosen
     by; `cost`, steps or tokens of everything but the test, and `evaluations` of them; `seconds` of processor time, and
     `early`, the score at the task's seconds; `best`, its hyperparameters; `generations`; `failed`, why there is none.
     """
@@ -58,7 +58,7 @@ def play(task_name: str, start: Start, arm_name: str, seed: int) -> dict[str, An
     scores = tested(run, env)
     return record | {
         "score": float(np.mean(scores)),
-        "scores": [round(score, 4) for score in scores],
+        "standard_error": float(np.std(scores, ddof=1) / np.sqrt(len(scores))),
         "early": float(np.mean(scores if early is progress.best else _tested(run, env, early))),
         "fitness": None if progress.best is None else progress.best.fitness.mean,
         "cost": spent_by(run, task),

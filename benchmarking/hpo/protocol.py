@@ -12,7 +12,17 @@ STARTS_OF: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("CartPole-v1", "Acrobot-v1"), ("unknown", "wrong", "right")),
 }
 
-SEARCHES = ("truncation-pbt", "pb2", "multi-frequency", "restarts", "tournament-before", "evogrpo", "evogrpo-shared")
+SEARCHES = (
+    "truncation-pbt",
+    "pb2",
+    "multi-frequency",
+    "restarts",
+    "tournament-before",
+    "tournament",
+    "tournament-shared",
+    "narrowing",
+    "narrowing-shared",
+)
 ARMS_OF: dict[str, tuple[str, ...]] = {
     "unknown": (
         "oracle",

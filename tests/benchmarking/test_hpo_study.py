@@ -18,13 +18,13 @@ def short(monkeypatch):
     return task
 
 
-@pytest.mark.parametrize("arm", ["oracle", "random-search", "tournament-before", "evogrpo", "evogrpo-shared"])
+@pytest.mark.parametrize("arm", ["oracle", "random-search", "tournament-before", "narrowing", "narrowing-shared"])
 def test_an_arm_pays_for_everything_but_its_test(short, arm):
     record = json.loads(json.dumps(playing.play(short.name, "unknown", arm, 3)))
     assert record["cost"] >= short.budget
     assert 0 < record["evaluations"] < record["cost"]
-    assert len(record["scores"]) == short.test
-    assert record["score"] == pytest.approx(np.mean(record["scores"]), abs=1e-3)
+    assert 9 <= record["score"] <= 500
+    assert record["standard_error"] >= 0
     assert record["best"].keys() == short.space.keys()
     again = playing.play(short.name, "unknown", arm, 3)
     assert {**record, "seconds": 0, "early": 0} == {**again, "seconds": 0, "early": 0}
@@ -32,7 +32,7 @@ def test_an_arm_pays_for_everything_but_its_test(short, arm):
 
 def test_arms_begin_where_the_start_says():
     task = tasks.TASKS["CartPole-v1"]
-    search, oracle = arms.ARMS["evogrpo"], arms.ARMS["oracle"]
+    search, oracle = arms.ARMS["narrowing"], arms.ARMS["oracle"]
     drawn = [playing.first_values(task, search, "unknown", seed) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
     assert playing.first_values(task, arms.ARMS["one-drawn"], "unknown", 0) == drawn[0]
@@ -55,8 +55,8 @@ def test_every_run_of_the_protocol_has_its_arm_and_task():
 
 
 def test_what_is_recorded_is_not_done_again(tmp_path, short, capsys):
-    words = ["run", "--tasks", short.name, "--starts", "unknown", "--arms", "evogrpo", "--seeds", "0"]
-    line = {"task": short.name, "start": "unknown", "arm": "evogrpo", "seed": 0, "score": 1.0}
+    words = ["run", "--tasks", short.name, "--starts", "unknown", "--arms", "narrowing", "--seeds", "0"]
+    line = {"task": short.name, "start": "unknown", "arm": "narrowing", "seed": 0, "score": 1.0}
     (tmp_path / f"{short.name}.jsonl").write_text(json.dumps(line) + "\n")
     hpo_study.main([*words, "--results", str(tmp_path)])
     assert "0 runs to do, 1 recorded" in capsys.readouterr().out
@@ -74,9 +74,9 @@ def test_tables_and_figure_show_what_there_is(tmp_path):
     runs = [
         {"task": task, "start": "unknown", "arm": arm, "seed": seed, "score": 100.0 + seed, "early": 50.0,
          "cost": 1000, "evaluations": 100, "seconds": 2.0}
-        for task in ("CartPole-v1", "Acrobot-v1") for arm in ("oracle", "evogrpo", "random-search") for seed in range(4)
+        for task in ("CartPole-v1", "Acrobot-v1") for arm in ("oracle", "narrowing", "random-search") for seed in range(4)
     ]  # fmt: skip
     text = analysis.tables(runs)
-    assert "| evogrpo | " in text
+    assert "| narrowing | " in text
     assert "1,000, 10 % evaluations, 2 s" in text
     assert analysis.draw(runs, tmp_path / "study.png").stat().st_size > 10_000
