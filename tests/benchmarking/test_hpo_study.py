@@ -74,7 +74,9 @@ def test_tables_and_figure_show_what_there_is(tmp_path):
     runs = [
         {"task": task, "start": "unknown", "arm": arm, "seed": seed, "score": 100.0 + seed, "early": 50.0,
          "cost": 1000, "evaluations": 100, "seconds": 2.0}
-        for task in ("CartPole-v1", "Acrobot-v1") for arm in ("oracle", "narrowing", "random-search") for seed in range(4)
+        for task in ("CartPole-v1", "Acrobot-v1")
+        for arm in ("oracle", "narrowing", "random-search")
+        for seed in range(4)
     ]  # fmt: skip
     text = analysis.tables(runs)
     assert "| narrowing | " in text
