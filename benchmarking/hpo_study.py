@@ -31,7 +31,7 @@ Key = tuple[str, str, str, int]
 
 def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
     """Yield every run of the protocol among those chosen, seed by seed, so that a part of them is balanced."""
-    from benchmarking.hpo.protocol import ARMS_OF, SEEDS, STARTS_OF
+    from benchmarking.hpo.protocol import ARMS_OF, ONLY, SEEDS, STARTS_OF
     from benchmarking.hpo.tasks import TASKS
 
     for place in range(max(SEEDS.values())):
@@ -40,6 +40,8 @@ def wanted(chosen: argparse.Namespace) -> Iterator[Key]:
                 if chosen.starts and start not in chosen.starts:
                     continue
                 for arm in ARMS_OF[start]:
+                    if task not in ONLY.get(arm, (task,)):
+                        continue
                     if place < SEEDS[task] and (not chosen.arms or arm in chosen.arms):
                         seed = place + chosen.first_seed
                         if not chosen.seeds or seed in chosen.seeds:

@@ -1,17 +1,21 @@
-"""An outside tuner at equal cost: Optuna drives single agents of evogrpo, which share nothing."""
+"""Outside tuners at equal cost: Optuna and Ray Tune drive single agents of evogrpo, which share nothing."""
 
 from __future__ import annotations
 
+import dataclasses
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import load_file, save_file
 
 from benchmarking.hpo.arms import BOTH
 from benchmarking.hpo.playing import Start, members_of, spent_by, tested
 from benchmarking.hpo.tasks import TASKS, Task
-from evogrpo.evolution import Fixed
+from evogrpo.evolution import FitnessConfig, Fixed
 from evogrpo.hyperparameters import is_integer
 
 PARTS = 4
@@ -115,4 +119,133 @@ def _state(optuna: Any, pruned: bool) -> Any:
     return states.PRUNED if pruned else states.COMPLETE
 
 
-OUTSIDE: dict[str, Callable[[str, Start, int], dict[str, Any]]] = {"optuna": optuna}
+def ray_pbt(task_name: str, start: Start, seed: int) -> dict[str, Any]:
+    """Let Ray Tune's PopulationBasedTraining lead as many single agents as a population has members.
+
+    Each is a trial with a process of its own; after every generation it reports its training rewards and what it has
+    spent, until the budget is. Who is the best is decided by these rewards: trials validate nothing.
+
+    Source: ray.tune.schedulers.PopulationBasedTraining, with its defaults but for the interval of one generation.
+    """
+    import ray
+    from ray import tune
+
+    task = TASKS[task_name]
+    ray.init(num_cpus=task.members, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    space = {name: _domain(tune, task, name) for name in task.space}
+    with tempfile.TemporaryDirectory() as folder:
+        found = tune.Tuner(
+            tune.with_parameters(_trial, task_name=task_name, seed=seed),
+            param_space=space,
+            tune_config=tune.TuneConfig(
+                metric="reward",
+                mode="max",
+                num_samples=task.members,
+                scheduler=tune.schedulers.PopulationBasedTraining(
+                    time_attr="training_iteration",
+                    perturbation_interval=1,
+                    # Of a list Ray takes a neighbour, of a domain it multiplies what was drawn, a group's size too.
+                    hyperparam_mutations={
+                        name: [int(choice) for choice in task.space[name].ladder] or domain
+                        for name, domain in space.items()
+                    },
+                ),
+            ),
+            run_config=tune.RunConfig(storage_path=folder, verbose=0, stop=_spent(tune, task.budget)),
+        ).fit()
+        if found.num_errors:
+            raise RuntimeError(f"{found.num_errors} of {len(found)} trials failed: {found.errors[0]}")
+        best = found.get_best_result(scope="all")
+        reports = [result.metrics_dataframe for result in found if result.metrics_dataframe is not None]
+        scores = _tested_state(task, best, seed)
+        record = {
+            "task": task_name,
+            "start": start,
+            "arm": "ray-pbt",
+            "seed": seed,
+            "score": float(np.mean(scores)),
+            "standard_error": float(np.std(scores, ddof=1) / np.sqrt(len(scores))),
+            "early": float(np.mean(scores)),
+            "fitness": float(best.metrics["reward"]),
+            "cost": int(sum(frame["cost"].sum() for frame in reports)),
+            "evaluations": 0,
+            "seconds": float(sum(frame["seconds"].sum() for frame in reports)),
+            "generations": int(max(len(frame) for frame in reports)),
+            "steps": int(sum(len(frame) for frame in reports)) * task.steps,
+            "best": {name: best.config[name] for name in task.space},
+        }
+    ray.shutdown()
+    return record
+
+
+def _trial(config: dict[str, Any], task_name: str, seed: int) -> None:
+    """Train one agent generation by generation, from the state that Ray hands it, and hand back its own."""
+    import torch
+    from ray import tune
+
+    task = TASKS[task_name]
+    alone = dataclasses.replace(task, oracle_samples=task.samples, steps=max(1, task.steps // 2))
+    torch.set_num_threads(1)
+    number = int(tune.get_context().get_trial_id().rpartition("_")[2])
+    # Ray leaves ranges as it multiplies.
+    first = {**task.fixed, **{name: task.space[name].closest(config[name]) for name in task.space}}
+    _, run = members_of(
+        alone, strategy=Fixed(), fitness=FitnessConfig(by="rollouts"), alone=True, first=first,
+        seed=seed * 1000 + number, env_seed=seed, budget=10 * task.budget,
+    )  # fmt: skip
+    given = tune.get_checkpoint()
+    if given is not None:
+        with given.as_directory() as folder:
+            run.population[0].load_state(load_file(Path(folder) / "state.safetensors"))
+    spent, began = 0, time.process_time()
+    for generation in run:
+        now, seconds = spent_by(run, task), time.process_time() - began
+        with tempfile.TemporaryDirectory() as folder:
+            save_file(
+                {name: value.contiguous() for name, value in run.population[0].state().items()},
+                Path(folder) / "state.safetensors",
+            )
+            tune.report(
+                {"reward": generation.best.fitness, "cost": now - spent, "seconds": seconds},
+                checkpoint=tune.Checkpoint.from_directory(folder),
+            )
+        spent, began = now, time.process_time()
+
+
+def _tested_state(task: Task, best: Any, seed: int) -> list[float]:
+    env, run = members_of(
+        task, strategy=Fixed(), fitness=FitnessConfig(by="rollouts"), alone=True,
+        first={**task.fixed, **{name: best.config[name] for name in task.space}}, seed=seed, budget=task.budget,
+    )  # fmt: skip
+    with best.checkpoint.as_directory() as folder:
+        state = load_file(Path(folder) / "state.safetensors")
+    return list(run.population.compare(state, env, "test")[1].scores)
+
+
+def _spent(tune: Any, budget: int) -> Any:
+    """Return what stops all trials once they have spent the budget together."""
+
+    class Spent(tune.Stopper):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.cost = 0
+
+        def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+            self.cost += result["cost"]
+            return False
+
+        def stop_all(self) -> bool:
+            return self.cost >= budget
+
+    return Spent()
+
+
+def _domain(tune: Any, task: Task, name: str) -> Any:
+    """Return one hyperparameter's range or choices in Ray's words."""
+    parameter = task.space[name]
+    if parameter.choices is not None:
+        return tune.choice([int(choice) for choice in parameter.ladder])
+    low, high = parameter.bounds
+    return tune.lograndint(int(low), int(high) + 1) if is_integer(name) else tune.loguniform(low, high)
+
+
+OUTSIDE: dict[str, Callable[[str, Start, int], dict[str, Any]]] = {"optuna": optuna, "ray-pbt": ray_pbt}

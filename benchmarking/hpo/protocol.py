@@ -34,10 +34,13 @@ ARMS_OF: dict[str, tuple[str, ...]] = {
         "mutation-only",
         *SEARCHES,
         "optuna",
+        "ray-pbt",
     ),
     # From here random search, halving and selection have nothing to choose from: all members start alike.
     "wrong": ("one-drawn", "mutation-only", *SEARCHES),
     "right": ("random-search", "halving", "selection-only", *SEARCHES),
 }
+ONLY: dict[str, tuple[str, ...]] = {"ray-pbt": ("CartPole-v1", "Pendulum-v1")}
+"""The tasks of an arm that does not run on all: starting Ray's processes takes longer than what they learn."""
 CONTROLS = ("random-search", "halving", "selection-only")
 """What the default has to beat."""

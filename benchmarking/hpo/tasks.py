@@ -129,8 +129,8 @@ TASKS: dict[str, Task] = {
         Task(
             name="two_digit_sums",
             words=True,
-            budget=16_000,
-            seconds=60.0,
+            budget=40_000,
+            seconds=100.0,
             random=0.05,
             solved=0.6,
             oracle={"lr": 3e-4},
@@ -145,8 +145,8 @@ TASKS: dict[str, Task] = {
         Task(
             name="digit_chains",
             words=True,
-            budget=16_000,
-            seconds=60.0,
+            budget=40_000,
+            seconds=100.0,
             random=0.05,
             solved=0.6,
             oracle={"lr": 3e-4},

@@ -46,7 +46,7 @@ def test_every_run_of_the_protocol_has_its_arm_and_task():
     keys = list(hpo_study.wanted(chosen))
     assert len(keys) == len(set(keys))
     assert {task for task, *_ in keys} == set(tasks.TASKS)
-    assert {arm for _, _, arm, _ in keys} == {*arms.ARMS, "optuna"}
+    assert {arm for _, _, arm, _ in keys} == {*arms.ARMS, "optuna", "ray-pbt"}
     assert min(protocol.SEEDS[task] for task in protocol.PLAYED) >= 10
     assert all(
         tasks.TASKS[task].space["lr"].bounds[1] >= 1000 * tasks.TASKS[task].space["lr"].bounds[0]
