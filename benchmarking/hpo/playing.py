@@ -34,7 +34,7 @@ def play(task_name: str, start: Start, arm_name: str, seed: int) -> dict[str, An
 
     The keys: `score`, the mean over the test's starts, and its `standard_error`; `fitness`, what the best was chosen
     by; `cost`, steps or tokens of everything but the test, and `evaluations` of them; `seconds` of processor time, and
-    `early`, the score at the task's seconds; `best`, its hyperparameters; `generations`; `failed`, why there is none.
+    `early`, the score at the task's seconds; `best`, its hyperparameters; `generations` and learning `steps`.
     """
     task, arm = TASKS[task_name], ARMS[arm_name]
     torch.set_num_threads(1)

@@ -238,7 +238,7 @@ def _greatest(values: Sequence[float | str]) -> float | str:
 
 def _gains(summary: RunSummary) -> list[tuple[MemberReport, float]]:
     """Return every result with what its member gained in that generation, less the generation's mean."""
-    baseline = None if summary.baseline is None else summary.baseline.fitness.mean
+    baseline = None if summary.start is None else summary.start.mean
     by_generation: dict[int, list[tuple[MemberReport, float]]] = {}
     for line in lineage_lines(summary):
         founder = line.results[0].parent is None

@@ -6,6 +6,7 @@ from typing import Any
 
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.history.checked_fields import REMEDY, JournalFields
+from evogrpo.history.estimates import Estimate
 from evogrpo.history.finals import FinalsReport
 from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
@@ -56,9 +57,22 @@ class RunSummary:
     @property
     def split(self) -> str:
         """On what fitness is measured: validation, or training where it is that of the samples learnt from."""
+        return "training" if self._by in (ROLLOUTS, "both") else "validation"
+
+    @property
+    def baseline_split(self) -> str:
+        """On what the untrained base is measured."""
+        return "training" if self._by == ROLLOUTS else "validation"
+
+    @property
+    def start(self) -> Estimate | None:
+        """Where founders begin: what the untrained base earned, where that is measured as their fitness is."""
+        return self.baseline.fitness if self.baseline is not None and self.split == self.baseline_split else None
+
+    @property
+    def _by(self) -> object:
         measured = self.facts.get("fitness")
-        by = measured.get("by") if isinstance(measured, Mapping) else None
-        return "training" if by == ROLLOUTS else "validation"
+        return measured.get("by") if isinstance(measured, Mapping) else None
 
     @property
     def fitness_words(self) -> str:

@@ -16,6 +16,7 @@ from evogrpo.history.words import LANGUAGE, verdict
 from evogrpo.persistence.journal import Journal, read_journal
 from evogrpo.report.family import ancestors, winner
 from evogrpo.report.html import html_page, write_html
+from evogrpo.report.page.outcome import outcome
 from evogrpo.report.summary import summarise
 from tests.report import journals
 
@@ -105,12 +106,33 @@ def test_the_browser_is_told_to_run_the_pages_own_script_alone(tmp_path, fake_ru
     ]
 
 
-@pytest.mark.parametrize(("measured", "split"), [({"by": "rollouts"}, "training"), ({"by": "both"}, "validation")])
-def test_what_fitness_is_measured_on_is_said(tmp_path, fake_run, measured, split):
+@pytest.mark.parametrize(
+    ("by", "fitness", "base"),
+    [
+        ("validation", "validation", "validation"),
+        ("rollouts", "training", "training"),
+        ("both", "training", "validation"),
+    ],
+)
+def test_what_fitness_is_measured_on_is_said_and_only_what_is_measured_alike_is_joined(
+    tmp_path, fake_run, by, fitness, base
+):
     events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
-    text = Page(html_page(summarise([events[0] | {"fitness": measured}, *events[1:]]))).text
-    assert f"untrained base, {split}" in text
-    assert f"mean reward per {split} question" in text
+    summary = summarise([events[0] | {"fitness": {"by": by}}, *events[1:]])
+    text = Page(html_page(summary)).text
+    assert f"untrained base, {base}" in text
+    assert f"mean reward per {fitness} question" in text
+    assert (summary.start is not None) == (fitness == base)
+
+
+def test_the_winner_stands_by_its_held_out_answers_where_it_has_any(tmp_path, fake_run):
+    events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
+    measured = {"measured": {"greedy": estimate(0.875), "rollouts": estimate(0.25)}}
+    told = [
+        event if event["event"] != "generation" else event | {"members": [each | measured for each in event["members"]]}
+        for event in [events[0] | {"fitness": {"by": "both"}}, *events[1:]]
+    ]
+    assert "0.875" in outcome(summarise(told))
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read JavaScript")

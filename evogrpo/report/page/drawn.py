@@ -40,7 +40,7 @@ def drawn_values(run: Drawing, found: Sequence[Response]) -> dict[str, Any]:
         "crowded": run.crowded,
         "parameters": [_parameter(name, summary.evolvable[name]) for name in names],
         "members": [_member(line, names, run) for line in run.lines],
-        "base": None if summary.baseline is None else _score(summary.baseline.fitness.mean),
+        "base": None if summary.start is None else _score(summary.start.mean),
         "test": None if test is None else [_score(test.before.mean), _score(test.after.mean), test.index],
         "retired": [[each.generation, index] for each in summary.decisions for index in each.retired.values()],
         "curves": [

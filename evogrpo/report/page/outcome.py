@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from evogrpo.history.descent import standing_of
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.text import count_text, counted, duration_text, score_text, share_text, shorten
 from evogrpo.history.words import processed, verdict
@@ -31,13 +32,14 @@ def outcome(summary: RunSummary) -> str:
     cards, words = [], summary.words
     questions = "" if summary.baseline is None else f"{summary.baseline.questions} {words.questions}"
     if summary.baseline is not None:
-        cards.append(_card(f"{words.untrained}, {summary.split}", _estimate(summary.baseline.fitness), questions))
+        cards.append(
+            _card(f"{words.untrained}, {summary.baseline_split}", _estimate(summary.baseline.fitness), questions)
+        )
     best = winner(summary)
     chain = () if best is None else ancestors(summary, best)
-    if chain and chain[-1].result.fitness is not None:
-        result = chain[-1].result
-        earned = score_text(result.fitness, result.standard_error)
-        cards.append(_card(f"member #{best}, {summary.split}", earned, questions, best=True))
+    earned = standing_of(chain[-1].result) if chain else None
+    if earned is not None:
+        cards.append(_card(f"member #{best}, {summary.baseline_split}", _estimate(earned), questions, best=True))
     if summary.test is not None:
         tested = f"{summary.test.questions} {words.questions}"
         cards.append(_card(f"{words.untrained}, test", _estimate(summary.test.before), tested))

@@ -26,8 +26,8 @@ def draw_fitness(axes: "Axes", run: Drawing) -> None:
     first, last = run.first_generation, run.last_generation
     _draw_fitness_lines(axes, run)
     width = last - first + 1
-    if summary.baseline is not None:
-        axes.axhline(summary.baseline.fitness.mean, color=BASE, linestyle=(0, (6, 4)), linewidth=1.4, zorder=1.5)
+    if summary.start is not None:
+        axes.axhline(summary.start.mean, color=BASE, linestyle=(0, (6, 4)), linewidth=1.4, zorder=1.5)
     if summary.test is not None:
         _draw_test(axes, summary.test.before, first - 1, colour=BASE, face="white", words_at=(-6, 15))
         _draw_test(axes, summary.test.after, last + 0.07 * width, colour=BEST, face=BEST, words_at=(9, 6))
@@ -109,11 +109,11 @@ def _draw_bands(axes: "Axes", stretches: Sequence[Sequence[_Point]], colour: str
 
 def _stretches(run: Drawing, line: LineageLine) -> list[list[_Point]]:
     """Return the measured points of a line from its origin on, split where a fitness is missing."""
-    baseline, first = run.summary.baseline, line.results[0]
+    start, first = run.summary.start, line.results[0]
     stretches: list[list[_Point]] = [[]]
-    if line.origin is None and first.parent is None and baseline is not None:
+    if line.origin is None and first.parent is None and start is not None:
         # A founder begins as the untrained base, one generation before its first result.
-        stretches[-1].append((first.generation - 1, baseline.fitness.mean, baseline.fitness.standard_error))
+        stretches[-1].append((first.generation - 1, start.mean, start.standard_error))
     for result in (line.origin, *line.results):
         if result is None:
             continue
@@ -132,7 +132,7 @@ def _leave_out_collapsed(axes: "Axes", run: Drawing) -> None:
     every = [each for line in run.lines for each in line.results]
     results = [(each.fitness, each.standard_error or 0.0) for each in every if each.fitness is not None]
     shown = [(edge, 0.0), *((fitness, error) for fitness, error in results if fitness >= edge)]
-    beside = [summary.baseline.fitness] if summary.baseline else []
+    beside = [summary.start] if summary.start else []
     beside += [summary.test.before, summary.test.after] if summary.test else []
     shown += [(each.mean, each.standard_error) for each in beside]
     low, high = min(mean - error for mean, error in shown), max(mean + error for mean, error in shown)

@@ -43,8 +43,8 @@ class Drawing:
     def fitness_edge(self) -> float | None:
         """The least fitness to make room for, or None; where nobody knows where members began, all have room."""
         scores = [each.fitness for line in self.lines for each in line.results if each.fitness is not None]
-        baseline = self.summary.baseline
-        return None if baseline is None else lower_edge(scores, baseline.fitness.mean)
+        start = self.summary.start
+        return None if start is None else lower_edge(scores, start.mean)
 
     @property
     def crowded(self) -> bool:
@@ -148,7 +148,7 @@ def legend_entries(run: Drawing, *, births: bool, gains: bool) -> list[tuple[Any
         mark = Line2D([], [], color=neutral, marker="o", ms=6, mec="white", linestyle="none")
         mutated = any(line.origin is not None and line.results[0].changes for line in run.lines if line.results)
         entries.append((mark, "birth, hyperparameters mutated" if mutated else "birth"))
-    if summary.baseline is not None:
+    if summary.start is not None:
         mark = Line2D([], [], color=BASE, linestyle=(0, (6, 4)), linewidth=1.4)
         entries.append((mark, f"{summary.words.untrained}, {summary.split}"))
     if summary.test is not None:
