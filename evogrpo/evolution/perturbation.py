@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -12,6 +12,8 @@ from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation, changes_between, place
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, is_categorical, refuse_unknown
 from evogrpo.references import reference_to
+
+T = TypeVar("T")
 
 
 class Perturbation(Protocol):
@@ -106,14 +108,23 @@ def perturbation_from_json(values: Any, own: Callable[..., Any] | None = None) -
         refuse_unknown(f"setting of {name}", settings, ())
         function: Perturbation = own
         return function
-    accepted = inspect.signature(own)
+    made: Perturbation = with_settings(own, name, settings)
+    return made
+
+
+def with_settings(make: Callable[..., T], name: object, settings: Mapping[str, Any]) -> T:
+    """Call what makes an object by its settings.
+
+    Raises:
+        ValueError: If a setting is unknown, missing or refused; `name` is what the message calls the object.
+    """
+    accepted = inspect.signature(make)
     refuse_unknown(f"setting of {name}", settings, accepted.parameters)
     try:
         accepted.bind(**settings)
     except TypeError as error:
         raise ValueError(f"the settings of {name} are not complete: {error}") from error
-    made: Perturbation = own(**settings)
-    return made
+    return make(**settings)
 
 
 def defined(perturbation: Perturbation) -> Callable[..., Any]:

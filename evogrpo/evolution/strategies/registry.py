@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from evogrpo.evolution.perturbation import perturbation_from_json
+from evogrpo.evolution.perturbation import perturbation_from_json, with_settings
 from evogrpo.evolution.strategies.bandit.iterated_restarts import IteratedRestarts
 from evogrpo.evolution.strategies.bandit.pb2 import PB2
 from evogrpo.evolution.strategies.controls.fixed import Fixed
@@ -18,7 +18,7 @@ from evogrpo.evolution.strategies.strategy import Strategy
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
 from evogrpo.evolution.strategies.tournament import Tournament
 from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
-from evogrpo.hyperparameters import refuse_unknown, unknown_name_error
+from evogrpo.hyperparameters import unknown_name_error
 
 BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,
@@ -63,13 +63,7 @@ def strategy_from_json(
         raise unknown_name_error("strategy", name, BUILT_IN)
     if _takes_mutation(kind) and "mutation" in settings:
         settings["mutation"] = perturbation_from_json(settings["mutation"], own_mutation)
-    accepted = inspect.signature(kind)
-    refuse_unknown(f"setting of {name}", settings, accepted.parameters)
-    try:
-        accepted.bind(**settings)
-    except TypeError as error:
-        raise ValueError(f"the settings of {name} are not complete: {error}") from error
-    return kind(**settings)
+    return with_settings(kind, name, settings)
 
 
 def _takes_mutation(kind: Callable[..., Strategy]) -> bool:
