@@ -133,6 +133,7 @@ def ray_pbt(task_name: str, start: Start, seed: int) -> dict[str, Any]:
     task = TASKS[task_name]
     ray.init(num_cpus=task.members, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     space = {name: _domain(tune, task, name) for name in task.space}
+    spent: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         found = tune.Tuner(
             tune.with_parameters(_trial, task_name=task_name, seed=seed),
@@ -141,6 +142,7 @@ def ray_pbt(task_name: str, start: Start, seed: int) -> dict[str, Any]:
                 metric="reward",
                 mode="max",
                 num_samples=task.members,
+                reuse_actors=True,  # a new process for every copy would import everything anew
                 scheduler=tune.schedulers.PopulationBasedTraining(
                     time_attr="training_iteration",
                     perturbation_interval=1,
@@ -151,12 +153,11 @@ def ray_pbt(task_name: str, start: Start, seed: int) -> dict[str, Any]:
                     },
                 ),
             ),
-            run_config=tune.RunConfig(storage_path=folder, verbose=0, stop=_spent(tune, task.budget)),
+            run_config=tune.RunConfig(storage_path=folder, verbose=0, stop=_spent(tune, task.budget, spent)),
         ).fit()
         if found.num_errors:
             raise RuntimeError(f"{found.num_errors} of {len(found)} trials failed: {found.errors[0]}")
         best = found.get_best_result(scope="all")
-        reports = [result.metrics_dataframe for result in found if result.metrics_dataframe is not None]
         scores = _tested_state(task, best, seed)
         record = {
             "task": task_name,
@@ -167,11 +168,11 @@ def ray_pbt(task_name: str, start: Start, seed: int) -> dict[str, Any]:
             "standard_error": float(np.std(scores, ddof=1) / np.sqrt(len(scores))),
             "early": float(np.mean(scores)),
             "fitness": float(best.metrics["reward"]),
-            "cost": int(sum(frame["cost"].sum() for frame in reports)),
+            "cost": int(sum(report["cost"] for report in spent)),
             "evaluations": 0,
-            "seconds": float(sum(frame["seconds"].sum() for frame in reports)),
-            "generations": int(max(len(frame) for frame in reports)),
-            "steps": int(sum(len(frame) for frame in reports)) * task.steps,
+            "seconds": float(sum(report["seconds"] for report in spent)),
+            "generations": max(report["training_iteration"] for report in spent),
+            "steps": len(spent) * max(1, task.steps // 2) * 2,
             "best": {name: best.config[name] for name in task.space},
         }
     ray.shutdown()
@@ -222,19 +223,19 @@ def _tested_state(task: Task, best: Any, seed: int) -> list[float]:
     return list(run.population.compare(state, env, "test")[1].scores)
 
 
-def _spent(tune: Any, budget: int) -> Any:
-    """Return what stops all trials once they have spent the budget together."""
+def _spent(tune: Any, budget: int, reports: list[dict[str, Any]]) -> Any:
+    """Return what stops all trials once they have spent the budget together, and keeps what they report.
+
+    Ray's own tables lose what a trial reported before it took over another's state.
+    """
 
     class Spent(tune.Stopper):  # type: ignore[misc]
-        def __init__(self) -> None:
-            self.cost = 0
-
         def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-            self.cost += result["cost"]
+            reports.append({name: result[name] for name in ("cost", "seconds", "training_iteration")})
             return False
 
         def stop_all(self) -> bool:
-            return self.cost >= budget
+            return sum(report["cost"] for report in reports) >= budget
 
     return Spent()
 
