@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.family import ancestors
-from evogrpo.report.summary import summarise
+from evogrpo.reporting.family import ancestors
+from evogrpo.reporting.summary import summarise
 
 
 def run(seed: int, fixed: bool, folder: Path) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "read_run",
     "record_video",
     "replay",
+    "report",
     "resume",
     "train",
 ]
@@ -52,9 +53,10 @@ _HOMES = {
     "Tournament": "evogrpo.evolution.strategies.tournament",
     "best_hyperparameters": "evogrpo.history.survivors",
     "evolve": "evogrpo.training.evolve",
-    "read_run": "evogrpo.report.told.frames",
+    "read_run": "evogrpo.reporting.told.frames",
     "record_video": "evogrpo.training.video",
     "replay": "evogrpo.training.front.replaying",
+    "report": "evogrpo.reporting.shown",
     "resume": "evogrpo.training.evolve",
     "train": "evogrpo.training.front.train",
 }
@@ -76,7 +78,8 @@ if TYPE_CHECKING:
     from evogrpo.hyperparameters.values import Hyperparameters
     from evogrpo.objective.objective import Objective
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
-    from evogrpo.report.told.frames import read_run
+    from evogrpo.reporting.shown import report
+    from evogrpo.reporting.told.frames import read_run
     from evogrpo.training.evolve import evolve, resume
     from evogrpo.training.front.eval_callback import EvalCallback
     from evogrpo.training.front.replaying import replay

@@ -27,7 +27,7 @@ def loaded_modules(statement: str) -> set[str]:
         "import evogrpo; dir(evogrpo)",
         "import evogrpo.hyperparameters",
         "import evogrpo.evolution",
-        "import evogrpo.report",
+        "import evogrpo.reporting",
         "from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, Tournament",
     ],
 )

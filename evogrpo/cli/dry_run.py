@@ -8,10 +8,10 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.history.text import count_text, counted, duration_text, number_text, printable
 from evogrpo.history.words import words_of
 from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
 from evogrpo.objective import Objective
+from evogrpo.text import count_text, counted, duration_text, number_text, printable
 from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.kinds.registry import kind_of

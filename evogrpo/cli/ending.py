@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo.history.records import MemberReport
-from evogrpo.history.text import changes_text, number_text, origin_text, printable, score_text
 from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.family import Ancestor, ancestors, winner
-from evogrpo.report.html import write_html
-from evogrpo.report.summary import RunSummary, summarise
+from evogrpo.reporting.family import Ancestor, ancestors, winner
+from evogrpo.reporting.html import write_html
+from evogrpo.reporting.summary import RunSummary, summarise
+from evogrpo.text import changes_text, number_text, origin_text, printable, score_text
 from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.schedule import Schedule
 

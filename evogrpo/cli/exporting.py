@@ -10,7 +10,7 @@ from rich.text import Text
 
 from evogrpo.cli.arguments import OK
 from evogrpo.cli.ending import command, show_command
-from evogrpo.history.text import counted, printable
+from evogrpo.text import counted, printable
 from evogrpo.training.display.console import make_console, working
 
 PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -29,7 +29,7 @@ def export(chosen: argparse.Namespace) -> int:
 
 
 def _study(chosen: argparse.Namespace, storage: str) -> None:
-    from evogrpo.report.told.optuna_study import export_study
+    from evogrpo.reporting.told.optuna_study import export_study
 
     console = make_console()
     try:

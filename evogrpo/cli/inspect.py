@@ -8,8 +8,8 @@ from rich.columns import Columns
 from rich.text import Text
 
 from evogrpo.cli.arguments import OK
-from evogrpo.history.text import number_text, printable
 from evogrpo.installing import extra_command
+from evogrpo.text import number_text, printable
 from evogrpo.training.display.console import make_console, working
 
 
@@ -17,7 +17,7 @@ def report(chosen: argparse.Namespace) -> int:
     """Draw the figure and the page of a run."""
     console = make_console()
     with working(console, "drawing"):
-        from evogrpo.report.html import write_html
+        from evogrpo.reporting.html import write_html
 
         page = write_html(chosen.run_dir)
     for path in (page.with_name("report.png"), page):

@@ -13,15 +13,15 @@ from evogrpo.cli.arguments import OK, check_folder
 from evogrpo.cli.ending import command, show_command
 from evogrpo.history.descent import standing_of
 from evogrpo.history.records import MemberReport
-from evogrpo.history.text import changes_text, count_text, counted, duration_text, number_text, printable, score_text
 from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.strict_json import dump_json
-from evogrpo.report.summary import RunSummary, summarise
-from evogrpo.report.told.births import ToldBirth
-from evogrpo.report.told.comparing import ComparedRun, TestDifference, compare_runs
-from evogrpo.report.told.tree import FamilyTree, TreeLine, family_tree, tree_lines
-from evogrpo.report.told.winning import WinnerReport, interval, read_winner
+from evogrpo.reporting.summary import RunSummary, summarise
+from evogrpo.reporting.told.births import ToldBirth
+from evogrpo.reporting.told.comparing import ComparedRun, TestDifference, compare_runs
+from evogrpo.reporting.told.tree import FamilyTree, TreeLine, family_tree, tree_lines
+from evogrpo.reporting.told.winning import WinnerReport, interval, read_winner
+from evogrpo.text import changes_text, count_text, counted, duration_text, number_text, printable, score_text
 from evogrpo.training.configuration.reading import CONFIG_FILE
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.display.console import make_console

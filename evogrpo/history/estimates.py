@@ -5,7 +5,7 @@ from typing import Any, Self
 
 from evogrpo.evolution.fitness import MEASURES
 from evogrpo.history.checked_fields import JournalFields
-from evogrpo.history.text import score_text
+from evogrpo.text import score_text
 
 
 @dataclass(frozen=True, kw_only=True)

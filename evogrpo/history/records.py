@@ -8,9 +8,9 @@ from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.plans import Plan
 from evogrpo.history.checked_fields import REMEDY, JournalFields
 from evogrpo.history.estimates import Estimate, EvaluationCost
-from evogrpo.history.text import number_text, score_text
 from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.outline import outline
+from evogrpo.text import number_text, score_text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from evogrpo.history.estimates import Estimate, EvaluationCost
 from evogrpo.history.records import TestReport
-from evogrpo.history.text import number_text
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.text import number_text
 
 
 @dataclass(frozen=True, kw_only=True)

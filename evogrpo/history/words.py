@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from evogrpo.history.records import GenerationReport, TestReport
 from evogrpo.history.results import Result
-from evogrpo.history.text import count_text, duration_text, score_text
+from evogrpo.text import count_text, duration_text, score_text
 
 
 @dataclass(frozen=True, kw_only=True)

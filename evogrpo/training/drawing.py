@@ -16,8 +16,8 @@ import numpy as np
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.envs.control.making import EnvMaker
-from evogrpo.history.text import shorten
 from evogrpo.installing import extra_command
+from evogrpo.text import shorten
 
 MODE = "rgb_array"
 _WITHOUT_DISPLAY = {"SDL_VIDEODRIVER": "dummy", "MUJOCO_GL": "egl"}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from evogrpo.envs.groups import SPLITS, GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.history.text import count_text, counted
+from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.sections import AnyConfig
 
 

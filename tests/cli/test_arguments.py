@@ -26,7 +26,7 @@ def test_help_loads_nothing_heavy(arguments):
 
 def test_reports_are_drawn_without_torch(tmp_path):
     loaded = loaded_by(f"from evogrpo.cli import main; main(['report', {str(tmp_path)!r}])")
-    assert "evogrpo.report.html" in loaded
+    assert "evogrpo.reporting.html" in loaded
     assert "torch" not in loaded
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from evogrpo.cli import main
 from evogrpo.persistence.journal import Journal
-from tests.report.journals import generation, member, outcome
+from tests.reporting.journals import generation, member, outcome
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish
 

@@ -12,7 +12,7 @@ import torch
 
 from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.summary import summarise
+from evogrpo.reporting.summary import summarise
 from evogrpo.training.configuration.reading import CONFIG_FILE, load_config, parse_config, write_config
 from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
 from evogrpo.training.kinds.run_kind import AnyKind, PreparedRun

@@ -6,8 +6,8 @@ import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, evolve, resume
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.html import html_page
-from evogrpo.report.summary import summarise
+from evogrpo.reporting.html import html_page
+from evogrpo.reporting.summary import summarise
 from evogrpo.training.saved import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUESTIONS, shared_tokenizer, tiny_env, tiny_population

@@ -13,9 +13,9 @@ from evogrpo.cli.ending import show_lineage
 from evogrpo.history.descent import line_of
 from evogrpo.history.records import GenerationReport
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.family import ancestors, lineage_lines
-from evogrpo.report.html import write_html
-from evogrpo.report.summary import summarise
+from evogrpo.reporting.family import ancestors, lineage_lines
+from evogrpo.reporting.html import write_html
+from evogrpo.reporting.summary import summarise
 from evogrpo.training.display.tables import member_note, plan_lines
 from evogrpo.training.saved import open_run
 from tests.strategies.returning import Returning

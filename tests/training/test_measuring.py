@@ -15,7 +15,7 @@ from evogrpo.history.descent import winner_of
 from evogrpo.history.finals import FinalsReport
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.summary import summarise
+from evogrpo.reporting.summary import summarise
 from evogrpo.training.charts import generation_curves
 from evogrpo.training.loop.assessment.crowning import Crown, as_agent
 from evogrpo.training.loop.assessment.finals import winner

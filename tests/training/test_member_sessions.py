@@ -13,7 +13,7 @@ from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.reports.member_sessions import MemberSessions
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import RunDir
-from tests.report.journals import generation, member
+from tests.reporting.journals import generation, member
 from tests.tiny_steps import STEP_SPACE, resumed_step_run, step_run
 from tests.tiny_training import finish
 

@@ -18,9 +18,9 @@ from evogrpo.evolution import Fixed
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.family import ancestors, winner
-from evogrpo.report.html import write_html
-from evogrpo.report.summary import summarise
+from evogrpo.reporting.family import ancestors, winner
+from evogrpo.reporting.html import write_html
+from evogrpo.reporting.summary import summarise
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.launch import read_resumable, start

@@ -12,7 +12,7 @@ from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.front.replaying import HyperparameterSchedule
-from tests.report.journals import generation, member
+from tests.reporting.journals import generation, member
 from tests.strategies.halving import Halving
 from tests.strategies.returning import Returning
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run

@@ -13,7 +13,7 @@ from evogrpo.evolution import Fixed
 from evogrpo.history.records import GenerationReport, StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint
 from evogrpo.persistence.journal import read_journal
-from evogrpo.report.summary import summarise
+from evogrpo.reporting.summary import summarise
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.saved import open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, resumed_step_run, step_population, step_run

@@ -12,8 +12,8 @@ from evogrpo.evolution.founders import like_earlier, spread_members
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.front.presets import packaged_values, with_sections
 from tests.agents.test_multi_agent import groups, population_for
-from tests.report.journals import generation, member
-from tests.report.test_frames import written
+from tests.reporting.journals import generation, member
+from tests.reporting.test_frames import written
 from tests.tiny_steps import STEP_SPACE, step_population, step_run
 from tests.tiny_training import equal_states, finish, tiny_population
 

@@ -11,8 +11,8 @@ from evogrpo.envs.prompts.builtin import TASKS
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, check_limits
 from evogrpo.envs.prompts.templates import Tokenizer
-from evogrpo.history.text import counted, number_text
 from evogrpo.hyperparameters import refuse_unknown
+from evogrpo.text import counted, number_text
 from evogrpo.training.configuration.sources import load_named, read_hub, read_rows
 
 Messages = tuple[Mapping[str, str], ...]

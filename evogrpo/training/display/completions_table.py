@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.history.records import Example
-from evogrpo.history.text import number_text, printable
+from evogrpo.text import number_text, printable
 
 SHOWN = 3
 _GAP = 2

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.text import Text
 
-from evogrpo.history.text import printable
+from evogrpo.text import printable
 
 LOG_WIDTH = 120  # columns of a log file, which has no width of its own
 

@@ -15,9 +15,9 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.history.records import GenerationReport, Report, StepReport
 from evogrpo.history.records import TestReport as TestOutcome
-from evogrpo.history.text import count_text, duration_text, score_text
 from evogrpo.history.words import Words, evaluated, processed, second_look, verdict, words_of
 from evogrpo.tally import Work, heard_by
+from evogrpo.text import count_text, duration_text, score_text
 from evogrpo.training.display.completions_table import completions_table
 from evogrpo.training.display.pace import Pace
 from evogrpo.training.display.regions import region

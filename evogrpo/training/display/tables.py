@@ -7,7 +7,9 @@ from rich.text import Text
 
 from evogrpo.evolution.fitness import MEASURES
 from evogrpo.history.records import GenerationReport, MemberReport, StepReport
-from evogrpo.history.text import (
+from evogrpo.history.words import Words
+from evogrpo.hyperparameters import Value
+from evogrpo.text import (
     changes_text,
     count_text,
     duration_text,
@@ -16,8 +18,6 @@ from evogrpo.history.text import (
     printable,
     score_text,
 )
-from evogrpo.history.words import Words
-from evogrpo.hyperparameters import Value
 
 NARROW = 100  # columns below which a table leaves out what the report page shows as well
 _ARROWS = {True: "↑", False: "↓"}

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
-from evogrpo.history.text import counted, duration_text
 from evogrpo.interruption import Interrupted, interruptible
 from evogrpo.policies.devices import memory_of
 from evogrpo.tally import Work, heard_by
+from evogrpo.text import counted, duration_text
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.loop.shared import sources_of

@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
 from evogrpo.evolution.shared_experience import others_at_most
-from evogrpo.history.text import count_text, counted, number_text, shorten
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.sampling import CACHED_TOKENS
+from evogrpo.text import count_text, counted, number_text, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config

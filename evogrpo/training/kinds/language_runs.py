@@ -14,7 +14,6 @@ from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import Preflight
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.history.text import counted
 from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.objective import Objective
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids, context_of
@@ -23,6 +22,7 @@ from evogrpo.policies.tokens.lora import check_supported, lora_from_json
 from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
 from evogrpo.policies.tokens.stored_adapters import read_adapter
 from evogrpo.policies.tokens.targets import Trained, trained_by
+from evogrpo.text import counted
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config

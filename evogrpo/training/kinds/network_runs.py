@@ -16,9 +16,9 @@ from evogrpo.agents.members.control.stacked_policy import PolicyWords, StackedPo
 from evogrpo.agents.population import Population
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.history.text import count_text, counted
 from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
 from evogrpo.policies.control.encoding import Encoding
+from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.sections import AnyConfig, Config

@@ -16,8 +16,8 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.control.joint.assignment import Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.history.text import count_text, counted
 from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
+from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.configuration.team_tasks import ParallelTask

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from evogrpo.history.text import number_text
 from evogrpo.records import LearnReport
+from evogrpo.text import number_text
 from evogrpo.training.loop.remarks import remark
 
 STEPS = 3

@@ -16,9 +16,9 @@ from evogrpo.evolution.strategies import Strategy
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.history.records import BaselineReport, GenerationReport, Report, StepReport, TestReport
 from evogrpo.history.results import Result
-from evogrpo.history.text import counted
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
+from evogrpo.text import counted
 from evogrpo.training.charts import generation_curves, step_curves
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness
-from evogrpo.history.text import score_text
+from evogrpo.text import score_text
 from evogrpo.training.loop.assessment.measuring import Measured
 from evogrpo.training.loop.remarks import remark
 

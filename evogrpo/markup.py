@@ -1,0 +1,90 @@
+"""HTML in which every value of a run is text: escaped in elements and attributes, and inert where scripts read it."""
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from evogrpo.text import printable
+
+
+def escape(value: Any) -> str:
+    """Return any value as text that a browser shows and never acts on."""
+    return html.escape(printable(str(value)))
+
+
+def table(heads: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, caption: str = "") -> str:
+    """Return a table.
+
+    Args:
+        heads: Of its columns.
+        rows: A class and the cells of each; cells are escaped, unless they are `Markup`.
+        caption: What it is, for those who do not see the heading above it.
+    """
+    head = "".join(f'<th scope="col">{escape(text)}</th>' for text in heads)
+    body = "".join(
+        f"<tr{f' class={_quoted(kind)}' if kind else ''}>{''.join(map(_cell, cells))}</tr>\n" for kind, cells in rows
+    )
+    named = f"<caption>{escape(caption)}</caption>" if caption else ""
+    label = escape(caption or f"table of {', '.join(text for text in heads if text) or 'facts'}")
+    # The frame scrolls, so the keyboard must reach it.
+    return (
+        f'<div class="wide" role="region" aria-label="{label}" tabindex="0"><table>{named}'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>"
+    )
+
+
+class Markup(str):
+    """HTML that is finished: made by this package of constants and escaped values."""
+
+
+def _quoted(text: str) -> str:
+    return f'"{escape(text)}"'
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Markup):
+        return f"<td>{value}</td>"
+    text = str(value)
+    return f'<td class="long">{escape(text)}</td>' if len(text) > 24 else f"<td>{escape(text)}</td>"
+
+
+def section(title: str, lead: str, *inside: str) -> str:
+    """Return a section: its title and lead are text, what is inside is markup."""
+    told = f'<p class="quiet">{escape(lead)}</p>\n' if lead else ""
+    return f"<section><h2>{escape(title)}</h2>\n{told}" + "\n".join(inside) + "</section>"
+
+
+def folded(summary: str, inside: str, *, opened: bool = False) -> str:
+    """Return what is shown when its line is clicked; `inside` is markup, the line is text."""
+    return f"<details{' open' if opened else ''}><summary>{escape(summary)}</summary>\n{inside}</details>"
+
+
+def embedded(values: Any) -> str:
+    """Return JSON that may stand inside of a script element whatever texts it holds.
+
+    Args:
+        values: Plain JSON values; numbers must be finite.
+    """
+    text = json.dumps(values, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    # No tag or comment can begin or end in it, and outside of strings these characters do not occur.
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def bar(parts: Sequence[tuple[float, float, str]], *, label: str, marks: Sequence[float] = ()) -> Markup:
+    """Return a horizontal bar as a picture.
+
+    Args:
+        parts: From where to where, as shares of its length, and the class of each.
+        label: What it says, for those who do not see it.
+        marks: Shares at which a line stands across.
+    """
+    drawn = "".join(
+        f'<rect class="{escape(kind)}" x="{100 * low:.1f}" y="4" height="8" width="{100 * (high - low):.1f}"/>'
+        for low, high, kind in parts
+    )
+    drawn += "".join(f'<path class="mark" d="M{100 * at:.1f} 1V15"/>' for at in marks)
+    return Markup(
+        f'<svg class="bar" viewBox="0 0 100 16" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
+        f"{drawn}</svg>"
+    )

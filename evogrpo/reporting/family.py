@@ -1,0 +1,135 @@
+"""Who descends from whom, as lines to draw and as the list of a member's ancestors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from evogrpo.history.descent import origin_of, winner_of
+from evogrpo.history.records import MemberReport
+from evogrpo.hyperparameters import Hyperparameters, Value
+from evogrpo.reporting.summary import RunSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineageLine:
+    """One member's results over its life.
+
+    Attributes:
+        index: The member.
+        founder: Index of its first ancestor.
+        origin: Its parent's result where its line begins: the last one before its birth, or that of the earlier state
+            that it went back to; None for a founder.
+        results: Its own results, one per generation that it lived through, in order.
+    """
+
+    index: int
+    founder: int
+    origin: MemberReport | None
+    results: tuple[MemberReport, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ancestor:
+    """One stage on the way from a founder to a member.
+
+    Attributes:
+        index: The ancestor.
+        parent: Its parent's index, or None for a founder.
+        generations: The first and the last generation in which the line was carried by this ancestor.
+        hyperparameters: What it learned with.
+        changes: Old and new value of every hyperparameter that changed at its birth.
+        reason: Why it was born.
+        result: Its last result on this line: for an ancestor, the one at which its child was born, or whose state its
+            child went back to.
+        back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
+    """
+
+    index: int
+    parent: int | None
+    generations: tuple[int, int]
+    hyperparameters: Hyperparameters
+    changes: Mapping[str, tuple[Value, Value]]
+    reason: str
+    result: MemberReport
+    back_to: int | None = None
+
+
+def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
+    """Return the line of every member that ever finished a generation, by index.
+
+    Args:
+        summary: The run.
+
+    Returns:
+        One line per index; a parent's line comes before its children's.
+    """
+    results: dict[int, list[MemberReport]] = {}
+    for generation in summary.generations:
+        for member in generation.members:
+            results.setdefault(member.index, []).append(member)
+    lines: dict[int, LineageLine] = {}
+    for index in sorted(results, key=lambda index: (results[index][0].generation, index)):
+        first = results[index][0]
+        parent = lines.get(first.parent) if first.parent is not None else None
+        lines[index] = LineageLine(
+            index=index,
+            founder=parent.founder if parent else index,
+            origin=origin_of(first, parent.results) if parent else None,
+            results=tuple(results[index]),
+        )
+    return tuple(lines.values())
+
+
+def winner(summary: RunSummary) -> int | None:
+    """Return the index of the run's best member: the tested one, else that of the finals, else the best of any.
+
+    Args:
+        summary: The run.
+
+    Returns:
+        The index; of equally good members the one that was best first, which is the one that was kept.
+    """
+    if summary.test is not None:
+        return summary.test.index
+    if summary.finals is not None:
+        return summary.finals.index
+    best = winner_of(summary.generations)
+    return None if best is None else best.index
+
+
+def champion(summary: RunSummary) -> MemberReport | None:
+    """Return the run's best member as it was when it became that; None if nobody was evaluated."""
+    return winner_of(summary.generations, None if summary.test is None else summary.test.index, summary.finals)
+
+
+def ancestors(summary: RunSummary, index: int) -> tuple[Ancestor, ...]:
+    """Follow a member back to its founder.
+
+    Args:
+        summary: The run.
+        index: The member.
+
+    Returns:
+        The founder first, the member itself last; empty if the journal has no result of that member.
+    """
+    lines = {line.index: line for line in lineage_lines(summary)}
+    chain: list[Ancestor] = []
+    line = lines.get(index)
+    last = line.results[-1] if line else None
+    while line is not None and last is not None:
+        first = line.results[0]
+        chain.append(
+            Ancestor(
+                index=line.index,
+                parent=first.parent,
+                generations=(first.generation, last.generation),
+                hyperparameters=first.hyperparameters,
+                changes=first.changes,
+                reason=first.reason,
+                result=last,
+                back_to=first.back_to,
+            )
+        )
+        # An origin lies in an earlier generation, so this ends.
+        last = line.origin
+        line = lines.get(last.index) if last else None
+    return tuple(reversed(chain))

@@ -1,0 +1,115 @@
+"""What learning steps measured: the steps that count, one line per member, and none for what was not measured."""
+
+import math
+
+import pytest
+from matplotlib.figure import Figure
+
+from evogrpo.reporting.figures import _figure
+from evogrpo.reporting.html import html_page
+from evogrpo.reporting.panels.curves import draw_measure
+from evogrpo.reporting.panels.marks import BEST, drawing
+from evogrpo.reporting.steps import read_curves
+from evogrpo.reporting.summary import summarise
+from tests.reporting.journals import generation, member
+
+RUN = {"event": "run", "evolvable": {}}
+
+
+def step(number, *members, generation=1):
+    return {"event": "step", "step": number, "generation": generation, "seconds": 1.0, "members": list(members)}
+
+
+def measured(slot, index, **metrics):
+    return {"slot": slot, "index": index, **metrics}
+
+
+def test_each_member_has_a_line_of_what_was_measured_of_it():
+    events = [
+        step(0, measured(0, 0, reward=0.5, entropy=2.0), measured(1, 1, reward=0.25, entropy=None)),
+        step(1, measured(0, 0, reward=0.75, entropy=1.0), measured(1, 2, reward=0.0), generation=2),
+    ]
+    curves = read_curves(events)
+    assert list(curves) == ["reward", "entropy"]
+    lines = {(curve.index, curve.slot): curve.points for curve in curves["reward"]}
+    assert lines == {(0, 0): ((1, 1, 0.5), (2, 2, 0.75)), (1, 1): ((1, 1, 0.25),), (2, 1): ((2, 2, 0.0),)}
+    assert [curve.index for curve in curves["entropy"]] == [0]
+
+
+def test_steps_that_were_given_up_do_not_count():
+    def taken(number, reward):
+        return step(number, measured(0, 0, reward=reward))
+
+    resumed = {"event": "resumed", "generation": 0, "step": 1}
+    events = [taken(0, 0.0), taken(1, 1.0), taken(2, 2.0), resumed]
+    assert read_curves(events)["reward"][0].points == ((1, 1, 0.0),)
+    assert read_curves([*events, taken(1, 5.0)])["reward"][0].points == ((1, 1, 0.0), (2, 1, 5.0))
+
+
+@pytest.mark.parametrize("value", ["much", True, [1], 1e301])
+def test_a_journal_that_was_tampered_with_is_refused(value):
+    with pytest.raises(ValueError, match="'reward' of a member of step 3"):
+        read_curves([step(3, measured(0, 0, reward=value))])
+
+
+def told(steps=6):
+    """Return a run of two members: #0 wins in the second generation, #1 is replaced by #2, its child."""
+    events = [RUN]
+    for number in range(steps):
+        other = 1 if number < steps // 2 else 2
+        events.append(
+            step(
+                number,
+                measured(0, 0, reward=number, kl=0.1, entropy=1.0, **{"completions/mean_length": 7.0}),
+                measured(1, other, reward=0.0, kl=0.2, entropy=2.0, **{"completions/mean_length": 8.0}),
+                generation=1 if number < steps // 2 else 2,
+            )
+        )
+    metrics = {"metrics": {"reward": 0.125, "kl": 0.0625}}
+    first = generation(1, member(0, 0, fitness=0.5, **metrics), member(1, 1, fitness=0.25))
+    second = generation(2, member(0, 0, fitness=0.75, **metrics), member(1, 2, parent=0, fitness=0.5, born=1))
+    return summarise([*events, first, second])
+
+
+def stretches(line):
+    """Return the stretches of a line with gaps."""
+    parts = [[]]
+    for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True):
+        if math.isnan(x):
+            parts.append([])
+        else:
+            parts[-1].append((x, y))
+    return [part for part in parts if part]
+
+
+def test_the_panel_shows_every_members_numbers_and_the_best_stands_out():
+    axes = Figure().subplots()
+    draw_measure(axes, "reward", drawing(told()))
+    lines = [
+        ([x for x, _ in stretch], [y for _, y in stretch], line.get_color() == BEST)
+        for line in axes.lines
+        for stretch in stretches(line)
+    ]
+    assert ([1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], True) in lines
+    assert ([1, 2, 3], [0, 0, 0], False) in lines
+    assert ([4, 5, 6], [0, 0, 0], False) in lines
+
+
+def test_the_figure_has_a_panel_for_each_measure_that_was_taken():
+    titles = [axes.get_title(loc="left") for axes in _figure(drawing(told())).axes]
+    assert titles == ["", "reward", "KL to the reference", "entropy", "length"]
+    bare = summarise([RUN, generation(1, member(0, 0))])
+    assert len(_figure(drawing(bare)).axes) == 1
+
+
+def test_a_lone_step_is_a_point():
+    axes = Figure().subplots()
+    draw_measure(axes, "kl", drawing(told(steps=2)))
+    assert {line.get_marker() for line in axes.lines} >= {"o"}
+
+
+def test_the_page_shows_a_generations_means():
+    page = html_page(told())
+    heads = ("reward", "KL to the reference", "entropy", "length")
+    assert "".join(f'<th scope="col">{head}</th>' for head in heads) in page
+    assert "<td>0.125</td><td>0.0625</td><td>–</td>" in page

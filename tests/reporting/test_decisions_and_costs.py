@@ -1,0 +1,104 @@
+"""What was decided after generations, and what each kind of work cost, is what the journal's events say."""
+
+import pytest
+
+from evogrpo.reporting.costs import Cost
+from evogrpo.reporting.summary import summarise
+from tests.reporting.journals import generation, member, outcome
+
+RUN = {"event": "run", "evolvable": {}}
+
+
+def plan(*parents, children=(), **others):
+    reasons = [f"why {slot}" for slot in range(len(parents))]
+    return {
+        "generation": 1,
+        "parents": list(parents),
+        "children": [{"slot": slot, "index": index} for slot, index in children],
+        "reasons": reasons,
+        "elite": 0,
+        **others,
+    }
+
+
+def decided(number, made, *others):
+    members = [member(0, 0), member(1, 1), member(3, 3)]
+    return summarise([RUN, generation(number, *members, plan=made), *others]).decisions
+
+
+def test_who_is_retired_is_who_neither_stays_nor_makes_room():
+    # Slot 0 keeps, 1 is retired, 2 was empty and stays it, 3 makes room for a fresh founder.
+    (decision,) = decided(1, plan(0, None, None, None, children=[(3, 9)], samples_per_step=16))
+    assert dict(decision.retired) == {1: 1}
+    assert decision.reasons == ("why 0", "why 1", "why 2", "why 3")
+    assert decision.budgets == "16 samples per step"
+    (decision,) = decided(1, plan(0, 1, samples=[16, 48]))
+    assert decision.budgets == "samples by slot: 16, 48"
+
+
+def test_the_last_generation_and_plans_of_earlier_versions_say_less():
+    assert decided(1, None) == ()
+    (decision,) = decided(1, {"generation": 1})
+    assert (decision.reasons, dict(decision.retired), decision.budgets) == ((), {}, "")
+
+
+def test_of_a_generation_that_was_done_again_the_later_plan_counts():
+    again = [{"event": "resumed", "generation": 0}, generation(1, member(0, 0), plan=plan(0, steps_per_generation=7))]
+    (decision,) = decided(1, plan(0, None), *again)
+    assert decision.budgets == "7 steps per generation"
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"reasons": "why"}, "'reasons' of 'plan' of generation 2 must be a list of texts"),
+        ({"reasons": [3]}, "'reasons'"),
+        ({"parents": 3}, "'parents' of 'plan' of generation 2 must be a list"),
+        ({"children": [3]}, "'children'"),
+        ({"children": [{"slot": "x"}]}, "'slot' of a child of"),
+        ({"samples_per_step": "many"}, "'samples_per_step'"),
+        ({"samples": 8}, "'samples' of 'plan' of generation 2 must be a list of whole numbers"),
+        ({"samples": [8, True]}, "'samples'"),
+        ("all", "'plan' of generation 2 must be an object"),
+    ],
+)
+def test_nonsense_is_refused_by_place(made, words):
+    with pytest.raises(ValueError, match=words):
+        decided(2, made)
+
+
+def step(number, seconds):
+    return {"event": "step", "step": number, "generation": 1, "seconds": seconds, "members": []}
+
+
+def test_an_earlier_version_tells_the_time_of_learning_and_leaves_the_rest_together():
+    events = [RUN, *(step(number, 1.5) for number in range(4)), generation(1, member(0, 0)), outcome(0)]
+    assert summarise(events).costs == (
+        Cost(name="learning", tokens=800, seconds=6.0),
+        Cost(name="evaluations and everything else", tokens=None, seconds=3.0),
+    )
+
+
+def test_evaluations_and_the_test_are_shown_where_they_are_told():
+    cost = {"tokens": 50, "seconds": 2.5}
+    # The step after the generation's end belongs to a generation that has no costs yet.
+    events = [RUN, *(step(number, 1.5) for number in range(5)), generation(1, member(0, 0), evaluation=cost)]
+    assert summarise([*events, outcome(0) | {"cost": {"tokens": 7, "seconds": 1.0}}]).costs == (
+        Cost(name="learning", tokens=800, seconds=6.0),
+        Cost(name="evaluations", tokens=50, seconds=2.5),
+        Cost(name="everything else", tokens=None, seconds=0.5),
+        Cost(name="test", tokens=7, seconds=1.0),
+    )
+
+
+def test_steps_that_are_played_are_counted_as_those_of_evaluations():
+    cost = {"tokens": 50, "seconds": 2.5}
+    played = generation(1, member(0, 0), timesteps=300, evaluation=cost)
+    assert [each.tokens for each in summarise([RUN, played]).costs[:2]] == [300, 50]  # 800 are processed
+
+
+def test_steps_that_were_taken_again_cost_once_and_a_run_that_has_just_begun_nothing():
+    events = [RUN, step(0, 1.0), step(1, 1.0), {"event": "resumed", "generation": 0, "step": 0}, step(0, 2.0)]
+    assert summarise(events).costs == ()
+    told = summarise([*events, generation(1, member(0, 0), step=2)]).costs
+    assert told[0].seconds == 2.0

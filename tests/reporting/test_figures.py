@@ -1,0 +1,262 @@
+"""The figure shows what the journal says, for runs of every shape, and leaves matplotlib's settings alone."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from evogrpo.persistence.journal import read_journal
+from evogrpo.reporting.figures import _figure, draw_report
+from evogrpo.reporting.panels.fitness import draw_fitness, generation_ticks, spread_out
+from evogrpo.reporting.panels.marks import BASE, BEST, drawing, lower_edge
+from evogrpo.reporting.panels.responses import draw_response
+from evogrpo.reporting.panels.trajectories import draw_hyperparameter
+from evogrpo.reporting.response import responses
+from evogrpo.reporting.summary import summarise
+from evogrpo.text import share_text
+
+ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm")
+
+
+def drawn(run_dir):
+    return drawing(summarise(read_journal(run_dir / "journal.jsonl")))
+
+
+def fitness_axes(run):
+    axes = Figure().subplots()
+    draw_fitness(axes, run)
+    return axes
+
+
+def points_of(axes, marker):
+    """Return every point that is drawn with a mark."""
+    return [
+        (float(x), float(y))
+        for line in axes.lines
+        if line.get_marker() == marker
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"size": 4, "generations": 5},
+        {"size": 1, "generations": 1, "evolve": ("lr",)},
+        {"size": 1, "generations": 6, "evolve": ()},
+        {"size": 2, "generations": 1, "evolve": ALL_NAMES[:2], "test": False},
+        {"size": 8, "generations": 6, "evolve": ALL_NAMES, "failures": [(2, 3), (3, 3), (6, 0)]},
+        {"size": 9, "generations": 2, "evolve": ALL_NAMES[:4]},
+        {"size": 32, "generations": 8, "failures": [(1, 31)]},
+        {"size": 3, "generations": 0, "test": False},
+        {"size": 2, "generations": 2, "failures": [(1, 0), (1, 1), (2, 0), (2, 1)], "test": False},
+        {"size": 3, "generations": 4, "resume_at": 3},
+        {"size": 2, "generations": 2, "task": "$x_{ <b> \x1b[0m \0 漢字 %s" + "long " * 100},
+    ],
+    ids=lambda shape: "-".join(f"{value}" for value in shape.values())[:40],
+)
+def test_every_shape_of_run_is_drawn(tmp_path, fake_run, shape):
+    from matplotlib.image import imread
+
+    path = draw_report(fake_run(tmp_path, **shape))
+    assert path == tmp_path / "report.png"
+    image = imread(io.BytesIO(path.read_bytes()))
+    assert image.shape[1] == 1430  # 11 inches at 130 dots per inch
+    assert image.shape[0] > 700
+    assert 0.005 < np.mean(image[..., :3].min(axis=-1) < 0.9) < 0.5  # neither blank nor flooded
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["journal.jsonl", "report.png"]
+
+
+def test_every_measured_fitness_is_a_point_and_every_failure_a_cross(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path, size=5, generations=6, failures=[(2, 1), (4, 0)]))
+    axes = fitness_axes(run)
+    points = set(points_of(axes, "o"))
+    results = [result for line in run.lines for result in line.results]
+    assert points == {(r.generation, r.fitness) for r in results if r.fitness is not None}
+    assert sorted(x for x, _ in points_of(axes, "x")) == [2, 4]
+
+
+def test_the_best_members_line_runs_from_the_untrained_base_to_its_last_result(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path, size=6, generations=8, seed=4))
+    assert len(run.lineage) > 1
+    bold = [line for line in fitness_axes(run).lines if line.get_color() == BEST and line.get_linewidth() > 3]
+    stretches = sorted(list(zip(line.get_xdata(), line.get_ydata(), strict=True)) for line in bold)
+    assert stretches[0][0] == (0, run.summary.baseline.fitness.mean)
+    assert all(before[-1] == after[0] for before, after in pairwise(stretches))
+    last = next(line for line in run.lines if line.index == run.best).results[-1]
+    assert stretches[-1][-1] == (last.generation, last.fitness)
+
+
+def test_baseline_and_test_scores(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path))
+    axes = fitness_axes(run)
+    (baseline,) = (line for line in axes.lines if line.is_dashed() and line.get_color() == BASE)
+    assert list(baseline.get_ydata()) == [run.summary.baseline.fitness.mean] * 2
+    diamonds = {line.get_ydata()[0]: line.get_xdata()[0] for line in axes.lines if line.get_marker() == "D"}
+    assert diamonds.keys() == {run.summary.test.before.mean, run.summary.test.after.mean}
+    assert diamonds[run.summary.test.before.mean] == 0
+    assert diamonds[run.summary.test.after.mean] > run.last_generation
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"), [("lr", "log"), ("clip_coef", "linear"), ("group_size", "log"), ("update_epochs", "linear")]
+)
+def test_hyperparameters_are_held_between_births(tmp_path, fake_run, name, scale):
+    run = drawn(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=ALL_NAMES))
+    axes = Figure().subplots()
+    draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+    assert axes.get_yscale() == scale
+    assert axes.get_title(loc="left") == name
+    assert axes.get_ylabel()
+    births = sorted(points_of(axes, "o"))
+    expected = sorted(
+        (line.origin.generation, getattr(line.results[0].hyperparameters, name))
+        for line in run.lines
+        if line.origin is not None
+    )
+    assert births == expected
+    assert births
+    low, high = axes.get_ylim()
+    assert all(low < getattr(r.hyperparameters, name) < high for line in run.lines for r in line.results)
+
+
+def test_names_are_drawn_at_heights_of_their_own(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=("lr", "loss_type")))
+    axes = Figure().subplots()
+    draw_hyperparameter(axes, "loss_type", run.summary.evolvable["loss_type"], run)
+    assert list(axes.get_yticks()) == [0, 1, 2]
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["grpo", "dapo", "cispo"]
+    births = sorted(points_of(axes, "o"))
+    names = ("grpo", "dapo", "cispo")
+    expected = sorted(
+        (line.origin.generation, names.index(line.results[0].hyperparameters.loss_type))
+        for line in run.lines
+        if line.origin is not None
+    )
+    assert births == expected
+    assert births
+
+
+def test_a_member_without_a_value_has_no_line(tmp_path, fake_run):
+    """As a founder whose clip_low follows clip_coef."""
+    path = fake_run(tmp_path, size=3, generations=2) / "journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        if event["event"] == "run":
+            event["evolvable"]["clip_low"] = {"min": 0.1, "max": 0.3, "scale": "linear", "factor": 1.2}
+        if event["event"] == "generation":
+            for member in event["members"]:
+                member["hyperparameters"]["clip_low"] = 0.2 if member["index"] else None
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = drawn(tmp_path)
+    axes = Figure().subplots()
+    draw_hyperparameter(axes, "clip_low", run.summary.evolvable["clip_low"], run)
+    heights = [height for line in axes.lines for height in line.get_ydata()]
+    corners = sum(1 + 2 * len(line.results) for line in run.lines if line.index != 0)
+    assert {height for height in heights if not np.isnan(height)} == {0.2}
+    assert len([height for height in heights if np.isnan(height)]) < len(run.lines)  # a gap after every member's line
+    assert len(heights) <= corners + 2 * len(run.lines)
+    assert draw_report(tmp_path).stat().st_size > 0
+
+
+def test_a_crowd_over_many_generations_is_a_few_lines_to_draw(tmp_path, fake_run):
+    run = drawn(fake_run(tmp_path, size=20, generations=90))
+    axes = Figure().subplots()
+    draw_fitness(axes, run)
+    draw_hyperparameter(axes, "lr", run.summary.evolvable["lr"], run)
+    births = sum(line.index in run.lineage for line in run.lines)
+    assert len(axes.lines) < 60 + 4 * births < len(run.lines)
+
+
+def test_collapses_leave_room_for_the_rest_and_nobodys_beginning_is_one():
+    scores = [400.0 + each for each in range(20)]
+    assert lower_edge(scores) is None
+    assert lower_edge([*scores, 340.0]) == 400.0  # more than three times as far below the tenth as the top is above it
+    assert lower_edge([*scores, 340.0], start=20.0) is None
+    assert lower_edge([*scores, -5000.0], start=20.0) == 400.0
+    assert lower_edge([1.0] * 20 + [0.0]) is None  # most are equal: there is nothing to measure distances by
+    assert lower_edge([0.0, 500.0]) is None
+
+
+def test_a_collapse_does_not_flatten_the_panel_which_says_so(tmp_path, fake_run):
+    path = fake_run(tmp_path, size=4, generations=8) / "journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    next(event for event in events if event["event"] == "generation")["members"][2]["fitness"] = -5000.0
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    run = drawn(tmp_path)
+    axes = fitness_axes(run)
+    low, high = axes.get_ylim()
+    assert -0.5 < low < run.summary.baseline.fitness.mean
+    assert high < 2
+    assert any("1 result below" in text.get_text() for text in axes.texts)
+
+
+@pytest.mark.parametrize("name", ["lr", "loss_type"])
+def test_gains_stand_at_the_height_of_their_value(tmp_path, fake_run, name):
+    run = drawn(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=("lr", "loss_type")))
+    axes, beside = Figure().subplots(1, 2, sharey=True)
+    names = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+    (found,) = (each for each in responses(run.summary) if each.name == name)
+    draw_response(beside, found, names)
+    expected = [(gain.gain, names.index(gain.value) if names else gain.value) for gain in found.gains]
+    assert sorted(points_of(beside, "o")) == sorted(expected)
+    assert sorted(x for x, _ in points_of(beside, "s")) == sorted(level.mean for level in found.levels)
+    assert beside.get_title(loc="left") in ("cannot tell", f"explains {share_text(found.share.share)}")
+
+
+@pytest.mark.parametrize("shape", [{"size": 12, "generations": 3, "failures": [(1, 3)]}, {"size": 2, "generations": 1}])
+def test_legend_panels_and_their_texts_do_not_overlap(tmp_path, fake_run, shape):
+    """The first has nine kinds of marks, one more than two rows of the legend hold."""
+    figure = _figure(drawn(fake_run(tmp_path, evolve=("lr", "loss_type"), **shape)))
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()
+    boxes = [axes.get_tightbbox(renderer) for axes in figure.axes] + [figure.legends[0].get_window_extent(renderer)]
+    for number, box in enumerate(boxes):
+        assert 0 <= box.x0 < box.x1 <= figure.bbox.x1
+        for other in boxes[number + 1 :]:
+            across = min(box.x1, other.x1) - max(box.x0, other.x0)
+            along = min(box.y1, other.y1) - max(box.y0, other.y0)
+            assert min(across, along) < 3, (box, other)  # points
+
+
+def test_ticks_are_whole_generations():
+    assert generation_ticks(0, 1) == [0, 1]
+    assert generation_ticks(4, 5) == [4, 5]
+    assert all(tick == int(tick) and 0 <= tick <= 97 for tick in generation_ticks(0, 97))
+    assert 5 <= len(generation_ticks(0, 97)) <= 13
+    assert 4 <= len(generation_ticks(0, 634, most=6)) <= 7
+
+
+def test_labels_spread_as_little_as_needed():
+    assert spread_out([0.0, 5.0, 9.0], 1.0) == [0.0, 5.0, 9.0]
+    assert spread_out([1.0, 1.0], 1.0) == [0.5, 1.5]
+    values = np.sort(np.random.default_rng(0).uniform(0, 5, 12)).tolist()
+    moved = spread_out(values, 0.7)
+    assert all(after - before >= 0.7 - 1e-9 for before, after in pairwise(moved))
+    assert np.mean(moved) == pytest.approx(np.mean(values))
+    assert spread_out([], 1.0) == []
+
+
+def test_matplotlib_keeps_its_settings_and_torch_stays_unloaded(tmp_path, fake_run):
+    fake_run(tmp_path, generations=2)
+    code = f"""
+import sys
+import evogrpo.reporting.figures, evogrpo.reporting.html, evogrpo.reporting.family
+assert "matplotlib" not in sys.modules
+import matplotlib
+matplotlib.rcParams["font.size"] = 17
+before = dict(matplotlib.rcParams)
+evogrpo.reporting.html.write_html({str(tmp_path)!r})
+assert dict(matplotlib.rcParams) == before
+assert "matplotlib.pyplot" not in sys.modules
+assert "torch" not in sys.modules
+"""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPLBACKEND": "svg"}
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True, env=environment)

@@ -1,0 +1,165 @@
+"""A run as data frames: what the journal says, typed and documented, whatever became of the run."""
+
+import builtins
+import json
+
+import pytest
+
+from evogrpo import read_run
+from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.persistence.journal import latest_generations, read_journal
+from evogrpo.reporting.told.frames import COLUMNS
+from tests.reporting.journals import generation, member, outcome
+from tests.tiny_steps import step_run
+from tests.tiny_training import finish
+
+RUN = {"event": "run", "seed": 3, "evolvable": {}, "samples_per_step": 8}
+STEP = {"event": "step", "step": 0, "generation": 1, "members": [{"slot": 0, "index": 0, "reward": 1.5, "kl": None}]}
+
+
+def written(folder, *events):
+    folder.mkdir(exist_ok=True)
+    lines = (json.dumps({"time": 0.0} | event) for event in events)
+    (folder / "journal.jsonl").write_text("".join(line + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("frames") / "run"
+    finish(step_run(folder))
+    return folder
+
+
+def test_frames_hold_what_the_journal_holds(run_dir):
+    run, events = read_run(run_dir), read_journal(run_dir / "journal.jsonl")
+    reported = [(event["generation"], each) for event in latest_generations(events) for each in event["members"]]
+    rows = run.members.to_dict("records")
+    assert [(row["generation"], row["member"], row["fitness"], row["lr"]) for row in rows] == [
+        (number, each["index"], each["fitness"], each["hyperparameters"]["lr"]) for number, each in reported
+    ]
+    assert [row["mean/loss"] for row in rows] == pytest.approx([each["metrics"]["loss"] for _, each in reported])
+    steps = [(event["step"], each) for event in events if event["event"] == "step" for each in event["members"]]
+    assert [(row["step"], row["member"], row["learning_rate"]) for row in run.steps.to_dict("records")] == [
+        (step, each["index"], each["learning_rate"]) for step, each in steps
+    ]
+    born = [child for event in latest_generations(events) if event["plan"] for child in event["plan"]["children"]]
+    assert born
+    assert list(run.births["member"]) == [0, 1, 2, *(child["index"] for child in born)]
+    numbers = [
+        (child["index"], name, old, new)
+        for child in born
+        for name, (old, new) in child["changes"].items()
+        if not isinstance(new, str)
+    ]
+    told = run.changes[run.changes["new_name"].isna()]
+    assert list(told[["member", "name", "old", "new"]].itertuples(index=False, name=None)) == numbers
+    assert run.births.loc[run.births["winner"], "member"].tolist() == [run.best]
+    test = run.evaluations[run.evaluations["split"] == "test"]
+    assert test["who"].tolist() == ["untrained", "member", "gain"]
+    assert run.facts["seed"] == 0
+    assert (run.stopped, run.resumes) == ("generations 3 are done", 0)
+
+
+def test_every_column_is_documented_and_typed(run_dir):
+    run = read_run(run_dir)
+    for name, columns in COLUMNS.items():
+        frame = getattr(run, name)
+        assert list(frame)[: len(columns)] == list(columns)
+        assert {column: str(frame[column].dtype) for column in columns} == {c: kind for c, (kind, _) in columns.items()}
+        others = set(frame) - set(columns)
+        measured = {column for column in others if column.startswith("mean/") or name == "steps"}
+        assert others - measured == (set(HYPERPARAMETER_NAMES) if name in ("members", "births") else set())
+        assert all(str(frame[column].dtype) == "float64" for column in measured)
+
+
+def test_types_do_not_depend_on_what_a_run_has_come_to(run_dir, tmp_path):
+    ended = read_run(run_dir)
+    for number, events in enumerate(([], [STEP], [STEP, generation(1, member(0, 0, fitness=None, failed="NaN"))])):
+        early = read_run(written(tmp_path / str(number), RUN, *events))
+        for name, columns in COLUMNS.items():
+            kinds = [{column: str(getattr(run, name)[column].dtype) for column in columns} for run in (early, ended)]
+            assert kinds[0] == kinds[1]
+        assert (early.best, early.stopped) == (None, None)
+        assert len(early.members) == (number == 2)
+
+
+def test_a_journal_that_was_cut_off_anywhere_is_read_up_to_there(run_dir, tmp_path):
+    whole = (run_dir / "journal.jsonl").read_bytes()
+    first = whole.index(b"\n") + 1
+    (tmp_path / "run").mkdir()
+    for end in range(first, len(whole), len(whole) // 12):
+        (tmp_path / "run" / "journal.jsonl").write_bytes(whole[:end])
+        assert len(read_run(tmp_path / "run").members) <= 9
+
+
+def test_what_was_given_up_when_a_run_was_resumed_is_left_out(tmp_path):
+    child = {"slot": 0, "index": 1, "parent": 0, "hyperparameters": {"lr": 2e-4}, "changes": {}, "reason": "better"}
+    lost = generation(2, member(0, 1, 0), best=1, plan={"children": [child | {"index": 2, "parent": 1}]})
+    events = [
+        RUN,
+        STEP,
+        generation(1, member(0, 0), plan={"children": [child]}),
+        STEP | {"step": 1, "generation": 2},
+        lost,
+        {"event": "resumed", "generation": 1, "step": 1},
+    ]
+    run = read_run(written(tmp_path / "run", *events))
+    assert run.members["generation"].tolist() == [1]
+    assert run.steps["step"].tolist() == [0]
+    assert run.births["member"].tolist() == [0, 1]  # the plan of the generation that it goes on from still holds
+    assert run.resumes == 1
+
+
+def test_founders_are_followed_through_their_descendants(tmp_path):
+    family = [
+        generation(1, member(0, 0), member(1, 1)),
+        generation(2, member(0, 0), member(1, 2, 0)),
+        generation(3, member(0, 3, 2), member(1, 4), best=3),
+    ]
+    births = read_run(written(tmp_path / "run", RUN, *family, outcome(3))).births
+    assert dict(zip(births["member"], births["founder"], strict=True)) == {0: 0, 1: 1, 2: 0, 3: 0, 4: 4}
+    assert births["parent"].isna().tolist() == [True, True, False, False, True]
+
+
+NONSENSE = {
+    "a text for a number": {"lr": "high"},
+    "a list for a number": {"lr": [1]},
+    "a name nobody knows": {"learning_rat": 1.0},
+}
+
+
+@pytest.mark.parametrize("values", NONSENSE.values(), ids=NONSENSE)
+def test_nonsense_is_refused_by_place(tmp_path, values):
+    event = generation(1, member(0, 0, hyperparameters=values))
+    with pytest.raises(ValueError, match="generation 1"):
+        read_run(written(tmp_path / "run", RUN, event))
+
+
+@pytest.mark.parametrize("name", ["index", "slot", "tokens", "born"])
+def test_numbers_that_no_run_counts_to_are_refused(tmp_path, name):
+    event = generation(1, member(0, 0) | {name: 10**30}, best=10**30 if name == "index" else 0)
+    with pytest.raises(ValueError, match="no run counts to"):
+        read_run(written(tmp_path / "run", RUN, event))
+
+
+def test_without_pandas_it_says_what_to_install(run_dir, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *others):
+        if name == "pandas":
+            raise ImportError(name)
+        return real(name, *others)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ImportError, match=r"pip install .*pandas"):
+        read_run(run_dir)
+    with pytest.raises(ImportError):
+        import pandas  # noqa: F401
+
+
+def test_a_folder_that_holds_no_run_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name the folder of a run"):
+        read_run(tmp_path)
+    with pytest.raises(ValueError, match="no run event"):
+        read_run(written(tmp_path / "run", STEP))

@@ -1,0 +1,288 @@
+"""The page is one self-contained file that shows the run, and whatever text a run holds stays text."""
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from evogrpo.history.records import TestReport
+from evogrpo.history.words import LANGUAGE, verdict
+from evogrpo.persistence.journal import Journal, read_journal
+from evogrpo.reporting.family import ancestors, winner
+from evogrpo.reporting.html import html_page, write_html
+from evogrpo.reporting.page.outcome import outcome
+from evogrpo.reporting.summary import summarise
+from evogrpo.text import changes_text, number_text, printable, score_text
+from tests.reporting import journals
+
+SVG = "http://www.w3.org/2000/svg"
+HOSTILE = "<script>alert(1)</script> \" onload='x' </pre></table> <img src=x> &lt; \x1b[31m \0 \x9b \u202e \ud800 end"
+VOID = {"meta", "img", "hr"}
+
+
+class Page(HTMLParser):
+    """Checks that the tags are balanced, and collects tags, attributes and text."""
+
+    def __init__(self, content):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.pieces, self.blocks = [], [], [], [], []
+        self.scripts, self.styles = [], []
+        self.feed(content)
+        self.close()
+        assert self.open == []
+        self.text = " ".join(self.pieces)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.attributes += [(tag, *attribute) for attribute in attributes]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "pre":
+            self.blocks.append("")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, text):
+        if self.open and self.open[-1] in ("script", "style"):
+            (self.scripts if self.open[-1] == "script" else self.styles).append(text)
+            return
+        self.pieces.append(text)
+        if self.open and self.open[-1] == "pre":
+            self.blocks[-1] += text
+
+
+def markup_of(run_dir):
+    return html_page(summarise(read_journal(run_dir / "journal.jsonl")))
+
+
+def page_of(run_dir):
+    return Page(markup_of(run_dir))
+
+
+@pytest.fixture
+def hostile_run(tmp_path, fake_run):
+    examples = [
+        {"prompt": HOSTILE, "completion": HOSTILE, "reward": 0.5, "advantage": -1.25},
+        {"prompt": "p", "completion": "\n\nc\n"},
+    ]
+    fake_run(tmp_path, size=4, generations=4, examples=examples, task=HOSTILE, reason=HOSTILE, failures=[(2, 1)])
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append("stopped", reason=HOSTILE)
+    return tmp_path
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(tmp_path, fake_run):
+    path = write_html(fake_run(tmp_path))
+    assert path == tmp_path / "report.html"
+    content = path.read_text(encoding="utf-8")
+    page = Page(content)
+    assert not {"link", "iframe", "object", "embed", "base", "form", "a", "img"} & set(page.tags)
+    assert not [name for _, name, _ in page.attributes if name in ("src", "href", "style", "srcset", "action")]
+    # The only address is the name of the SVG language, which is no request.
+    assert not re.search(r"https?:|url\(|@import|fetch|XMLHttp|innerHTML|eval\(", content.replace(SVG, ""))
+    assert (tmp_path / "report.png").exists()
+
+
+def test_the_browser_is_told_to_run_the_pages_own_script_alone(tmp_path, fake_run):
+    page = page_of(fake_run(tmp_path))
+    (policy,) = (value for tag, name, value in page.attributes if tag == "meta" and value.startswith("default-src"))
+
+    def named(text):
+        return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+    _, *scripts = page.scripts  # what they read, and themselves
+    (style,) = page.styles
+    assert policy.split("; ") == [
+        "default-src 'none'",
+        f"style-src {named(style)}",
+        f"script-src {' '.join(map(named, scripts))}",
+        "base-uri 'none'",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("by", "fitness", "base"),
+    [
+        ("validation", "validation", "validation"),
+        ("rollouts", "training", "training"),
+        ("both", "training", "validation"),
+    ],
+)
+def test_what_fitness_is_measured_on_is_said_and_only_what_is_measured_alike_is_joined(
+    tmp_path, fake_run, by, fitness, base
+):
+    events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
+    summary = summarise([events[0] | {"fitness": {"by": by}}, *events[1:]])
+    text = Page(html_page(summary)).text
+    assert f"untrained base, {base}" in text
+    assert f"mean reward per {fitness} question" in text
+    assert (summary.start is not None) == (fitness == base)
+
+
+def test_the_winner_stands_by_its_held_out_answers_where_it_has_any(tmp_path, fake_run):
+    events = read_journal(fake_run(tmp_path, generations=1) / "journal.jsonl")
+    measured = {"measured": {"greedy": estimate(0.875), "rollouts": estimate(0.25)}}
+    told = [
+        event if event["event"] != "generation" else event | {"members": [each | measured for each in event["members"]]}
+        for event in [events[0] | {"fitness": {"by": "both"}}, *events[1:]]
+    ]
+    assert "0.875" in outcome(summarise(told))
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node to read JavaScript")
+def test_the_scripts_can_be_read(tmp_path, fake_run):
+    for script in page_of(fake_run(tmp_path, generations=1)).scripts[1:]:
+        (tmp_path / "script.js").write_text(script, encoding="utf-8")
+        subprocess.run(["node", "--check", str(tmp_path / "script.js")], check=True)
+
+
+def test_finals_are_shown_and_their_best_is_the_runs(tmp_path, fake_run):
+    events = [event for event in read_journal(fake_run(tmp_path) / "journal.jsonl") if event["event"] != "test"]
+    finalists = [
+        {"index": index, "generation": 2, "chosen": estimate(0.5), "second": estimate(second)}
+        for index, second in ((0, 0.25), (1, 0.4375))
+    ]
+    said = {"questions": 96, "index": 1, "generation": 2, "measure": "greedy", "cost": {"tokens": 77, "seconds": 1.0}}
+    summary = summarise([*events, {"event": "finals", **said, "finalists": finalists}])
+    page = Page(html_page(summary))
+    assert winner(summary) == 1
+    assert {"Finals", score_text(0.25, 0.1), score_text(0.4375, 0.1)} <= set(page.pieces)
+    assert "second set of 96 questions" in page.text
+    assert summary.costs[-1].tokens == 77
+    assert summarise([*events, {"event": "finals", **said, "finalists": []}, RESUMED]).finals is None
+
+
+RESUMED = {"event": "resumed", "generation": 5}
+
+
+def estimate(mean):
+    return {"fitness": mean, "standard_error": 0.1}
+
+
+def read_by_script(page):
+    return json.loads(page.scripts[0])
+
+
+@pytest.mark.parametrize("shape", [{"size": 5, "generations": 7, "failures": [(3, 1)]}, {"size": 66, "generations": 9}])
+def test_every_member_and_every_result_can_be_pointed_at(tmp_path, fake_run, shape):
+    path = fake_run(tmp_path, **shape) / "journal.jsonl"
+    summary = summarise(read_journal(path))
+    page = Page(html_page(summary))
+    drawn = {member["i"]: member for member in read_by_script(page)["members"]}
+    told = {
+        (member.index, generation.generation): member.fitness
+        for generation in summary.generations
+        for member in generation.members
+    }
+    shown = {(index, result[0]): result[1] for index, member in drawn.items() for result in member["results"]}
+    assert shown == {key: None if value is None else float(f"{value:.5g}") for key, value in told.items()}
+    parents = {member.index: member.parent for each in summary.generations for member in each.members}
+    assert {index: member["parent"] for index, member in drawn.items()} == parents
+    if len(drawn) < 300:
+        assert {f"#{index}" for index in drawn} <= set(page.pieces)
+
+
+def test_many_results_are_left_to_the_chart_and_the_page_says_so(tmp_path, fake_run):
+    size = len(markup_of(fake_run(tmp_path, size=8, generations=30, evolve=("lr", "clip_coef"))).encode())
+    assert size < 400_000
+    summary = summarise(read_journal(fake_run(tmp_path / "many", size=33, generations=22) / "journal.jsonl"))
+    assert "Members are shown one by one for the last 18 generations." in Page(html_page(summary)).text
+
+
+def test_the_page_tells_the_run(tmp_path, fake_run):
+    page = page_of(fake_run(tmp_path, size=4, generations=5, seed=3))
+    summary = summarise(read_journal(tmp_path / "journal.jsonl"))
+    for generation in summary.generations:
+        for member in generation.members:
+            assert f"#{member.index}" in page.pieces
+            assert score_text(member.fitness, member.standard_error) in page.pieces
+            assert member.reason in page.pieces
+            for name in summary.evolvable:
+                assert number_text(getattr(member.hyperparameters, name)) in page.pieces
+    chain = ancestors(summary, winner(summary))
+    assert any(ancestor.changes for ancestor in chain)
+    for ancestor in chain:
+        assert (changes_text(ancestor.changes) or "–") in page.pieces
+    for estimate in (summary.baseline.fitness, summary.test.before, summary.test.after):
+        assert score_text(estimate.mean, estimate.standard_error) in page.pieces
+    assert "256 questions" in page.pieces
+
+
+@pytest.mark.parametrize(("model", "title"), [("smollm2-135m", "sums · smollm2-135m"), (None, "sums")])
+def test_the_page_is_named_after_the_task_and_the_model_if_there_is_one(tmp_path, fake_run, model, title):
+    events = read_journal(fake_run(tmp_path, task="sums") / "journal.jsonl")
+    events[0] = {name: value for name, value in events[0].items() if name != "model"}
+    if model is not None:
+        events[0]["model"] = model
+    page = html_page(summarise(events))
+    assert f"<h1>{title}</h1>" in page
+    assert f"<title>{title} · evogrpo</title>" in page
+
+
+def test_hostile_text_stays_text(hostile_run):
+    content = markup_of(hostile_run).encode("utf-8").decode("utf-8")
+    page = Page(content)  # balanced: nothing broke out of its element
+    assert page.tags.count("script") == len(page.scripts) == 3
+    assert not {"img"} & set(page.tags)
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    assert page.blocks.count("\n" + printable(HOSTILE)) == 8  # prompt and completion in each generation
+    assert not set(content) & {"\x1b", "\0", "\x9b", "\u202e"}
+    for place in ("Stopped: ", "#0", "founder"):
+        assert place in page.text
+    assert page.text.count("<script>alert(1)</script>") > 8  # shown, in task, reasons and examples
+
+
+def test_names_that_a_changed_journal_makes_up_stay_text(tmp_path):
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append("run", **{HOSTILE.replace("\ud800", ""): HOSTILE}, evolvable={"lr": {"<b>": ["<i>"]}})
+        changed = journals.member(0, 0, failed=HOSTILE, changes={"<u>$x_{": [1, 2]}, metrics={"<s>": 1.0})
+        event = journals.generation(1, changed)
+        journal.append(event.pop("event"), **event)
+    page = page_of(tmp_path)
+    assert not {"i", "u", "s"} & set(page.tags)
+    assert any("<u>$x_{" in piece for piece in page.pieces)
+
+
+def test_a_completion_is_shown_exactly(hostile_run):
+    page = page_of(hostile_run)
+    assert "completion, reward 0.5, advantage -1.25" in page.text
+    assert "\n\n\nc\n" in page.blocks  # the first newline is the one that browsers drop
+
+
+def test_long_completions_are_cut_and_say_so(tmp_path, fake_run):
+    examples = [{"prompt": "p", "completion": "y" * 10_000}]
+    page = page_of(fake_run(tmp_path, generations=1, examples=examples))
+    assert f"\n{'y' * 4000}… (6000 more characters)" in page.blocks
+
+
+@pytest.mark.parametrize("shape", [{"size": 1, "generations": 1}, {"size": 2, "generations": 0, "test": False}])
+def test_small_and_unfinished_runs_have_a_page(tmp_path, fake_run, shape):
+    page = page_of(fake_run(tmp_path, **shape))
+    assert ("No generation has finished yet." in page.text) == (shape["generations"] == 0)
+
+
+def test_a_run_that_was_resumed_and_stopped_says_so(tmp_path, fake_run):
+    summary = summarise(read_journal(fake_run(tmp_path, resume_at=2) / "journal.jsonl"))
+    assert "Resumed 1 time. Stopped: all generations done." in Page(html_page(summary)).text
+
+
+def test_a_folder_without_a_journal_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="name the folder of a run"):
+        write_html(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("gain", "told"), [(0.25, True), (-0.25, True), (0.19, False), (0.0, False)])
+def test_a_best_member_that_the_test_cannot_tell_from_the_base_is_said_to_be_so(tmp_path, fake_run, gain, told):
+    """The journal's standard error is 0.1: what lies within two of them proves nothing."""
+    event = journals.outcome(0, gain=gain)
+    text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
+    assert ("cannot be told from the untrained base" in text) is not told
+    assert f"difference, question by question {score_text(gain, 0.1)}" in " ".join(text.split())
+    assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is told

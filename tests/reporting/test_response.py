@@ -1,0 +1,121 @@
+"""What a hyperparameter explains is the share of variance that it was made to explain, and chance is called chance."""
+
+import numpy as np
+import pytest
+
+from evogrpo.reporting.response import Gain, response, responses
+from evogrpo.reporting.summary import summarise
+from tests.reporting.journals import generation, member
+
+
+def gains_of(values, gains, each=1):
+    """Return the gains of one member per value, `each` of them a member."""
+    return [
+        Gain(index=index, generation=number, value=value, gain=gain)
+        for index, (value, own) in enumerate(zip(values, np.reshape(gains, (len(values), each)), strict=True))
+        for number, gain in enumerate(own.tolist(), 1)
+    ]
+
+
+@pytest.mark.parametrize("names", [(1e-4, 1e-2), ("grpo", "dapo")])
+@pytest.mark.parametrize(("between", "within"), [(3.0, 1.0), (1.0, 2.0), (1.0, 0.0)])
+def test_the_share_is_that_of_the_analysis_of_variance(names, between, within):
+    """Two values, gains at +-between, each missed by +-within: S_t = n (b^2 + w^2) and S_w = n w^2."""
+    values = [names[index % 2] for index in range(20)]
+    made = [(between if index % 2 else -between) + (within if index % 4 < 2 else -within) for index in range(20)]
+    found = response("x", gains_of(values, made))
+    expected = 1 - (within**2 / 18) / ((between**2 + within**2) / 19)
+    assert found.share.share == pytest.approx(expected, abs=1e-12)
+    assert [level.mean for level in found.levels] == pytest.approx([-between, between])
+    # The standard error of a mean of 10 independent gains, sample variance 10 w^2 / 9.
+    assert [level.standard_error for level in found.levels] == pytest.approx([within / 3] * 2)
+    assert found.share.told == (between >= within)
+
+
+def test_of_gains_that_have_nothing_to_do_with_the_values_nothing_is_told():
+    rng = np.random.default_rng(1)
+    told, shares = 0, []
+    for _ in range(60):
+        found = response("lr", gains_of(np.exp(rng.normal(size=24)).tolist(), rng.normal(size=72), each=3))
+        told += found.share.told
+        shares.append(found.share.share)
+    assert told <= 6  # 5 of 100 by construction
+    assert abs(np.mean(shares)) < 0.03  # without bias
+
+
+def test_many_gains_of_few_members_are_no_more_than_these_members():
+    """Each member has a skill of its own that its value has no part in: only shuffling whole members sees that."""
+    rng = np.random.default_rng(2)
+    told = 0
+    for _ in range(40):
+        skill = np.repeat(rng.normal(size=8), 10) + 0.1 * rng.normal(size=80)
+        told += response("lr", gains_of(np.exp(rng.normal(size=8)).tolist(), skill, each=10)).share.told
+    assert told <= 6
+
+
+def test_a_best_value_in_the_middle_is_seen():
+    values = np.exp(np.linspace(-5, 5, 40))
+    made = -(np.log(values) ** 2)
+    found = response("lr", gains_of(values.tolist(), made - made.mean()))
+    assert found.share.told
+    assert found.share.share > 0.75
+    means = [level.mean for level in found.levels]
+    assert 0 < np.argmax(means) < len(means) - 1
+    assert found.levels[0].low == pytest.approx(values[0])
+    assert found.levels[-1].high == pytest.approx(values[-1])
+
+
+@pytest.mark.parametrize(
+    "gains",
+    [
+        [],
+        gains_of([1.0, 2.0, 3.0], range(12), each=4),
+        gains_of([1.0] * 10, range(20), each=2),
+        gains_of(list(range(1, 7)), range(6)),
+    ],
+    ids=["none", "three members", "one value", "six gains"],
+)
+def test_too_few_gains_or_values_are_not_judged(gains):
+    found = response("lr", gains)
+    assert found.share is None
+    assert len(found.gains) == len(gains)
+
+
+def test_equal_gains_explain_nothing():
+    found = response("lr", gains_of(list(range(1, 13)), [0.0] * 24, each=2))
+    assert found.share.share == 0
+    assert not found.share.told
+
+
+BASELINE = {"event": "baseline", "questions": 4, "fitness": 0.0, "standard_error": 0.1}
+
+
+def test_gains_begin_where_the_line_was_left_and_the_generation_is_taken_off():
+    run = {"event": "run", "evolvable": {"lr": {"min": 1e-6, "max": 1.0, "scale": "log"}}}
+    slow, fast = {"hyperparameters": {"lr": 1e-4}}, {"hyperparameters": {"lr": 1e-3}}
+    events = [
+        run,
+        BASELINE,
+        generation(1, member(0, 0, fitness=1.0, **slow), member(1, 1, fitness=4.0, **fast)),
+        generation(2, member(0, 2, 1, 6.0, **slow), member(1, 1, fitness=None, **fast), best=2),
+        generation(3, member(0, 2, 1, 7.0, **slow), member(1, 3, 2, 9.0, **fast), best=3),
+    ]
+    (found,) = responses(summarise(events))
+    # Generation 1: +1 and +4. Generation 2: one gain has nobody beside it. Generation 3: +1 and, from 6, +3.
+    told = {(gain.generation, gain.index): (gain.value, gain.gain) for gain in found.gains}
+    assert told == {(1, 0): (1e-4, -1.5), (1, 1): (1e-3, 1.5), (3, 2): (1e-4, -1.0), (3, 3): (1e-3, 1.0)}
+
+
+def test_without_a_baseline_founders_gains_are_unknown():
+    run = {"event": "run", "evolvable": {"lr": {}}}
+    (found,) = responses(summarise([run, generation(1, member(0, 0), member(1, 1, fitness=0.7))]))
+    assert found.gains == ()
+
+
+def test_the_hyperparameter_that_matters_comes_first(tmp_path, fake_run):
+    from evogrpo.persistence.journal import read_journal
+
+    run = fake_run(tmp_path, size=16, generations=6, evolve=("clip_coef", "lr", "group_size"), seed=3)
+    found = responses(summarise(read_journal(run / "journal.jsonl")))
+    assert found[0].name == "lr"
+    assert found[0].share.told

@@ -1,0 +1,141 @@
+"""The story of a run is what its journal says, and a journal that says nonsense is refused by place."""
+
+import pytest
+
+from evogrpo.persistence.journal import Journal, read_journal
+from evogrpo.reporting.family import ancestors, lineage_lines, winner
+from evogrpo.reporting.summary import summarise
+from tests.reporting.journals import generation, member, outcome
+
+RUN = {"event": "run", "time": 0.0, "evolvable": {"lr": {"min": 1e-6, "max": 1e-3, "scale": "log"}}}
+
+
+# Member 2 descends from 0 over 2; member 3 from 2. Member 1 dies after the first generation.
+FAMILY = [
+    RUN,
+    generation(1, member(0, 0, fitness=0.2), member(1, 1, fitness=0.1), best=0),
+    generation(2, member(0, 0, fitness=0.3), member(1, 2, 0, 0.4, changes={"lr": [1e-4, 2e-4]}), best=2),
+    generation(3, member(0, 3, 2, 0.9, changes={"lr": [2e-4, 3e-4]}), member(1, 2, 0, 0.6), best=3),
+    generation(4, member(0, 3, 2, 0.7), member(1, 4, 3, None, failed="NaN"), best=3),
+]
+
+
+def test_lines_begin_where_their_parents_line_was_left():
+    lines = {line.index: line for line in lineage_lines(summarise(FAMILY))}
+    assert sorted(lines) == [0, 1, 2, 3, 4]
+    assert [(r.generation, r.fitness) for r in lines[2].results] == [(2, 0.4), (3, 0.6)]
+    assert (lines[2].origin.index, lines[2].origin.generation) == (0, 1)
+    assert (lines[3].origin.index, lines[3].origin.generation) == (2, 2)
+    assert lines[0].origin is None
+    assert [lines[index].founder for index in range(5)] == [0, 1, 0, 0, 0]
+
+
+def test_ancestors_with_every_change():
+    chain = ancestors(summarise(FAMILY), 3)
+    assert [ancestor.index for ancestor in chain] == [0, 2, 3]
+    assert [ancestor.generations for ancestor in chain] == [(1, 1), (2, 2), (3, 4)]
+    assert [dict(ancestor.changes) for ancestor in chain] == [{}, {"lr": (1e-4, 2e-4)}, {"lr": (2e-4, 3e-4)}]
+    assert [ancestor.result.fitness for ancestor in chain] == [0.2, 0.4, 0.7]
+    assert ancestors(summarise(FAMILY), 99) == ()
+
+
+def test_the_winner_is_the_tested_member_else_the_best_of_any_generation():
+    assert winner(summarise(FAMILY)) == 3
+    assert winner(summarise([*FAMILY, outcome(2)])) == 2
+    assert winner(summarise([RUN])) is None
+    assert winner(summarise([RUN, generation(1, member(0, 0, fitness=None))])) is None
+
+
+def test_the_winner_may_have_been_replaced_since():
+    later = generation(5, member(0, 5, 3, 0.1), best=5)
+    assert winner(summarise([*FAMILY, later])) == 3
+
+
+def test_a_resumed_run_tells_the_later_story():
+    events = [
+        *FAMILY,
+        outcome(2),
+        {"event": "stopped", "reason": "Ctrl-C"},
+        {"event": "resumed", "generation": 2},
+        generation(3, member(0, 7, 2, 0.8), best=7),
+    ]
+    summary = summarise(events)
+    assert [g.generation for g in summary.generations] == [1, 2, 3]
+    assert [m.index for m in summary.generations[-1].members] == [7]
+    assert (summary.test, summary.stopped, summary.resumes) == (None, None, 1)
+
+
+def test_a_lineage_that_names_itself_as_parent_ends():
+    events = [
+        RUN,
+        generation(1, member(0, 0, parent=1), member(1, 1, parent=0)),
+        generation(2, member(0, 2, parent=2), best=2),
+    ]
+    assert [ancestor.index for ancestor in ancestors(summarise(events), 2)] == [2]
+    assert len(lineage_lines(summarise(events))) == 3
+
+
+def test_fields_that_later_versions_add_are_ignored():
+    summary = summarise([RUN, {"event": "unheard of"}, generation(1, member(0, 0, new_field=3), new_field=3)])
+    assert [result.index for result in summary.generations[0].members] == [0]
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (generation(1, member(0, 0, fitness="high")), "'fitness' of a member of generation 1 must be a finite number"),
+        (generation(1, member(0, 0, fitness=True)), "'fitness'"),
+        (generation(1, member(0, 0, fitness=10**400)), "'fitness'"),
+        (generation(1, member("0", 0)), "'slot'"),
+        (generation(1, member(0, 0.5)), "'index' of a member of generation 1 must be a whole number"),
+        (generation(1, member(0, None)), "'index' of a member of generation 1 must be a whole number"),
+        (generation(1, member(0, 0, failed=3)), "'failed' of a member of generation 1 must be text"),
+        (generation(1, member(0, 0, changes={"lr": 3})), r"must be \[old, new\]"),
+        (generation(1, member(0, 0, changes=[1])), "'changes' of a member of generation 1 must be an object"),
+        (generation(1, member(0, 0, metrics={"loss": "low"})), "'loss' of 'metrics' of a member of generation 1"),
+        (generation(1, member(0, 0, hyperparameters={"lr": "<b>"})), "'lr'"),
+        (generation(1, member(0, 0, hyperparameters={"lr": -1.0})), "lr must be greater than 0"),
+        (generation(1, member(0, 0, hyperparameters={"lrr": 1.0})), "did you mean 'lr'"),
+        (generation(1, member(0, 0, hyperparameters={"loss_type": ["grpo"]})), "'loss_type'"),
+        (generation(1, member(0, 0, changes={"clip_low": [None, "0.2"]})), "'clip_low'"),
+        (generation(1, "member"), "'members' of generation 1 must be a list of objects"),
+        (generation(1, member(0, 0), best=7), "'best' of generation 1 must be the index of one of its members, got 7"),
+        (generation(1, member(0, 0), tokens=0.5), "'tokens' of generation 1 must be a whole number"),
+        (generation(1, member(0, 0), examples=[{"prompt": 3}]), "'prompt' of an example of generation 1 must be text"),
+        (generation(10**400), "'generation'"),
+        ({"event": "baseline", "questions": 4, "fitness": None}, "'fitness' of the baseline event must be a finite"),
+        (outcome(None), "'index' of the test event must be a whole number"),
+        (outcome(0) | {"before": {}}, "'fitness' of before of the test must be a finite number"),
+        (outcome(0) | {"after": 3}, "'after' of the test event must be an object"),
+        ({"event": "stopped", "reason": None}, "'reason' of the stopped event must be text"),
+    ],
+)
+def test_nonsense_is_refused_by_place(event, words):
+    with pytest.raises(ValueError, match=words):
+        summarise([RUN, event])
+
+
+def test_a_journal_without_a_run_event_is_refused():
+    with pytest.raises(ValueError, match="no run event"):
+        summarise([generation(1)])
+
+
+def test_a_journal_on_disk(tmp_path, fake_run):
+    summary = summarise(read_journal(fake_run(tmp_path, size=3, generations=4, seed=1) / "journal.jsonl"))
+    assert [len(g.members) for g in summary.generations] == [3, 3, 3, 3]
+    assert summary.baseline.questions == 128
+    assert summary.facts["task"] == "chain sums"
+    with Journal(tmp_path / "journal.jsonl") as journal:
+        journal.append("resumed", generation=1)
+    assert len(summarise(read_journal(tmp_path / "journal.jsonl")).generations) == 1
+
+
+def test_evolvable_names_that_nobody_knows_are_refused():
+    with pytest.raises(ValueError, match=r"evolvable of the run event 'lrr'.*did you mean 'lr'"):
+        summarise([RUN | {"evolvable": {"lrr": {}}}])
+
+
+def test_changes_may_be_of_names_and_networks_and_from_none():
+    changes = {"loss_type": ["grpo", "dapo"], "advantage_clip": [None, 2.0], "network": ["64 tanh", "64-64 tanh"]}
+    (result,) = summarise([RUN, generation(1, member(0, 0, changes=changes))]).generations[0].members
+    assert dict(result.changes) == {name: tuple(change) for name, change in changes.items()}

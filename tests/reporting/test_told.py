@@ -1,0 +1,241 @@
+"""Lineage, winner and comparison as a journal tells them: nobody is lost and nothing is claimed."""
+
+import math
+
+import numpy as np
+import pytest
+
+from evogrpo.history.descent import standing_of
+from evogrpo.persistence.journal import Journal
+from evogrpo.reporting.told.comparing import compare_runs
+from evogrpo.reporting.told.tree import family_tree, tree_lines
+from evogrpo.reporting.told.winning import read_winner
+from tests.reporting.journals import generation, member, outcome
+
+RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}
+
+
+def random_family(seed, generations, size):
+    """Events of a run in which a random half of the members is replaced by children of random ones."""
+    rng = np.random.default_rng(seed)
+    alive, parents, events, fresh = list(range(size)), dict.fromkeys(range(size)), [RUN], size
+    for number in range(1, generations + 1):
+        scores = rng.standard_normal(size).tolist()
+        rows = [member(slot, index, parents[index], scores[slot], born=number - 1) for slot, index in enumerate(alive)]
+        events.append(generation(number, *rows, best=alive[int(np.argmax(scores))], step=4 * number))
+        before = list(alive)
+        for slot in range(size):
+            if rng.random() < 0.5:
+                parents[fresh] = before[rng.integers(size)]
+                alive[slot], fresh = fresh, fresh + 1
+    return events, parents
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("generations", "size"), [(1, 1), (2, 3), (12, 4), (60, 8)])
+def test_every_member_is_told_of_once_whether_collapsed_or_not(seed, generations, size):
+    events, _ = random_family(seed, generations, size)
+    tree = family_tree(events)
+    for every in (False, True):
+        lines = tree_lines(tree, every=every)
+        told = sorted(each.index for line in lines for each in line.members)
+        assert told == [birth.index for birth in tree.births]
+        assert all(len(line.members) == 1 for line in lines if every or line.wins)
+        assert {line.members[0].index for line in lines if line.wins} == set(tree.path)
+        # A side line holds at most half of what it branches off from, but for the winner's path, which goes first.
+        assert max(line.indent for line in lines) <= 2 + math.log2(len(tree.births))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_winners_path_leads_by_parents_from_a_founder_to_the_best_fitness_ever(seed):
+    events, parents = random_family(seed, 20, 5)
+    tree = family_tree(events)
+    best = max(each["fitness"] for event in events[1:] for each in event["members"])
+    assert tree.winner.fitness == best
+    assert tree.path[-1] == tree.winner.index
+    assert [parents[index] for index in tree.path] == [None, *tree.path[:-1]]
+
+
+def test_the_winner_is_who_the_run_says_it_is_where_selection_goes_by_something_else():
+    """With fitness by rollouts the best is chosen on held-out questions; those that were not asked cannot be it."""
+
+    def asked(mean):
+        return {"measured": {"greedy": {"fitness": mean, "standard_error": 0.1}}}
+
+    events = [
+        RUN,
+        generation(1, member(0, 0, fitness=0.9, **asked(0.3)), member(1, 1, fitness=0.8), best=0, best_ever=[0, 1]),
+        generation(2, member(0, 0, fitness=0.1, **asked(0.7)), member(1, 1, fitness=0.95), best=0, best_ever=[0, 2]),
+        generation(3, member(0, 0, fitness=0.99, **asked(0.6)), member(1, 1, fitness=0.99), best=0, best_ever=[0, 2]),
+    ]
+    won = family_tree(events).winner
+    assert (won.index, won.generation, standing_of(won).mean) == (0, 2, 0.7)
+
+
+def test_who_wins_the_finals_is_the_winner_also_once_the_run_goes_on(tmp_path):
+    earned = {"fitness": 0.5, "standard_error": 0.1}
+    finalists = [{"index": index, "generation": 1, "chosen": earned, "second": earned} for index in (0, 1)]
+    finals = {"event": "finals", "questions": 8, "index": 1, "generation": 1, "finalists": finalists,
+              "measure": "greedy", "cost": {"tokens": 1, "seconds": 1.0}}  # fmt: skip
+    events = [
+        RUN,
+        generation(1, member(0, 0, fitness=0.9), member(1, 1, fitness=0.8), best=0, best_ever=[0, 1]),
+        generation(2, member(0, 0, fitness=0.7), member(1, 1, fitness=0.6), best=0, best_ever=[0, 1], step=8),
+        finals,
+        outcome(1),
+    ]
+    gone_on = [*events, {"event": "resumed", "generation": 2, "step": 8}]
+    for number, told in enumerate((events, gone_on)):
+        assert (family_tree(told).winner.index, family_tree(told).winner.generation) == (1, 1)
+        found = read_winner(written(tmp_path / str(number), *told))
+        assert (found.member.index, found.member.generation) == (1, 1)
+        assert sum(stage.steps for stage in found.stages) == 4
+
+
+@pytest.mark.parametrize("named", [3, [1], [1, 2, 3], ["0", 1], [True, 1], [0.0, 1]])
+def test_a_winner_named_otherwise_is_refused(named):
+    with pytest.raises(ValueError, match="'best_ever' of generation 1 must be two whole numbers"):
+        family_tree([RUN, generation(1, member(0, 0), best_ever=named)])
+
+
+def test_a_long_line_of_descent_is_one_column_and_its_middle_is_collapsed():
+    line = [
+        generation(
+            number,
+            member(0, number - 1, number - 2 if number > 1 else None, 0.1),
+            member(1, 1000, None, 0.9),
+            best=1000,
+        )
+        for number in range(1, 900)
+    ]
+    lines = tree_lines(family_tree([RUN, *line]))
+    assert {line.indent for line in lines} == {0}
+    assert [len(line.members) for line in lines] == [1, 897, 1, 1]
+    assert [line.skips for line in lines] == [False, True, False, False]
+
+
+def test_families_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="a parent is born before its child, got 5 of 1"):
+        family_tree([RUN, generation(1, member(0, 0), member(1, 1, 5))])
+
+
+def written(folder, *events):
+    with Journal(folder / "journal.jsonl") as journal:
+        for event in events:
+            journal.append(event["event"], **{name: value for name, value in event.items() if name != "event"})
+    return folder
+
+
+def run_with_test(folder, scores, *, data, measure=None, run=None, keep=True, more=()):
+    """Write a run whose best member earned these scores in the test."""
+    mean = sum(scores) / len(scores)
+    error = math.sqrt(sum((score - mean) ** 2 for score in scores) / (len(scores) - 1) / len(scores))
+    test = outcome(0) | {"questions": len(scores), "after": {"fitness": mean, "standard_error": error}}
+    test |= {"scores": list(scores), "measure": measure} if keep else {}
+    begin = RUN | {"data": data} | (run or {})
+    return written(folder, begin, generation(1, member(0, 0)), *more, test)
+
+
+ENV = {"train starts": "100", "validation starts": "8", "test starts": "6", "seed": "0", "environment": "CartPole"}
+ASKED = {"train questions": "a", "validation questions": "b", "test questions": "c", "prompts": "p", "seed": "0",
+         "reward score": "weight 1, code x"}  # fmt: skip
+ONE, OTHER = (1.0, 2.0, 4.0, 8.0, 16.0, 31.0), (2.0, 3.5, 5.0, 9.0, 17.5, 32.0)
+
+
+def difference(tmp_path, reference, **others):
+    """Compare a run with one that differs as given."""
+    first = run_with_test(tmp_path / "one", ONE, data=reference)
+    scores = others.pop("scores", OTHER)
+    second = run_with_test(tmp_path / "other", scores, **({"data": reference} | others))
+    return compare_runs([first, second], [None, None]).differences[0]
+
+
+@pytest.mark.parametrize("data", [ENV, ASKED], ids=["starts", "questions"])
+def test_the_same_questions_are_compared_one_by_one(tmp_path, data):
+    found = difference(tmp_path, data)
+    gains = [b - a for a, b in zip(ONE, OTHER, strict=True)]
+    mean = sum(gains) / 6
+    assert found.paired
+    assert found.questions == 6
+    assert found.gain.mean == pytest.approx(mean)
+    assert found.gain.standard_error == pytest.approx(math.sqrt(sum((gain - mean) ** 2 for gain in gains) / 5 / 6))
+    assert found.beyond_noise  # as means they could not be told apart
+
+
+def test_of_unequally_many_questions_those_that_both_answered_are_compared(tmp_path):
+    found = difference(tmp_path, ASKED, scores=OTHER[:4])
+    assert (found.paired, found.questions) == (True, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "others"),
+    [
+        (ENV, {"data": ENV | {"seed": "1"}}),
+        (ENV, {"data": ENV | {"validation starts": "9"}}),
+        (ASKED, {"data": ASKED | {"test questions": "d"}}),
+        (ASKED, {"keep": False}),
+    ],
+    ids=["another seed", "other sizes", "other questions", "an earlier version"],
+)
+def test_other_starts_of_the_same_task_are_compared_as_means(tmp_path, data, others):
+    found = difference(tmp_path, data, **others)
+    assert found.gain is not None
+    assert not found.paired
+    assert found.why
+    assert found.beyond_noise is False
+
+
+@pytest.mark.parametrize(
+    ("data", "others", "why"),
+    [
+        (ENV, {"data": ENV | {"environment": "Acrobot"}}, "environment"),
+        (ENV, {"data": {"nothing": "known"}}, "not the same task"),
+        (ENV, {"data": None}, "does not say"),
+        (ASKED, {"data": {**ASKED, "reward score": "weight 2, code x"}}, "reward score"),
+        (ASKED, {"measure": "sampled"}, "measured differently"),
+        (ASKED, {"more": [{"event": "resumed", "generation": 1, "step": 4, "changed_data": ["x"]}]}, "data were chang"),
+    ],
+)
+def test_what_is_not_the_same_task_is_not_compared(tmp_path, data, others, why):
+    found = difference(tmp_path, data, **others)
+    assert found.gain is None
+    assert found.beyond_noise is None
+    assert why in found.why
+
+
+def test_other_training_questions_leave_the_test_the_same(tmp_path):
+    assert difference(tmp_path, ASKED, data=ASKED | {"train questions": "z", "prompts": "q", "seed": "7"}).paired
+
+
+def test_settings_that_differ_are_told_under_one_name_for_all(tmp_path):
+    first = run_with_test(tmp_path / "one", ONE, data=ENV, run={"seed": 0, "strategy": {"name": "fixed"}})
+    second = run_with_test(
+        tmp_path / "other", ONE, data=ENV, run={"seed": 1, "strategy": {"name": "tournament", "z": 1.0}}
+    )
+    told = compare_runs([first, second], [None, None]).settings
+    assert told == {"seed": (0, 1), "strategy.name": ("fixed", "tournament"), "strategy.z": (None, 1.0)}
+    configured = compare_runs([first, second], [{"a": {"b": 1}, "run_dir": "x"}, {"a": {"b": 2}, "run_dir": "y"}])
+    assert configured.settings == {"a.b": (1, 2)}
+    assert compare_runs([first, second], [{"a": {"b": 1}}, None]).settings == told
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path):
+    run = run_with_test(tmp_path / "one", ONE, data=ENV)
+    for folders in ([run], [run, run], [run, tmp_path / "one" / ".." / "one"]):
+        with pytest.raises(ValueError, match="at least two different runs"):
+            compare_runs(folders, [None] * len(folders))
+
+
+def test_the_winner_is_the_one_that_was_tested_though_another_did_better_later(tmp_path):
+    events = [
+        generation(1, member(0, 0, fitness=0.4), member(1, 1, fitness=0.2), best=0),
+        generation(2, member(0, 0, fitness=0.6), member(1, 2, 0, fitness=0.1), best=0, step=9),
+        outcome(0, 0.55),
+        {"event": "resumed", "generation": 2, "step": 9},
+        generation(3, member(0, 0, fitness=0.5), member(1, 2, 0, fitness=0.8), best=2, step=13),
+    ]
+    ended = read_winner(written(tmp_path / "ended", RUN, *events[:3]))
+    assert (ended.member.index, ended.member.generation, ended.member.fitness) == (0, 2, 0.6)
+    assert ended.to_json()["test"]["member"]["interval"] == pytest.approx([0.55 - 0.196, 0.55 + 0.196])
+    resumed = read_winner(written(tmp_path / "resumed", RUN, *events))
+    assert (resumed.member.index, resumed.test, resumed.stored) == (2, None, None)

@@ -1,0 +1,80 @@
+"""Untrusted text becomes visible text; numbers become short ones."""
+
+import sys
+import unicodedata
+
+import pytest
+
+from evogrpo.text import (
+    changes_text,
+    count_text,
+    counted,
+    duration_text,
+    number_text,
+    printable,
+    score_text,
+    shorten,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, ünïcode, 漢字 and 🙂\n\ttoo", "plain, ünïcode, 漢字 and 🙂\n\ttoo"),
+        ("\x1b[31mred\x1b[0m", "\\x1b[31mred\\x1b[0m"),
+        ("\0\r\x7f\x9b", "\\x00\\r\\x7f\\x9b"),
+        ("\u202egnp", "\\u202egnp"),  # reads right to left: a picture of another text
+        ("\u200b\ufeff\u2028", "\\u200b\\ufeff\\u2028"),
+        ("\ud800", "\\ud800"),
+        ("\U000e0041", "\\U000e0041"),
+    ],
+)
+def test_what_would_act_is_spelt_out(text, shown):
+    assert printable(text) == shown
+
+
+def test_no_control_character_of_unicode_survives():
+    every = "".join(map(chr, range(sys.maxunicode + 1)))
+    left = {unicodedata.category(character) for character in printable(every).replace("\n", "").replace("\t", "")}
+    assert not left & {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def test_numbers():
+    assert [number_text(value) for value in (None, 8, 0.2, 1.23456e-5, 0.0001)] == [
+        "–",
+        "8",
+        "0.2",
+        "1.23e-05",
+        "0.0001",
+    ]
+    assert [count_text(value) for value in (None, 0, 1234567)] == ["–", "0", "1,234,567"]
+    assert score_text(0.41249, 0.031) == "0.412 ± 0.031"
+    assert score_text(0.4, None) == "0.400"
+    assert score_text(None, 0.1) == "–"
+    seconds = (None, 0.4, 59.6, 61, 3600, 7384)
+    assert [duration_text(value) for value in seconds] == [
+        "–",
+        "0 s",
+        "1 min 00 s",
+        "1 min 01 s",
+        "1 h 00 min",
+        "2 h 03 min",
+    ]
+
+
+def test_shortening_says_how_much_is_missing():
+    assert shorten("abc", 3) == "abc"
+    assert shorten("abcdef", 3) == "abc… (3 more characters)"
+
+
+def test_changes_are_written_with_old_and_new_value_and_safe_to_print():
+    changes = {"lr": (1e-4, 2e-4), "loss_type": ("grpo", "dapo"), "clip_low": (None, 0.2), "network": ("64", "\x1b[0m")}
+    expected = r"lr 0.0001 → 0.0002, loss_type grpo → dapo, clip_low – → 0.2, network 64 → \x1b[0m"
+    assert changes_text(changes) == expected
+    assert changes_text({}) == ""
+
+
+def test_counts_have_their_plural():
+    assert counted(1, "group") == "1 group"
+    assert counted(1200, "group") == "1,200 groups"
+    assert counted(2, "worker process", "es") == "2 worker processes"
