@@ -6,8 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import evogrpo
+from evogrpo.text import printable, shorten
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -36,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     tolerate_old_encodings()
     quieten_libraries()
-    sys.path.append(str(Path.cwd()))  # behind everything else: for environments in modules of the user's
+    if chosen.own_code:
+        sys.path.append(str(Path.cwd()))  # behind everything else: for environments in modules of the user's
     module, name = chosen.command.split(":")
     with enduring_output():
         return _carry_out(chosen, module, name)
@@ -65,9 +68,16 @@ def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
         return INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers with what was typed in view, and short."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(shorten(message, 500)))
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Declare every command; nothing heavy is imported before one is chosen."""
-    parser = argparse.ArgumentParser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="evogrpo",
         description="Evolve a population of GRPO agents that share one base model.",
         epilog=_EXIT_CODES,
@@ -140,6 +150,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "the strategy named in the run's config.yaml are run: resume only runs whose config.yaml you trust.",
     )
     _existing_run(resume)
+    resume.set_defaults(own_code=True)
     resume.add_argument("--generations", type=int, metavar="N", help="generations in all, those already done included")
     _allow_memory(resume)
     resume.add_argument(
@@ -172,6 +183,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 def _starting(parser: argparse.ArgumentParser) -> None:
     """Declare what a run that begins takes, whatever it is of."""
+    parser.set_defaults(own_code=True)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where records go (default: a new folder under runs/)"
     )
@@ -214,6 +226,7 @@ def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "you trust.",
     )
     _existing_run(video)
+    video.set_defaults(own_code=True)
     video.add_argument("--episodes", type=int, default=1, metavar="N", help="how many test starts to play (default 1)")
     video.add_argument("--folder", type=Path, help="where the files go (default: RUN_DIR/videos)")
     _add_readers(commands)
@@ -292,5 +305,5 @@ def _command(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(), epilog=_EXIT_CODES
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.set_defaults(command=command, opens=False)
+    parser.set_defaults(command=command, opens=False, own_code=False)
     return parser

@@ -138,7 +138,8 @@ def check_memory() -> Iterator[Finding]:
 
 def check_model() -> Iterator[Finding]:
     """Look for the demo's base model: the wheel, the package that reads it, and the converted copy."""
-    from evogrpo.policies.tokens.models import DEMO_MODEL, DEMO_WHEEL, cache_folder
+    from evogrpo.policies.tokens.conversions import cache_folder
+    from evogrpo.policies.tokens.models import DEMO_MODEL, DEMO_WHEEL
 
     try:
         wheel = importlib.metadata.version(DEMO_WHEEL)
@@ -161,7 +162,7 @@ def check_model() -> Iterator[Finding]:
 
 def check_folders() -> Iterator[Finding]:
     """Try to write where runs and models go, and look at the space left."""
-    from evogrpo.policies.tokens.models import cache_folder
+    from evogrpo.policies.tokens.conversions import cache_folder
 
     for what, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
         existing = folder.absolute()
@@ -185,19 +186,19 @@ def check_folders() -> Iterator[Finding]:
 
 def check_extras() -> Iterator[Finding]:
     """Say which optional packages are there; the demo needs none of them."""
-    for package, module, gives in (
-        ("reasoning-gym", "reasoning_gym", ("reasoning", "100+ tasks")),
-        ("datasets", "datasets", ("datasets", "datasets in parquet files")),
-        ("moviepy", "moviepy", ("video", "videos of members")),
-        ("optuna", "optuna", ("optuna", "runs as studies of Optuna")),
-        ("pandas", "pandas", ("pandas", "runs as data frames")),
+    for package, gives in (
+        ("reasoning-gym", ("reasoning", "100+ tasks")),
+        ("datasets", ("datasets", "datasets in parquet files")),
+        ("moviepy", ("video", "videos of members")),
+        ("optuna", ("optuna", "runs as studies of Optuna")),
+        ("pandas", ("pandas", "runs as data frames")),
     ):
         extra, use = gives
-        if importlib.util.find_spec(module) is None:
+        try:  # not whether it can be imported: a folder of that name can be, wherever one works
+            yield Finding(what=package, state="ok", detail=importlib.metadata.version(package))
+        except importlib.metadata.PackageNotFoundError:
             remedy = f"for {use}: {extra_command(extra)}"
             yield Finding(what=package, state="note", detail="not installed, the demo does without", remedy=remedy)
-        else:
-            yield Finding(what=package, state="ok", detail=importlib.metadata.version(package))
 
 
 CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (

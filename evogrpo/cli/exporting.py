@@ -93,10 +93,11 @@ def _checked(run_dir: Path, best: Path, source: str) -> str:
     from evogrpo.agents.checkpoints.stored_base import is_path
     from evogrpo.policies.tokens.exports import check_export
     from evogrpo.policies.tokens.models import load_outline
-    from evogrpo.training.configuration.reading import CONFIG_FILE, load_config
+    from evogrpo.training.configuration.reading import CONFIG_FILE
+    from evogrpo.training.configuration.strict_yaml import read_yaml_file
 
     if (run_dir / CONFIG_FILE).is_file():
-        source = load_config(run_dir / CONFIG_FILE).model or source
+        source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # not what code it names
     elif is_path(source):  # found in a checkpoint, so it is not followed
         return "not tried with PEFT, as its base model came from a folder"
     try:

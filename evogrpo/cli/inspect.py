@@ -21,7 +21,7 @@ def report(chosen: argparse.Namespace) -> int:
 
         page = write_html(chosen.run_dir)
     for path in (page.with_name("report.png"), page):
-        console.print(str(path), soft_wrap=True, markup=False)
+        console.print(str(path), soft_wrap=True)
     return OK
 
 

@@ -258,5 +258,5 @@ def _print_line(console: Console, text: Text) -> None:
 
 
 def _print_json(console: Console, values: Mapping[str, Any]) -> int:
-    console.print(dump_json(values, indent=2), markup=False, highlight=False, soft_wrap=True)
+    console.print(dump_json(values, indent=2), soft_wrap=True)
     return OK

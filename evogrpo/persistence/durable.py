@@ -1,7 +1,8 @@
-"""Files that are on disk, whole, when the call returns: sync, write, replace."""
+"""Files that are on disk, whole, when the call returns: sync, write, replace; and files that are opened as such."""
 
 import os
 import re
+import stat
 from pathlib import Path
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.temporary")
@@ -51,3 +52,25 @@ def sweep(folder: Path) -> None:
     for entry in folder.iterdir() if folder.is_dir() else ():
         if _TEMPORARY.fullmatch(entry.name) and not entry.is_dir():
             entry.unlink(missing_ok=True)
+
+
+class NoPlainFileError(OSError):
+    """What lies at a path would lead elsewhere, or never end: a link, a pipe, a device, a folder."""
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file that is a file, and return its descriptor: no link is followed, no pipe or device is waited for.
+
+    Raises:
+        NoPlainFileError: If it is anything else.
+        OSError: If it cannot be opened.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # else opening could do something already
+        raise NoPlainFileError(f"{path} is no plain file")
+    # The same once more for whatever takes its place in between.
+    unmoved = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags | unmoved, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NoPlainFileError(f"{path} is no plain file")
+    return descriptor

@@ -1,14 +1,13 @@
 """The journal of a run: an append-only JSONL file, one event a line, that survives a kill at any byte."""
 
 import os
-import stat
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from evogrpo.persistence.durable import make_folder, sync_folder
+from evogrpo.persistence.durable import NoPlainFileError, make_folder, open_plain, sync_folder
 from evogrpo.persistence.strict_json import dump_json, load_json
 
 # Every line that Journal writes begins so; opening refuses to touch a file that begins otherwise.
@@ -36,9 +35,7 @@ class Journal:
         self.path = Path(path)
         make_folder(self.path.parent)
         created = not os.path.lexists(self.path)
-        if not created:
-            _refuse_other_than_file(self.path)
-        self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
+        self._file = _opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         try:
             _repair_tail(self._file, self.path)
             if created:
@@ -111,10 +108,9 @@ def read_journal(path: Path | str) -> list[dict[str, Any]]:
         JournalError: If the file is missing, or any other line is not an event.
     """
     path = Path(path)
-    if os.path.lexists(path):
-        _refuse_other_than_file(path)
     try:
-        content = path.read_bytes()
+        with open(_opened(path, os.O_RDONLY), "rb") as file:
+            content = file.read()
     except OSError as error:
         reason = error.strerror or error
         raise JournalError(f"cannot read the journal {path} ({reason}): name the folder of a run") from error
@@ -133,10 +129,11 @@ def read_journal(path: Path | str) -> list[dict[str, Any]]:
         return events
 
 
-def _refuse_other_than_file(path: Path) -> None:
-    """Raise JournalError for what would lead elsewhere, or never end: links, pipes, devices, folders."""
-    if not stat.S_ISREG(path.lstat().st_mode):
-        raise JournalError(f"{path} is no plain file, and is not followed elsewhere: put the journal itself there")
+def _opened(path: Path, flags: int) -> int:
+    try:
+        return open_plain(path, flags)
+    except NoPlainFileError as error:
+        raise JournalError(f"{error}, and is not followed elsewhere: put the journal itself there") from error
 
 
 def latest_generations(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

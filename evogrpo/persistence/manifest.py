@@ -3,13 +3,12 @@
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evogrpo.persistence.durable import write_synced
+from evogrpo.persistence.durable import NoPlainFileError, open_plain, write_synced
 from evogrpo.persistence.strict_json import dump_json, load_json
 
 FORMAT = "evogrpo-checkpoint"
@@ -213,14 +212,20 @@ def _read_plain(path: Path, *, size: int | None = None, limit: int | None = None
 
 def _open_plain(path: Path, *, size: int | None = None, limit: int | None = None) -> int:
     """Open a file that is a file: no link is followed, and no pipe or device is waited for."""
-    status = os.lstat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise damaged(path, "must be a plain file, not a link, folder or device")
-    if size is not None and status.st_size != size:
-        raise damaged(path, f"must have {size} bytes, but has {status.st_size}")
-    if limit is not None and status.st_size > limit:
-        raise damaged(path, f"must have at most {limit} bytes, but has {status.st_size}")
-    return os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        file = open_plain(path)
+    except NoPlainFileError as error:
+        raise damaged(path, "must be a plain file, not a link, folder or device") from error
+    actual = os.fstat(file).st_size
+    wrong = ""
+    if size is not None and actual != size:
+        wrong = f"must have {size} bytes, but has {actual}"
+    elif limit is not None and actual > limit:
+        wrong = f"must have at most {limit} bytes, but has {actual}"
+    if wrong:
+        os.close(file)
+        raise damaged(path, wrong)
+    return file
 
 
 def _changed(path: Path) -> CheckpointError:

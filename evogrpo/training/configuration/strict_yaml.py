@@ -7,8 +7,10 @@ from typing import Any
 
 import yaml
 
+from evogrpo.bounded_yaml import BoundedLoader, bounded_yaml
 
-class _StrictLoader(yaml.SafeLoader):
+
+class _StrictLoader(BoundedLoader):
     """A safe loader that refuses duplicate keys and keys that are no text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -41,14 +43,9 @@ def read_yaml(text: str, where: str) -> Any:
         where: What it is, for messages: a file name, say.
 
     Raises:
-        ValueError: If it is not YAML, or a key stands twice; with the line.
+        ValueError: If it is not YAML, more than is bearable, or a key stands twice; with the line.
     """
-    try:
-        return yaml.load(text, _StrictLoader)  # noqa: S506 (a subclass of SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        raise ValueError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from error
+    return bounded_yaml(text, where, _StrictLoader)
 
 
 def read_yaml_file(path: Path) -> dict[str, Any]:
@@ -77,8 +74,8 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
     name, sign, value = text.partition("=")
     keys = tuple(name.strip().split("."))
     if not sign or not all(keys):
-        raise ValueError(f"an override reads key=value, with dots between nested keys, got {text!r}")
-    return keys, read_yaml(value, f"the override {text!r}")
+        raise ValueError(f"an override reads key=value, with dots between nested keys, got {text!r:.80}")
+    return keys, read_yaml(value, f"the override {text!r:.80}")
 
 
 def with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> dict[str, Any]:

@@ -4,16 +4,37 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.text import Text
 
 from evogrpo.text import printable
 
 LOG_WIDTH = 120  # columns of a log file, which has no width of its own
+
+
+class VisibleConsole(Console):
+    """A console that shows text as text, whoever wrote it.
+
+    Nothing in it is taken for markup or a name of an emoji, and whatever a terminal would act on is spelled out: paths,
+    options, what a checkpoint says of itself.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, legacy_windows=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Make a text, measured as it is shown, of a string."""
+        return super().render_str(printable(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render what is printed, and spell out what is not to be seen in its texts."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
 def make_console(stream: TextIO | None = None) -> Console:
@@ -22,7 +43,7 @@ def make_console(stream: TextIO | None = None) -> Console:
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     width = None if stream.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
     # Neither an environment variable nor a CI service makes a file a terminal.
-    return Console(file=stream, force_terminal=terminal, width=width, highlight=False, legacy_windows=False)
+    return VisibleConsole(file=stream, force_terminal=terminal, width=width)
 
 
 def console_for(progress: bool | None) -> Console | None:
@@ -38,7 +59,7 @@ def console_for(progress: bool | None) -> Console | None:
         raise ValueError(f"progress must be True, False or None (shown where somebody looks), got {progress!r}")
     if progress is False or sys.stdout is None:
         return None
-    notebook = Console(highlight=False)
+    notebook = VisibleConsole()
     if notebook.is_jupyter:
         return notebook
     return make_console() if progress or sys.stdout.isatty() else None

@@ -9,6 +9,8 @@ from typing import Any, Protocol, Self
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from evogrpo.training.display.console import VisibleConsole
+
 SECONDS_BETWEEN_DRAWINGS = 0.5  # in a notebook, whose every drawing is a message
 
 
@@ -88,7 +90,7 @@ class NotebookRegion:
 
     def _html(self) -> str:
         self._drawn = time.monotonic()
-        page = Console(file=io.StringIO(), record=True, width=self._console.width, force_jupyter=False)
+        page = VisibleConsole(file=io.StringIO(), record=True, width=self._console.width, force_jupyter=False)
         page.print(self._shown)
         return page.export_html(inline_styles=True, code_format=_PAGE)
 

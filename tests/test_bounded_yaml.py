@@ -1,0 +1,88 @@
+"""YAML and JSON of strangers: what would blow up, or is no number that anything can hold, is answered at once."""
+
+import math
+
+import pytest
+
+from evogrpo import Objective
+from evogrpo.bounded_yaml import bounded_yaml
+from evogrpo.persistence.strict_json import dump_json, load_json
+from evogrpo.training.configuration.sources import read_rows
+from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml
+
+
+def doubled(first: str, each: str, levels: int) -> str:
+    lines = [f"a0: &a0 {first}"]
+    return "\n".join(lines + [f"a{n}: &a{n} {each.format(before=f'*a{n - 1}')}" for n in range(1, levels)])
+
+
+BOMBS = {
+    "lists": doubled("[x, x]", "[{before}, {before}, {before}, {before}]", 40),
+    "mappings": doubled("{x: 1}", "{{x: {before}, y: {before}}}", 60),
+    "keys": doubled("[x, x]", "{{? {before} : {before}}}", 60),
+    "merged": doubled("{x: 1}", "{{<<: [{before}, {before}]}}", 60),
+    "a list in itself": "a: &a [1, *a]",
+    "a mapping in itself": "a: &a {b: {c: *a}}",
+    "brackets": "a: " + "[" * 20_000,
+    "braces": "{a: " * 5000,
+    "dashes": "- " * 5000,
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+@pytest.mark.parametrize("read", [read_yaml, bounded_yaml])
+def test_what_grows_out_of_a_few_lines_is_refused_before_it_is_built(read, bomb):
+    with pytest.raises(ValueError, match=r"f.yaml, line \d+, column \d+: (there are more than|it is nested|the alias)"):
+        read(BOMBS[bomb], "f.yaml")
+
+
+def test_aliases_that_save_typing_are_read():
+    text = "base: &base {lr: 1e-3, sizes: [1, 2]}\none: *base\nother: *base"
+    values = read_yaml(text, "f.yaml")
+    assert values["one"] == values["other"] == {"lr": 1e-3, "sizes": [1, 2]}
+
+
+NUMBERS = {"decimal": "9" * 5000, "negative": "-" + "9" * 5000, "hex": "0x" + "f" * 5000, "base 60": "1" + ":59" * 3000}
+
+
+@pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS)
+def test_a_number_that_nothing_can_hold_is_answered_with_its_length(number):
+    words = r"a whole number has at most 300 digits, got [59],00\d"
+    with pytest.raises(ValueError, match=words):
+        read_yaml(f"a: {number}", "f.yaml")
+    with pytest.raises(ValueError, match=words):
+        parse_override(f"seed={number}")
+    if number.lstrip("-").isdigit():
+        with pytest.raises(ValueError, match=words):
+            load_json(f'{{"a": {number}}}')
+        with pytest.raises(ValueError, match="at most 300 digits"):
+            dump_json({"a": [10**5000]})
+    assert math.isfinite(float(load_json("9" * 300)))
+    assert load_json(dump_json(10**300 - 1)) == 10**300 - 1
+
+
+@pytest.mark.parametrize("value", ["2001-99-99", "!!timestamp x", "!!bool x", "!!int ''", "!!float ''", "!!set [1]"])
+def test_values_that_are_not_what_they_are_tagged_as_are_answered(value):
+    with pytest.raises(ValueError, match=r"f.yaml: a value is not what it is tagged as"):
+        read_yaml(f"a: {value}", "f.yaml")
+
+
+@pytest.mark.parametrize(("name", "lines"), [("a.jsonl", '{{"question": {0}}}\n'), ("a.json", '[{{"question": {0}}}]')])
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000 + "]" * 100_000])
+def test_datasets_that_cannot_be_read_are_named(tmp_path, name, lines, value):
+    (tmp_path / name).write_text(lines.format(value))
+    with pytest.raises(ValueError, match=rf"{name} is not JSON that can be read: .*(digits|recursion)"):
+        read_rows(tmp_path / name)
+
+
+REFERENCES = {
+    "texts": 'a0: "0123456789"\n' + "\n".join(f'a{n}: "${{a{n - 1}}}${{a{n - 1}}}"' for n in range(1, 60)),
+    "empty texts": 'a0: ""\n' + "\n".join(f'a{n}: "${{a{n - 1}}}${{a{n - 1}}}"' for n in range(1, 60)),
+    "lists": "a0: [1]\n" + "\n".join(f'a{n}: ["${{a{n - 1}}}", "${{a{n - 1}}}"]' for n in range(1, 60)),
+}
+
+
+@pytest.mark.parametrize("bomb", REFERENCES.values(), ids=REFERENCES)
+def test_references_of_roll_that_double_and_double_are_refused(bomb):
+    with pytest.raises(ValueError, match="ROLL keys refer to each other"):
+        Objective.from_roll(bomb)
