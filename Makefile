@@ -15,10 +15,10 @@ DEV_STAMP  := $(VENV)/.installed-dev
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${THREADS:-1} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-cpus test-slow test-gpu lint format clean
+.PHONY: help install dev demo test test-cpus test-slow test-gpu tutorials tutorials-short lint format clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-15s %s\n", $$1, $$2 }'
 
 $(VENV)/.created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
@@ -36,7 +36,7 @@ $(USER_STAMP): pyproject.toml constraints.txt $(VENV)/.created
 
 # liger-kernel, an oracle of the losses, asks for a compiler of GPU kernels that its CPU code does not use.
 $(DEV_STAMP): $(USER_STAMP)
-	$(PIP) install -c constraints.txt -e ".[dev,demo]"
+	$(PIP) install -c constraints.txt -e ".[dev,demo,tutorials]"
 	$(PIP) install -c constraints.txt --no-deps liger-kernel
 	@touch $@
 
@@ -72,6 +72,12 @@ test-slow: $(DEV_STAMP)  ## run the tests on a real model
 
 test-gpu: $(DEV_STAMP)  ## run the tests that need an accelerator
 	$(PYTEST) -m gpu $(ARGS)
+
+tutorials: $(DEV_STAMP)  ## execute the tutorials (ARGS="05" narrows it, ARGS="--store 05" writes the notebook)
+	$(BIN)/python tutorials/execute.py $(ARGS)
+
+tutorials-short: $(DEV_STAMP)  ## execute them with less of everything, to see that no cell raises
+	$(BIN)/python tutorials/execute.py --short --workers $(WORKERS) $(ARGS)
 
 lint: $(DEV_STAMP)  ## check style, types and who imports whom
 	$(BIN)/ruff check .
