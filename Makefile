@@ -10,12 +10,13 @@ BIN  := $(VENV)/bin
 PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 USER_STAMP := $(VENV)/.installed
 DEV_STAMP  := $(VENV)/.installed-dev
+DOCS_STAMP := $(VENV)/.installed-docs
 
 # One thread for each test process: more of them fight over the cores. Tests never reach for a model hub.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${THREADS:-1} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-cpus test-slow test-gpu tutorials tutorials-short lint format clean
+.PHONY: help install dev demo test test-cpus test-slow test-gpu tutorials tutorials-short docs lint format clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -38,6 +39,10 @@ $(USER_STAMP): pyproject.toml constraints.txt $(VENV)/.created
 $(DEV_STAMP): $(USER_STAMP)
 	$(PIP) install -c constraints.txt -e ".[dev,demo,tutorials]"
 	$(PIP) install -c constraints.txt --no-deps liger-kernel
+	@touch $@
+
+$(DOCS_STAMP): $(USER_STAMP)
+	$(PIP) install -c constraints.txt -e ".[docs,demo]"
 	@touch $@
 
 install: $(USER_STAMP)  ## create .venv with what the demo needs
@@ -78,6 +83,15 @@ tutorials: $(DEV_STAMP)  ## execute the tutorials (ARGS="05" narrows it, ARGS="-
 
 tutorials-short: $(DEV_STAMP)  ## execute them with less of everything, to see that no cell raises
 	$(BIN)/python tutorials/execute.py --short --workers $(WORKERS) $(ARGS)
+
+# Links within the site are checked as it is built, those to elsewhere where a network answers.
+SPHINX := -m sphinx --fail-on-warning --keep-going --quiet -c docs -d build/doctrees
+docs: $(DOCS_STAMP)  ## build the documentation site into build/docs, and check its links
+	$(BIN)/python $(SPHINX) -b html . build/docs
+	@if $(BIN)/python -c 'import urllib.request; urllib.request.urlopen("https://arxiv.org", timeout=5)' 2>/dev/null; \
+		then $(BIN)/python $(SPHINX) -b linkcheck . build/linkcheck; \
+		else echo "No network answers: links to elsewhere were not followed."; fi
+	@echo "The site is in build/docs; begin with build/docs/index.html."
 
 lint: $(DEV_STAMP)  ## check style, types and who imports whom
 	$(BIN)/ruff check .

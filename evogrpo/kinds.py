@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "gmpo"]
+"""How a loss is taken per action and reduced; `Objective` says what each is."""
 AdvantageType = Literal[
     "outcome",
     "process",
@@ -16,6 +17,7 @@ AdvantageType = Literal[
     "gdpo",
     "reinforce",
 ]
+"""What an action is worth; `Objective` says what each is."""
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 ActionKl = Literal["k1", "k2", "k3", "abs"]
 FullKl = Literal["full", "full_reversed"]

@@ -16,7 +16,9 @@ if TYPE_CHECKING:  # the records bring torch, which verifiers' workers do withou
     from evogrpo.records import Transcript
 
 Split = Literal["train", "validation", "test"]
+"""What a question or a start is for."""
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+"""Every split, in this order."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

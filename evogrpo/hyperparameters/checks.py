@@ -12,8 +12,10 @@ T = TypeVar("T")
 
 MOST_LISTED = 60  # more names than that hide the nearest one
 LARGEST = 1e38  # what float32, in which members compute, holds with room to spare
-MOST_COUNTED = 10**15  # of what is only counted
+MOST_COUNTED = 10**15
+"""The most of what is only counted, never looped over."""
 MOST_SEED = 2**63 - 1
+"""The largest seed."""
 _LARGEST_WHOLE = 10**300  # a float holds it, so that it can be compared with others
 
 

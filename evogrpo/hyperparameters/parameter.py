@@ -10,6 +10,7 @@ from evogrpo.hyperparameters.named import answering
 from evogrpo.hyperparameters.values import HYPERPARAMETER_NAMES, Value, checked_value
 
 Scale = Literal["linear", "log"]
+"""How steps in a range are measured."""
 
 
 @answering

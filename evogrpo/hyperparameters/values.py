@@ -96,6 +96,7 @@ class Hyperparameters:
 
 
 HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Hyperparameters))
+"""The names of all hyperparameters, in the order of their fields."""
 CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": tuple(LOSS_TYPES), "advantage": tuple(ADVANTAGES)}
 """The hyperparameters that are names, and the names that each may be."""
 _INTEGER_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.type is int)

@@ -7,6 +7,7 @@ from typing import Literal, get_args
 from evogrpo.hyperparameters import answering, finite_number, single_number, whole_between
 
 Schedule = Literal["constant", "linear", "cosine"]
+"""The shape of a learning rate after its warm-up."""
 
 
 @answering

@@ -16,6 +16,15 @@ EARNED = ("fitness", "reward", "rollout/ep_rew_mean")
 CHARTED = ("fitness", "reward")
 """What has a chart with all its curves in it, under "custom scalars"."""
 
+CURVES: Mapping[str, str] = {
+    "fitness": "what selection goes by: the mean raw reward per held-out question, or what `fitness:` says",
+    "measured_greedy": "mean reward of greedy answers to the validation questions",
+    "measured_sampled": "mean reward of answers to them that are sampled at temperature 1",
+    "measured_rollouts": "mean training reward of the last half of a generation's learning steps, start by start",
+    "evaluation_cost": "tokens (small networks: steps) that the member's evaluation took",
+}
+"""What stands in the curves once a generation beside the hyperparameters that can differ, and what it means."""
+
 _PLAYED: Mapping[str, str] = {
     "completions/min_length": "rollout/ep_len_min",
     "completions/max_length": "rollout/ep_len_max",

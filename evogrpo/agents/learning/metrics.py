@@ -47,8 +47,10 @@ NAMES: Mapping[str, str] = {
     "sampling/importance_sampling_ratio/min": "smallest weight of the importance correction",
     "sampling/importance_sampling_ratio/mean": "mean weight",
     "sampling/importance_sampling_ratio/max": "largest weight",
-    "num_tokens": "tokens (or environment steps) that this slot has processed since the run began; in a run only",
-    "step_time": "seconds of the learning step, sampling included: the member's share, by tokens; in a run only",
+    "optimizer_steps": "optimizer steps taken in the learning step; in a run only, like all that follow",
+    "tokens": "tokens (or environment steps) that the member processed in it: sampled, and passed by its updates",
+    "num_tokens": "tokens (or environment steps) that this slot has processed since the run began",
+    "step_time": "seconds of the learning step, sampling included: the member's share, by tokens",
 }
 """Every metric and what it means. Where nothing was measured, a metric is missing."""
 

@@ -32,7 +32,11 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageAgent:
-    """Of language models; see `evogrpo.agents.options.Options`. An `adapter` takes the place of `lora`."""
+    """Of language models; see `evogrpo.agents.options.Options`.
+
+    Attributes:
+        lora: The adapters that members start with; an `adapter` takes its place.
+    """
 
     max_output_tokens: int = 128
     min_output_tokens: int = 0

@@ -1,18 +1,7 @@
 """What a learning step measured, under the names of Stable-Baselines3, for members that play environments.
 
 Counters are a slot's since the run began, whoever lived there, and go on when a run is resumed. Where a name cannot
-mean exactly what it means in Stable-Baselines3's PPO:
-
-- `rollout/*` average the episodes learnt from in this step, not the last 100; returns are undiscounted. Of several
-  agents each counts for itself: averaged over a policy's agents, then over policies.
-- `train/loss` is the mean over the step's optimizer steps, not the last one's.
-- `train/approx_kl` is the mean over all of its optimizer steps, not over those of the last epoch; like
-  `train/clip_fraction` and `train/entropy_loss` over the actions that needed a forward pass.
-- `train/n_updates` counts epochs, as PPO does; `optimizer_steps` are counted under that name.
-- `time/total_timesteps` counts every agent's steps, as a vector environment made of agents does; neither the
-  transitions that updates pass over again nor steps of evaluations.
-- `time/fps` is one member's; a population's is the sum over its members, as all share `time/time_elapsed`, which counts
-  evaluations but no pause between the parts of a resumed run.
+mean exactly what it means in Stable-Baselines3's PPO, `SB3_NAMES` says what it means here.
 """
 
 import sys
@@ -22,6 +11,26 @@ from evogrpo.agents.population import Population
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.loop.progress import Progress
+
+SB3_NAMES: Mapping[str, str] = {
+    "rollout/ep_rew_mean": "mean undiscounted return of the episodes learnt from in this step, not of the last 100; of "
+    "several agents each counts for itself, averaged over a policy's agents, then over policies",
+    "rollout/ep_len_mean": "mean steps of these episodes, likewise",
+    "train/approx_kl": "as `approx_kl`: over all of the step's optimizer steps, not over those of the last epoch",
+    "train/clip_fraction": "as `clip_fraction`, likewise",
+    "train/learning_rate": "as `learning_rate`",
+    "train/loss": "as `loss`: the mean over the step's optimizer steps, not the last one's",
+    "train/entropy_loss": "minus `entropy`, over the actions that needed a forward pass",
+    "train/clip_range": "half-width of the clip range; missing where its sides differ, as there is one number there",
+    "train/policy_gradient_loss": "as `loss`; missing where `beta` or `entropy_coef` adds a term of its own",
+    "train/n_updates": "passes over the samples of learning steps since the run began, as PPO counts them",
+    "time/iterations": "learning steps since the run began",
+    "time/time_elapsed": "seconds since the run began, evaluations included, pauses of a resumed run left out",
+    "time/total_timesteps": "steps in the environment since the run began, every agent's counted; neither the "
+    "transitions that updates pass over again nor steps of evaluations",
+    "time/fps": "`time/total_timesteps` by `time/time_elapsed`: one member's; a population's is its members' sum",
+}
+"""Every one of these names and what it means here. Where it cannot mean anything, it is missing."""
 
 _SAME = {
     "rollout/ep_rew_mean": "reward",

@@ -1,0 +1,29 @@
+"""The commands, read off their argument parsers."""
+
+import argparse
+
+from evogrpo.cli.arguments import make_parser
+
+
+def page(parser: argparse.ArgumentParser | None = None) -> str:
+    """Return Markdown with a section for every command."""
+    (choice,) = [each for each in (parser or make_parser())._actions if isinstance(each, argparse._SubParsersAction)]
+    return "\n\n".join(_command(name, each) for name, each in choice.choices.items())
+
+
+def _command(name: str, parser: argparse.ArgumentParser) -> str:
+    usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
+    rows = [f"{_called(each)}\n: {_told(each)}" for each in parser._actions if each.help is not argparse.SUPPRESS]
+    return "\n\n".join([f"## evogrpo {name}", parser.description or "", f"```text\n{usage}\n```", *rows])
+
+
+def _called(action: argparse.Action) -> str:
+    value = "" if action.nargs == 0 else str(action.metavar or action.dest.upper())
+    if not action.option_strings:
+        return f"`{value}`"
+    return ", ".join(f"`{f'{option} {value}'.strip()}`" for option in action.option_strings)
+
+
+def _told(action: argparse.Action) -> str:
+    text = (action.help or "").strip()
+    return f"{text[:1].upper()}{text[1:]}." if text else ""

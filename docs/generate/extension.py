@@ -1,0 +1,51 @@
+"""The directive `generated`, which puts what is read off the code into a page, and docstrings made ready for Sphinx."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from docutils import nodes
+from docutils.statemachine import StringList
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from docs.generate import commands, configuration, metrics, names
+from docs.generate.docstrings import as_markup
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "configuration": configuration.page,
+    "ranges": configuration.ranges_page,
+    "metrics": metrics.page,
+    "curves": metrics.curves_page,
+    "frames": metrics.frames_page,
+    "commands": commands.page,
+}
+"""Markdown by the word that a page asks for it with; `names PACKAGE` is reStructuredText, for Sphinx's autodoc."""
+
+
+class Generated(SphinxDirective):
+    """Puts a generated part in its place; its argument is a word of `PAGES`, or "names" and a package."""
+
+    required_arguments = 1
+    optional_arguments = 1
+    option_spec: ClassVar[dict[str, Any]] = {}
+
+    def run(self) -> list[nodes.Node]:
+        """Return the part, parsed."""
+        what, *rest = self.arguments
+        text = f"```{{eval-rst}}\n{names.page(rest[0])}\n```" if what == "names" else PAGES[what]()
+        inside = nodes.section()
+        inside.document = self.state.document
+        lines = StringList(text.splitlines(), source=f"generated {what}")
+        self.state.nested_parse(lines, self.content_offset, inside, match_titles=True)
+        return inside.children
+
+
+def _docstring(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = as_markup(lines)
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Tell Sphinx."""
+    app.add_directive("generated", Generated)
+    app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon reads its sections
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,55 @@
+"""Every number that a run records and what it means, read off the code that measures them."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from evogrpo.agents.learning.metrics import APART, NAMES
+from evogrpo.reporting.told.frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
+from evogrpo.training.charts import CURVES
+from evogrpo.training.loop.reports.sb3_names import SB3_NAMES
+
+_TYPES = {WHOLE: "whole number", REAL: "number", TEXT: "text", FLAG: "true or false"}
+
+
+def definition(name: str) -> str | None:
+    """Return what a number of a learning step is, by its name in the journal; None if nobody says so."""
+    own = re.sub(r"^rewards/.+/(mean|std)$", r"rewards/<function>/\1", name)
+    if own in NAMES:
+        return NAMES[own]
+    policy, _, rest = own.rpartition("/")
+    if name in SB3_NAMES or (policy and rest in APART):
+        return SB3_NAMES.get(name, f"{NAMES.get(rest)}, of this policy alone")
+    return None
+
+
+def page() -> str:
+    """Return Markdown for what a learning step measures of each member."""
+    apart = ", ".join(f"`{name}`" for name in APART)
+    return "\n\n".join(
+        [
+            "### Of every member",
+            _list(NAMES.items()),
+            f"Members with several policies have {apart} of each as `POLICY/NAME` as well.",
+            "### Of members that play, under Stable-Baselines3's names",
+            _list(SB3_NAMES.items()),
+        ]
+    )
+
+
+def curves_page() -> str:
+    """Return Markdown for what TensorBoard shows once a generation."""
+    return _list(CURVES.items())
+
+
+def frames_page() -> str:
+    """Return Markdown for the columns of `read_run`'s data frames."""
+    return "\n\n".join(f"### `{frame}`\n\n{_list(_typed(columns))}" for frame, columns in COLUMNS.items())
+
+
+def _typed(columns: Mapping[str, tuple[str, str]]) -> Iterable[tuple[str, str]]:
+    for name, (kind, meaning) in columns.items():
+        yield name, f"{meaning} ({_TYPES[kind]})"
+
+
+def _list(entries: Iterable[tuple[str, str]]) -> str:
+    return "\n\n".join(f"`{name}`\n: {meaning[:1].upper()}{meaning[1:]}." for name, meaning in entries)

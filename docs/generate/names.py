@@ -1,0 +1,119 @@
+"""Every public name of a package, as Sphinx's autodoc is asked for it."""
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from docs.generate.docstrings import as_markup
+
+PACKAGES = (
+    "evogrpo",
+    "evogrpo.hyperparameters",
+    "evogrpo.objective",
+    "evogrpo.evolution",
+    "evogrpo.evolution.strategies",
+    "evogrpo.envs",
+    "evogrpo.envs.control.classic",
+    "evogrpo.records",
+    "evogrpo.persistence.checkpoint",
+    "evogrpo.cli",
+)
+"""The packages and modules with an `__all__`, in the order in which a name that several have is described."""
+
+SEAMS = {
+    "evogrpo.training.loop.iteration": ("Run",),
+    "evogrpo.history.results": ("Result", "BestMember"),
+    "evogrpo.history.records": (
+        "GenerationReport", "MemberReport", "StepReport", "MemberStep", "BaselineReport", "TestReport", "Example",
+    ),
+    "evogrpo.history.estimates": ("Estimate", "EvaluationCost"),
+    "evogrpo.reporting.shown": ("RunReport",),
+    "evogrpo.reporting.told.frames": ("RunFrames",),
+    "evogrpo.training.schedule": ("Schedule",),
+    "evogrpo.agents.agent": ("Agent",),
+    "evogrpo.agents.options": ("CommonOptions", "Options", "TeamOptions"),
+    "evogrpo.policies.tokens.models": ("load_base", "BaseModel"),
+    "evogrpo.policies.sampler": ("Sampler",),
+    "evogrpo.policies.bank": ("PolicyBank",),
+    "evogrpo.policies.tokens.engine.token_model": ("TokenModel",),
+    "evogrpo.policies.tokens.weights.weights": ("Weights",),
+    "evogrpo.envs.groups": ("Fingerprinted", "Tried", "Paced"),
+    "evogrpo.agents.members.members": ("Members",),
+    "evogrpo.training.kinds.run_kind": ("RunKind",),
+}  # fmt: skip
+"""What is reached through public names, or plugged in by users, and has a home of its own."""
+
+
+_FOREIGN = ("Generic", "Protocol", "Mapping", "Sequence", "dict", "Iterator", "object", "Exception", "ValueError")
+"""Classes whose methods are not told again by those that extend them."""
+
+
+def described(package: str) -> Iterator[tuple[str, str]]:
+    """Yield the names that this package's page describes, and the names' homes: those that no package before it has."""
+    before: set[int] = set()
+    for each in PACKAGES[: PACKAGES.index(package)]:
+        module = import_module(each)
+        before |= {id(getattr(module, name)) for name in module.__all__}
+    module = import_module(package)
+    for name in module.__all__:
+        value = getattr(module, name)
+        if id(value) not in before or not _is_code(value):
+            yield name, package
+
+
+def elsewhere(package: str) -> list[str]:
+    """Return the names of a package that an earlier page describes."""
+    own = {name for name, _ in described(package)}
+    return [name for name in import_module(package).__all__ if name not in own]
+
+
+def page(package: str) -> str:
+    """Return reStructuredText for the names of a package, or for those that only "seams" has."""
+    if package == "seams":
+        return "\n\n".join(_entry(name, module) for module, names in SEAMS.items() for name in names)
+    return "\n\n".join(_entry(name, home) for name, home in described(package))
+
+
+def _entry(name: str, home: str) -> str:
+    value = getattr(import_module(home), name)
+    full = f"{home}.{name}"
+    if inspect.isclass(value):
+        # The fields of records are told in their docstrings.
+        inherited = "" if dataclasses.is_dataclass(value) else f"   :inherited-members: {', '.join(_FOREIGN)}\n"
+        return f".. autoclass:: {full}\n   :members:\n{inherited}"
+    if inspect.isfunction(value):
+        return f".. autofunction:: {full}"
+    told = "\n".join(f"   {line}".rstrip() for line in as_markup(_told(name, home)))
+    return f".. py:data:: {full}\n\n{told}"
+
+
+def _told(name: str, home: str) -> Sequence[str]:
+    """Return the text below an assignment, in the module or where the module has it from."""
+    while True:
+        tree = ast.parse(Path(import_module(home).__file__ or "").read_text(encoding="utf-8"))
+        for node, after in pairwise([*tree.body, ast.Pass()]):
+            if _assigned(node) == name:
+                text = after.value if isinstance(after, ast.Expr) else None
+                return inspect.cleandoc(text.value).splitlines() if isinstance(text, ast.Constant) else ()
+        homes = (each.module for each in ast.walk(tree) if isinstance(each, ast.ImportFrom) and _imports(each, name))
+        home = next(homes) or ""
+
+
+def _assigned(node: ast.stmt) -> str | None:
+    for target in node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]:
+        if isinstance(target, ast.Name):
+            return target.id
+    return None
+
+
+def _imports(node: ast.ImportFrom, name: str) -> bool:
+    return any(alias.name == name for alias in node.names)
+
+
+def _is_code(value: Any) -> bool:
+    return inspect.isclass(value) or inspect.isfunction(value)

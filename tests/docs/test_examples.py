@@ -1,0 +1,156 @@
+"""What the pages show works: their Python is run, their YAML is read, and their commands are ones that exist.
+
+A page's Python is one program, run after a few lines that give it what its text takes for granted; a tiny model
+stands in for the demo's, and numbers of generations, steps and samples are made small. What cannot be run here says so
+in the page, in a comment above it: `<!-- not run: why -->`.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from evogrpo.cli.arguments import make_parser
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.configuration.strict_yaml import read_yaml
+from tests.docs.test_links import PAGES, ROOT
+from tests.tiny_models import tiny_model, tiny_tokenizer
+
+QUESTIONS = {"task": {"dataset": {"train": "sums.jsonl"}, "reward": "mine.py:f", "form": "agilerl"}}
+_BLOCK = re.compile(r"(?:^<!-- (not run: [^\n]+?) -->\n)?^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_SMALLER = {
+    r'load_base\("smollm2-135m"\)': 'load_base("tiny")',
+    r'GymnasiumGroups\("CartPole-v1"\)': 'GymnasiumGroups("CartPole-v1", max_episode_steps=20, **QUICK)',
+    r'env_kwargs=\{"N": 3, "max_cycles": 25\}': 'env_kwargs={"N": 3, "max_cycles": 5}, **QUICK',
+    r"learn\(total_timesteps=[\d_]+": "learn(total_timesteps=500",
+    r"total_timesteps=\d+_000": "total_timesteps=1_000, size=2, test_questions=4, validation_questions=4",
+    r'GRPO.load\("runs/mine/best"': 'GRPO.load("runs/mine/best", actor_network=base.model',
+    r"(generate\(\[.+?\])(, n=4.*)?\)(?=  #)": r"\1, base.tokenizer\2)",
+    r"eval_freq=[\d_]+": "eval_freq=500",
+    r"steps_per_generation=\d+": "steps_per_generation=1",
+    r"samples_per_step=\d+": "samples_per_step=8",
+    r"range\(100\)": "range(1)",
+    r"range\(2, 60\)": "range(2, 12)",
+}
+SHORT = "steps_per_generation=1, samples_per_step=8, validation_questions=4, test_questions=4"
+LANGUAGE = """
+import evogrpo
+from evogrpo import *
+from evogrpo.policies.tokens.models import load_base
+base = load_base("tiny")
+pad = base.tokenizer.pad_token_id
+def reward(completion, answer, question):
+    return len(set(completion)) / 8
+questions = [{"question": f"{a}+{b}=", "answer": a + b} for a in range(8) for b in range(8)]
+env = HuggingFaceGym(questions, tokenizer=base.tokenizer, reward_fn=reward)
+space = HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-2, scale="log"))
+def members(size=2):
+    return GRPO.population(size, actor_network=base.model, pad_token_id=pad, max_output_tokens=4, hp_config=space)
+population = members()
+"""
+BEFORE = {
+    "docs/own_task.md": f"""{LANGUAGE}
+evolve(members(), env, generations=1, run_dir="runs/mine", {SHORT}).finish()
+train, tokenizer = [{{"prompt": each["question"]}} for each in questions], base.tokenizer
+rows = [
+    {{"prompt": [{{"role": "user", "content": each["question"]}}], "answer": str(each["answer"])}} for each in questions
+]
+from tests.envs.verifier_functions import batched as verify
+grade = float
+""",
+    "docs/howto/resume.md": f"""{LANGUAGE}
+evolve(members(), env, generations=1, run_dir="runs/products", {SHORT}).finish()
+""",
+    "docs/howto/own_model.md": f"""{LANGUAGE}
+members(1)[0].save_checkpoint("sft-adapter")
+""",
+    "docs/environments.md": """
+import evogrpo
+import gymnasium
+run = evogrpo.train("CartPole-v1", total_timesteps=1000)
+observation = run.evolution.env.observation_space.sample()
+""",
+    "docs/objective.md": "",
+}
+"""What a page takes for granted, by page."""
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str, str]]:
+    """Yield why a block is not run, its language and its text."""
+    for match in _BLOCK.finditer(page.read_text(encoding="utf-8")):
+        yield match[1] or "", match[2], match[3]
+
+
+def named(pages: list[Path]) -> list[str]:
+    return [str(page.relative_to(ROOT)) for page in pages]
+
+
+WITH_PYTHON = [page for page in PAGES if any(kind == "python" and not why for why, kind, _ in blocks(page))]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Be in a folder with a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")  # windows that nobody sees
+    model = tiny_model()
+    model.config.max_position_embeddings = 512  # room for a completion of the default length
+    model.save_pretrained("tiny")
+    tiny_tokenizer().save_pretrained("tiny")
+
+
+def program(page: Path) -> str:
+    """Return a page's Python, with what is there before it and smaller numbers."""
+    text = BEFORE.get(str(page.relative_to(ROOT)), "")
+    for why, kind, block in blocks(page):
+        if kind == "python" and not why:
+            text += f"\n{block}"
+    for long, short in _SMALLER.items():
+        text = re.sub(long, short, text)
+    for number in ("4", "5"):  # those that are resumed have to go on
+        text = re.sub(rf"\bgenerations={number}\b", "generations=1", text)
+    return "QUICK = {'validation_size': 4, 'test_size': 4}\n" + re.sub(r"\bgenerations=8\b", "generations=2", text)
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("name", named(WITH_PYTHON))
+def test_the_python_of_a_page_runs(name):
+    if name == "docs/own_algorithm.md":
+        pytest.skip("tests/agents/test_own_algorithm.py runs it")
+    names = {"__name__": "page"}
+    exec(compile(program(ROOT / name), name, "exec"), names)  # noqa: S102 (the page is the test's subject)
+
+
+@pytest.mark.parametrize("name", named([page for page in PAGES if any(kind == "yaml" for _, kind, _ in blocks(page))]))
+def test_the_yaml_of_a_page_is_read(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(program(ROOT / name), encoding="utf-8")  # whatever a page calls its own file
+    for why, kind, block in blocks(ROOT / name):
+        if kind == "yaml" and not why and not block.startswith("# not a configuration"):
+            given = read_yaml(block, name)
+            joint = "parallel_env" in given.get("task", {})
+            base = {} if joint or "task" in given else QUESTIONS
+            small = {"batch_size": 32} if base else {}
+            assert parse_config({**base, "hyperparameters": small, **given})
+
+
+def commands(page: Path) -> list[str]:
+    text = "\n".join(block for why, kind, block in blocks(page) if kind in ("", "sh") and not why)
+    return [line for line in text.splitlines() if line.startswith("evogrpo ")]
+
+
+@pytest.mark.parametrize("name", named([page for page in PAGES if commands(page)]))
+def test_the_commands_of_a_page_exist(name):
+    for line in commands(ROOT / name):
+        words = shlex.split(line, comments=True)
+        chosen, rest = make_parser().parse_known_args([word for word in words[1:] if word != "&"])
+        assert not rest or "overrides" in chosen, line
+        assert not any(word.startswith("-") for word in rest), line
+
+
+def test_pages_are_looked_at():
+    found = [(why, kind) for page in PAGES for why, kind, _ in blocks(page)]
+    assert sum(kind == "python" and not why for why, kind in found) > 20
+    assert sum(kind == "python" and bool(why) for why, kind in found) < 10

@@ -1,0 +1,71 @@
+"""Links of the pages lead somewhere, as files on a code host as well as on the site."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "benchmarking/**/*.md", "tutorials/*.md")
+    for path in ROOT.glob(pattern)
+    if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
+_CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+
+
+def slug(heading: str) -> str:
+    """Return what a heading is linked by, on the site as on a code host."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+def links(text: str) -> list[str]:
+    images = [match[1] for match in re.finditer(r"^```\{image\} (\S+)", text, re.MULTILINE)]
+    return images + [match[1] for match in re.finditer(r"\]\(([^)\s]+)\)", _CODE.sub("", text))]
+
+
+def broken(page: Path, target: str) -> str | None:
+    """Say what is wrong with a link; None if it leads somewhere, or out of the repository."""
+    if re.match(r"[a-z]+:", target):
+        return None
+    place, _, anchor = target.partition("#")
+    path = page if not place else ROOT / place[1:] if place.startswith("/") else page.parent / place
+    if not path.exists():
+        return f"{target}: there is no {place}"
+    if anchor and (path.suffix != ".md" or anchor not in anchors(path)):
+        return f"{target}: nothing there is called {anchor}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_within_the_repository_lead_somewhere(page):
+    found = links(page.read_text(encoding="utf-8"))
+    assert [wrong for target in found if (wrong := broken(page, target))] == []
+
+
+def test_a_broken_link_is_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# One `two`, three\n[a](#one-two-three) [b](#one) [c](gone.md) [d](https://a.org) `[e](no)`\n")
+    assert links(page.read_text()) == ["#one-two-three", "#one", "gone.md", "https://a.org"]
+    assert [broken(page, target) is None for target in links(page.read_text())] == [True, False, False, True]
+
+
+def test_every_page_of_the_site_is_in_its_menu():
+    index = ROOT / "docs" / "index.md"
+    lists = [index, ROOT / "docs" / "reference" / "python.md"]
+    named = {
+        (ROOT if entry.startswith("/") else page.parent) / entry.strip("/")
+        for page in lists
+        for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        for entry in block.split()
+        if not entry.startswith(":")
+    }
+    pages = {page.with_suffix("") for page in PAGES if "docs" in page.parts}
+    assert pages - {index.with_suffix("")} <= named

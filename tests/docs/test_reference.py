@@ -1,0 +1,137 @@
+"""What the site reads off the code is all there: every key and metric described, every command and public name told."""
+
+import inspect
+from importlib import import_module
+
+import pytest
+
+from docs.generate import commands, configuration, metrics, names
+from docs.generate.docstrings import as_markup, entries
+from docs.generate.tried import real_range, whole_range
+from evogrpo.agents.learning.metrics import NAMES
+from evogrpo.cli.arguments import make_parser
+from evogrpo.history.records import StepReport
+from evogrpo.training.configuration.reading import _sections
+from evogrpo.training.loop.run import Evolution
+from tests.tiny_steps import step_run
+from tests.tiny_training import tiny_run
+
+SECTIONS = configuration.sections()
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: f"{section.path}: {section.title}")
+def test_every_key_is_described_with_its_type(section):
+    for key in configuration.keys(section):
+        assert key.description, f"{key.path} has no description: give {section.record.__name__} an entry for it"
+        assert key.kind
+
+
+def test_no_key_that_a_configuration_may_have_is_left_out():
+    told = {key.path for section in SECTIONS for key in configuration.keys(section)}
+    prefixes = {section.path for section in SECTIONS}
+    for place, keys in _sections():
+        for key in keys:
+            path = f"{place}.{key}".removeprefix(".")
+            assert path in told | prefixes | {"auto", "run_id", "evolve"}, path
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "default"),
+    [
+        ("hyperparameters.clip_coef", "number in (0, 1)", "`0.2`"),
+        ("hyperparameters.temperature", "number at least 1e-06", "`1`"),
+        ("schedule.test_questions", "whole number 0, or at least 2 or null", "`null`"),
+        ("population.size", "whole number from 1 to 100,000", "`4`"),
+        ("agent.objective.delta", "number above 1 or null", "`null`"),
+        ("agent.optimizer.floor", "number in [0, 1)", "`0`"),
+        ("task.env", "text", None),
+    ],
+)
+def test_a_range_is_what_the_code_accepts(path, kind, default):
+    (key,) = [key for section in SECTIONS for key in configuration.keys(section) if key.path == path]
+    assert (key.kind, key.default) == (kind, default)
+
+
+@pytest.mark.parametrize(
+    ("accepts", "default", "told"),
+    [
+        (lambda value: True, 1, ""),
+        (lambda value: 3 <= value <= 1_000_000, None, "from 3 to 1,000,000"),
+        (lambda value: value == 0 or value >= 2, None, "0, or at least 2"),
+        (lambda value: value < 7, 1, "at most 6"),
+    ],
+)
+def test_ranges_of_whole_numbers_are_found(accepts, default, told):
+    assert whole_range(accepts, default) == told
+
+
+@pytest.mark.parametrize(
+    ("accepts", "told"),
+    [
+        (lambda value: 0 < value <= 1, "in (0, 1]"),
+        (lambda value: value > 0, "above 0"),
+        (lambda value: value <= 2, "at most 2"),
+        (lambda value: True, ""),
+    ],
+)
+def test_ranges_of_numbers_are_found(accepts, told):
+    assert real_range(accepts, None) == told
+
+
+def test_a_range_that_ends_at_an_odd_place_is_an_error_rather_than_a_wrong_page():
+    with pytest.raises(ValueError, match="known ends"):
+        real_range(lambda value: value > 0.1234, 0.5)
+
+
+def recorded(evolution: Evolution) -> set[str]:
+    return {
+        name
+        for report in evolution.reports()
+        if isinstance(report, StepReport)
+        for member in report.learned.values()
+        for name in member.metrics
+    }
+
+
+@pytest.mark.parametrize("run", [tiny_run, step_run])
+def test_every_number_that_a_run_records_is_defined(run):
+    found = recorded(run(None))
+    assert len(found) > 20
+    assert [name for name in sorted(found) if metrics.definition(name) is None] == []
+
+
+def test_names_of_policies_and_rewards_lead_to_definitions():
+    assert metrics.definition("rewards/my function/mean") == NAMES["rewards/<function>/mean"]
+    assert NAMES["loss"] in metrics.definition("adversary/loss")
+    assert metrics.definition("adversary/losses") is None
+    assert metrics.definition("los") is None
+
+
+def test_every_command_and_every_option_is_told():
+    page = commands.page()
+    (choice,) = [each for each in make_parser()._actions if hasattr(each, "choices") and isinstance(each.choices, dict)]
+    assert len(choice.choices) > 10
+    for name, parser in choice.choices.items():
+        assert f"## evogrpo {name}\n" in page
+        for action in parser._actions:
+            assert action.help, f"evogrpo {name}: {action.dest} says nothing of itself"
+            assert all(f"`{option}" in page for option in action.option_strings)
+
+
+@pytest.mark.parametrize("package", names.PACKAGES)
+def test_every_public_name_is_described_once_and_says_what_it_is(package):
+    page = names.page(package)
+    for name, home in names.described(package):
+        assert f":: {home}.{name}\n" in f"{page}\n"
+        value = getattr(import_module(home), name)
+        assert inspect.getdoc(value) if names._is_code(value) else names._told(name, home), name
+    for name in names.elsewhere(package):
+        assert f":: {package}.{name}\n" not in f"{page}\n"
+
+
+def test_text_of_docstrings_is_not_taken_for_markup():
+    assert as_markup(["|d|, **columns and `f(x, y)`, `Mutation`s of loss_"]) == [
+        r"\|d\|, \*\*columns and ``f(x, y)``, `Mutation`\ s of loss\_"
+    ]
+    told = entries("One.\n\nAttributes:\n    a: First\n        and more.\n    b: Second.\n\nRaises:\n    c: No.\n")
+    assert told == {"a": "First and more.", "b": "Second."}
