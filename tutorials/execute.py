@@ -35,6 +35,8 @@ SHORT = {"EVOGRPO_TUTORIAL": "short"}
 MACHINE_PATH = re.compile(
     r"(?<![\w./~-])(?:/(?:home|root|Users|tmp|var|opt|usr|mnt|work|private|workspace|content)/|[A-Z]:\\)[\w.-]+"
 )
+# A warning's file, another one for each kernel, and the line there: the sentence is what readers need.
+WARNED_AT = re.compile(r"^\S*\.py:\d+: (\w*Warning: .*\n)(?:  .*\n)?", re.MULTILINE)
 
 
 def sources(chosen: Sequence[str] = ()) -> list[Path]:
@@ -106,9 +108,14 @@ def execute(source: Path, *, short: bool) -> Any:
     with TemporaryDirectory(prefix="tutorial-") as folder:
         where = {"metadata": {"path": folder}}
         quiet = ["--log-level=ERROR"]
-        NotebookClient(notebook, timeout=CELL_SECONDS, resources=where, extra_arguments=quiet).execute(env=environment)
+        NotebookClient(
+            notebook, timeout=CELL_SECONDS, resources=where, extra_arguments=quiet, coalesce_streams=True
+        ).execute(env=environment)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
+        for output in cell.get("outputs", []):
+            if "text" in output:
+                output["text"] = WARNED_AT.sub(r"\1", output["text"])
     notebook.metadata["language_info"] = {"name": "python"}
     return notebook
 

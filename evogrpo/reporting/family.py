@@ -79,6 +79,27 @@ def lineage_lines(summary: RunSummary) -> tuple[LineageLine, ...]:
     return tuple(lines.values())
 
 
+def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
+    """Return the fitness of the state that every member began each of its generations with.
+
+    Args:
+        summary: The run.
+
+    Returns:
+        By index and generation: its own or, in its first one, its parent's before its birth; of a founder that of the
+        untrained baseline; None where it is unknown.
+    """
+    baseline = None if summary.start is None else summary.start.mean
+    found: dict[tuple[int, int], float | None] = {}
+    for line in lineage_lines(summary):
+        founder = line.results[0].parent is None
+        before = line.origin.fitness if line.origin is not None else baseline if founder else None
+        for result in line.results:
+            found[result.index, result.generation] = before
+            before = result.fitness
+    return found
+
+
 def winner(summary: RunSummary) -> int | None:
     """Return the index of the run's best member: the tested one, else that of the finals, else the best of any.
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from evogrpo.history.records import MemberReport
 from evogrpo.hyperparameters import Value
 from evogrpo.randomness import generator
-from evogrpo.reporting.family import lineage_lines
+from evogrpo.reporting.family import fitness_before, lineage_lines
 from evogrpo.reporting.summary import RunSummary
 
 FEWEST_MEMBERS, FEWEST_GAINS = 6, 12
@@ -238,15 +238,13 @@ def _greatest(values: Sequence[float | str]) -> float | str:
 
 def _gains(summary: RunSummary) -> list[tuple[MemberReport, float]]:
     """Return every result with what its member gained in that generation, less the generation's mean."""
-    baseline = None if summary.start is None else summary.start.mean
+    before = fitness_before(summary)
     by_generation: dict[int, list[tuple[MemberReport, float]]] = {}
     for line in lineage_lines(summary):
-        founder = line.results[0].parent is None
-        before = line.origin.fitness if line.origin is not None else baseline if founder else None
         for result in line.results:
-            if result.fitness is not None and before is not None:
-                by_generation.setdefault(result.generation, []).append((result, result.fitness - before))
-            before = result.fitness
+            began = before[result.index, result.generation]
+            if result.fitness is not None and began is not None:
+                by_generation.setdefault(result.generation, []).append((result, result.fitness - began))
     gains = []
     for _, found in sorted(by_generation.items()):
         mean = math.fsum(gain for _, gain in found) / len(found)

@@ -122,6 +122,19 @@ def test_founders_are_followed_through_their_descendants(tmp_path):
     assert births["parent"].isna().tolist() == [True, True, False, False, True]
 
 
+def test_the_way_to_the_winner_and_what_every_state_began_with_are_told(tmp_path):
+    baseline = {"event": "baseline", "split": "validation", "questions": 8, "fitness": 0.1, "standard_error": 0.01}
+    family = [
+        generation(1, member(0, 0, fitness=0.2), member(1, 1, fitness=0.3), best=1),
+        generation(2, member(0, 0, fitness=None), member(1, 2, 0, fitness=0.6, born=1), best=2),
+        generation(3, member(0, 3, 0, fitness=0.4, born=2), member(1, 2, 0, fitness=0.5, born=1), best=2),
+    ]
+    members = read_run(written(tmp_path / "run", RUN, baseline, *family)).members.set_index(["generation", "member"])
+    assert members.index[members["on_the_way"]].tolist() == [(1, 0), (2, 2)]  # not what the winner learnt afterwards
+    before = members["fitness_before"].astype(object).where(members["fitness_before"].notna(), None).to_dict()
+    assert before == {(1, 0): 0.1, (1, 1): 0.1, (2, 0): 0.2, (2, 2): 0.2, (3, 3): None, (3, 2): 0.6}
+
+
 NONSENSE = {
     "a text for a number": {"lr": "high"},
     "a list for a number": {"lr": [1]},

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from evogrpo.history.checked_fields import REMEDY
+from evogrpo.history.descent import line_of
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.records import MemberReport
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
 from evogrpo.installing import extra_command
 from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.family import winner
+from evogrpo.reporting.family import champion, fitness_before, winner
 from evogrpo.reporting.steps import counted_steps
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.reporting.told.births import ToldBirth, told_births
@@ -32,9 +33,17 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "step": (WHOLE, "learning steps that the run had taken by the end of the generation"),
         "fitness": (REAL, "mean raw reward per question that selection went by, in reward units; missing if it failed"),
         "standard_error": (REAL, "of that mean over questions, in reward units"),
+        "fitness_before": (
+            REAL,
+            "of the state it began the generation with (its own, its parent's, the untrained's); missing if unknown",
+        ),
         "questions": (WHOLE, "how many it was asked; missing in the journal of an earlier version"),
         "failed": (TEXT, "why it failed; missing if it did not"),
         "best": (FLAG, "whether it was the best of its generation"),
+        "on_the_way": (
+            FLAG,
+            "whether the state that won the run was trained in this: the winner's whole line of descent",
+        ),
         "tokens": (WHOLE, "tokens (small networks: transitions) it processed in the generation, evaluations left out"),
         "seconds": (REAL, "its share of the generation's wall-clock time"),
         "evaluation_tokens": (WHOLE, "tokens (small networks: steps) that its evaluation took"),
@@ -150,14 +159,19 @@ def read_run(run_dir: str | Path) -> RunFrames:
 
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
+    won, before = champion(summary), fitness_before(summary)
+    way = () if won is None else line_of(summary.generations, won)
+    states = {(member.index, member.generation) for member in way}
     for generation in summary.generations:
         for member in generation.members:
-            cost = member.evaluation
+            cost, state = member.evaluation, (member.index, member.generation)
             yield {
                 **{name: getattr(member, name) for name in COLUMNS["members"] if hasattr(member, name)},
                 "member": member.index,
                 "step": generation.step,
+                "fitness_before": before[state],
                 "best": member.index == generation.best.index,
+                "on_the_way": state in states,
                 "questions": generation.questions if member.questions is None else member.questions,
                 "evaluation_tokens": None if cost is None else cost.tokens,
                 "evaluation_seconds": None if cost is None else cost.seconds,
