@@ -17,6 +17,7 @@ from evogrpo.evolution.mutation import Changes, Mutation, changes_between
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, LearnReport
+from evogrpo.text import score_text
 
 _COPIED = (
     "parent",
@@ -164,6 +165,15 @@ class Agent:
         return f"{type(self).__name__}(index={self.index}, slot={self.slot}, {values}{fitness})"
 
     # ---- evolution
+
+    @property
+    def worth(self) -> str:
+        """What it earned at the last evaluation, in words, or what became of it."""
+        if self.failed is not None:
+            return f"failed: {self.failed}"
+        if self.retired:
+            return "retired"
+        return score_text(self.fitness.mean, self.fitness.standard_error) if self.fitness else "not evaluated"
 
     @property
     def hyperparameters(self) -> Hyperparameters:

@@ -103,7 +103,7 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     resume_line = command("resume", run_dir)
     try:
-        with display, clean_warnings(console), stopping_on_signals(evolution.stopping, _announce) as signals:
+        with stopping_on_signals(evolution.stopping, _announce) as signals, display, clean_warnings(console):
             for report in evolution.reports():
                 display.show(report)
     except KeyboardInterrupt:

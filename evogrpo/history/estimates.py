@@ -20,6 +20,9 @@ class Estimate:
     mean: float
     standard_error: float
 
+    def __str__(self) -> str:
+        return score_text(self.mean, self.standard_error)
+
     def __repr__(self) -> str:
         return f"Estimate({score_text(self.mean, self.standard_error)})"
 

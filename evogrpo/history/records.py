@@ -9,8 +9,9 @@ from evogrpo.evolution.plans import Plan
 from evogrpo.history.checked_fields import REMEDY, JournalFields
 from evogrpo.history.estimates import Estimate, EvaluationCost
 from evogrpo.hyperparameters import Hyperparameters, Value
+from evogrpo.markup import MemberRow, card, members_card
 from evogrpo.outline import outline
-from evogrpo.text import number_text, score_text
+from evogrpo.text import count_text, duration_text, number_text, score_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +209,11 @@ class MemberReport:
     questions: int | None = None
     evaluation: EvaluationCost | None = None
 
+    @property
+    def worth(self) -> str:
+        """What it earned, in words, or that it failed."""
+        return f"failed: {self.failed}" if self.failed else score_text(self.fitness, self.standard_error)
+
     def __repr__(self) -> str:
         score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
         return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
@@ -285,6 +291,23 @@ class GenerationReport:
     questions: int | None = None
     evaluation: EvaluationCost | None = None
     best_ever: tuple[int, int] | None = None
+
+    def _repr_html_(self) -> str:
+        values = {member.index: member.hyperparameters.to_json() for member in self.members}
+        differing = [name for name in values[self.best.index] if len({each[name] for each in values.values()}) > 1]
+        rows = [
+            MemberRow(
+                slot=member.slot,
+                index=member.index,
+                parent=member.parent,
+                values=values[member.index],
+                worth=member.worth,
+                last=count_text(member.tokens),
+            )
+            for member in self.members
+        ]
+        facts = (f"step {self.step}", duration_text(self.seconds))
+        return members_card(f"Generation {self.generation}", facts, rows, differing, "tokens", self.best.index)
 
     def __repr__(self) -> str:
         scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
@@ -369,6 +392,16 @@ class TestReport:
         gain = "" if self.gain is None else f", gain={self.gain!r}"
         told = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
         return f"TestReport({told}{gain})"
+
+    def _repr_html_(self) -> str:
+        told = {None: "", True: ": beyond the noise", False: ": within the noise"}[self.beyond_noise]
+        return card("Test", (f"{self.questions} questions{told}",), ("", "mean ± SE"), self.estimates.items())
+
+    @property
+    def estimates(self) -> Mapping[str, Estimate]:
+        """Before, after and the difference, by what they are called."""
+        gain = {} if self.gain is None else {"gain": self.gain}
+        return {"untrained": self.before, f"member #{self.index}": self.after, **gain}
 
     @property
     def beyond_noise(self) -> bool | None:

@@ -6,7 +6,8 @@ from pathlib import Path
 from evogrpo.history.estimates import Estimate, EvaluationCost
 from evogrpo.history.records import TestReport
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.text import number_text
+from evogrpo.markup import card
+from evogrpo.text import duration_text, number_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,15 @@ class Result:
     best: BestMember | None
     test: TestReport | None
     run_dir: Path | None
+
+    def _repr_html_(self) -> str:
+        rows = [] if self.baseline is None else [("validation, untrained", self.baseline)]
+        if self.best is not None:
+            rows.append((f"validation, member #{self.best.index}", self.best.fitness))
+        if self.test is not None:
+            rows += [(f"test, {name}", estimate) for name, estimate in self.test.estimates.items()]
+        facts = (f"{self.generations} generations", duration_text(self.seconds), f"ended: {self.reason}")
+        return card("Result", facts, ("", "mean ± SE"), rows)
 
     def __repr__(self) -> str:
         best = "" if self.best is None else f", best=#{self.best.index} {number_text(self.best.fitness.mean)}"

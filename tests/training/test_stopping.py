@@ -1,5 +1,6 @@
 """Stopping in time: whatever a run is doing is abandoned, and what is saved is its state after the last full step."""
 
+import io
 import os
 import signal
 import subprocess
@@ -8,9 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from evogrpo.interruption import Interrupted, give_way, interruptible
 from evogrpo.persistence.journal import read_journal
+from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.loop import acting
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.stopping import Stopping
@@ -169,3 +172,27 @@ def test_signals_that_the_program_handles_itself_are_left_to_it(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == ["own"]
+
+
+class InterruptedLog(io.StringIO):
+    """A log whose reader presses Ctrl-C as the words that it waits for come."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self._words: str | None = words
+
+    def write(self, text: str) -> int:
+        if self._words is not None and self._words in text:
+            self._words = None
+            signal.raise_signal(signal.SIGINT)
+        return super().write(text)
+
+
+@pytest.mark.parametrize("words", ["measuring", "untrained base", "step", "Generation 1"])
+def test_ctrl_c_while_something_is_being_shown_stops_the_run_as_at_any_time(tmp_path, words):
+    evolution = tiny_run(tmp_path / "run", generations=100)
+    run = Run(evolution, RunDisplay(Console(file=InterruptedLog(words), width=80), evolution))
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after learning step \d+; evogrpo.resume\(.*goes on"):
+        run.finish()
+    assert evolution.result.reason == "stopped by the user"
+    assert not evolution.result.complete

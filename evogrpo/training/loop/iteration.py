@@ -9,6 +9,7 @@ from evogrpo.agents.population import Population
 from evogrpo.history.records import GenerationReport
 from evogrpo.history.results import Result
 from evogrpo.hyperparameters import whole_between
+from evogrpo.markup import card, sparkline
 from evogrpo.policies.devices import fitting_threads
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.loop.assessment.crowning import as_agent
@@ -39,6 +40,17 @@ class Run(Iterator[GenerationReport]):
         progress, run_dir = self.evolution.progress, self.evolution.run_dir
         where = "" if run_dir is None else f", in {str(run_dir.path)!r}"
         return f"Run(after generation {progress.generation}, learning step {progress.step}{where})"
+
+    def _repr_html_(self) -> str:
+        progress = self.evolution.progress
+        best = [
+            max((each.mean for each in generation.fitness if each), default=None) for generation in progress.history
+        ]
+        told = [f"after generation {progress.generation}, learning step {progress.step}"]
+        if best:
+            told.append(sparkline(best, label="best fitness by generation"))
+        ended = self.evolution.result._repr_html_() if self.evolution.over else ""
+        return f"{card('Run', told)}{self.population._repr_html_()}{ended}"
 
     @property
     def population(self) -> Population:
@@ -113,11 +125,8 @@ class Run(Iterator[GenerationReport]):
             StopIteration: If the schedule has come to its end, or the run was stopped.
             KeyboardInterrupt: After Ctrl-C, once everything is saved.
         """
-        with (
-            fitting_threads(one=self._one_thread),
-            self._display or nullcontext(),
-            stopping_on_signals(self.evolution.stopping) as received,
-        ):
+        # Outermost: what is shown takes time as well, and an interrupt may come while it is put up or taken away.
+        with stopping_on_signals(self.evolution.stopping) as received:
             report = self._advance()
             if received:  # perhaps too late for what has just ended
                 self._advance()
@@ -133,11 +142,12 @@ class Run(Iterator[GenerationReport]):
 
     def _advance(self) -> GenerationReport | None:
         """Run to the end of the next generation, if there is one, and show what happens on the way."""
-        for report in self._reports:
-            if self._display is not None:
-                self._display.show(report)
-            if isinstance(report, GenerationReport):
-                return report
+        with fitting_threads(one=self._one_thread), self._display or nullcontext():
+            for report in self._reports:
+                if self._display is not None:
+                    self._display.show(report)
+                if isinstance(report, GenerationReport):
+                    return report
         return None
 
 
