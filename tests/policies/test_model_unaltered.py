@@ -176,6 +176,7 @@ def test_adapters_act_in_the_banks_own_passes_alone():
 
 
 def test_the_model_is_made_ready_once_however_many_micro_batches_there_are(monkeypatch):
+    monkeypatch.setenv("EVOGRPO_SLOW", "1")  # only transformers' own pass needs hooks
     model = tiny_model("llama")
     bank = different_members(model, 2, micro_batch_tokens=1)
     batch = sampled_batch(bank)

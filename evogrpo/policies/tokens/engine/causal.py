@@ -14,6 +14,10 @@ from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
 from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
 from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
+from evogrpo.policies.tokens.engine.direct.decoding import DirectDecoding
+from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
+from evogrpo.policies.tokens.engine.direct.probing import agrees
+from evogrpo.policies.tokens.engine.direct.reading import anatomy, switched_off, untouched
 from evogrpo.policies.tokens.engine.heads import close, find_head
 from evogrpo.policies.tokens.engine.probes import (
     check_causal,
@@ -22,6 +26,7 @@ from evogrpo.policies.tokens.engine.probes import (
     context_of,
     find_decoder,
 )
+from evogrpo.policies.tokens.engine.token_model import Decoding
 from evogrpo.policies.tokens.weights.weights import Route, View
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
@@ -47,13 +52,14 @@ def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
 
 
 class CausalModel:
-    """A base language model, used by calling its modules only; see `engine.token_model.TokenModel`.
+    """A base language model, used by calling its modules or reading their weights; see `engine.token_model.TokenModel`.
 
     Members' weights act through forward hooks on the modules that they change. The hooks exist only while the model is
     `working`, and do nothing but during a pass of its own.
 
-    At construction a probe compares the prefix-shared pass and the bare vocabulary head with the model's own
-    `forward`; whatever differs is not used (`shares_prefix`, `head`).
+    At construction a probe compares the prefix-shared pass, the bare vocabulary head and, for models like Llama, the
+    direct pass with the model's own `forward`; whatever differs is not used (`shares_prefix`, `head`, `direct`). Under
+    autocast, and while something is hooked into the model, it is always called.
 
     Args:
         model: A causal language model of transformers; never changed.
@@ -84,6 +90,7 @@ class CausalModel:
         self._changed = {name: model.get_submodule(name) for name in changed}
         self._view: View | None = None
         self._working = False
+        self._direct: DirectPasses | None = None
         self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
@@ -95,6 +102,7 @@ class CausalModel:
             self._probe_padding()
             self.shares_prefix = True  # as the probe tries it
             self.shares_prefix = self._probe_prefix()
+            self._known = self._probe_direct()
         if not self.shares_prefix:
             warnings.warn(
                 f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
@@ -108,6 +116,11 @@ class CausalModel:
         dtype = next(self.model.parameters()).dtype
         return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
 
+    @property
+    def direct(self) -> bool:
+        """Whether passes are computed here from the model's weights, rather than by calling it; known while working."""
+        return self._direct is not None
+
     @contextmanager
     def working(self) -> Iterator[None]:
         """Freeze the model and hook the views in; inside another such `with`, there is nothing left to do."""
@@ -118,10 +131,12 @@ class CausalModel:
         try:
             self._working = True
             with frozen(self.model), grouped_attention(self.device):
-                handles.extend(module.register_forward_hook(self._hook(name)) for name, module in self._changed.items())
+                self._direct = self._known if self.autocast is nullcontext and untouched(self.decoder) else None
+                changed = self._changed if self._direct is None else {}
+                handles.extend(module.register_forward_hook(self._hook(name)) for name, module in changed.items())
                 yield
         finally:
-            self._working = False
+            self._working, self._direct = False, None
             for handle in handles:
                 handle.remove()
 
@@ -140,6 +155,8 @@ class CausalModel:
             cache: What the tokens continue, or None.
             view: The weights that rows act with; None = the base's alone.
         """
+        if self._direct is not None:
+            return self._direct.run(ids, mask, cache, view)
         positions = {}
         if self.explicit_positions:
             positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -225,16 +242,18 @@ class CausalModel:
         first = prefix.last_hidden[rows][:, None]
         if not ids.shape[1]:
             return first
+        if self._direct is not None:
+            return torch.cat([first, self._direct.extend(prefix, rows, ids, present, view)], dim=1)
         cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
         hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, view)
         return torch.cat([first, hidden], dim=1)
 
-    def decode(
-        self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, route: Route
-    ) -> CachedDecoding | PlainDecoding:
+    def decode(self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, route: Route) -> Decoding:
         """Begin to write rows; see `TokenModel.decode`."""
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, rows, slots, route)
+        if self._direct is not None:
+            return DirectDecoding(self._direct, prefix, rows, slots, room, route)
         return CachedDecoding(self.run, prefix, rows, slots, room, route)
 
     def score(
@@ -280,7 +299,7 @@ class CausalModel:
             )
 
     def _probe_prefix(self) -> bool:
-        """Tell whether completions on top of a shared, padded prefix give the logits of the plain forward pass."""
+        """Tell whether completions on top of a shared, padded prefix give what the plain forward pass gives."""
         vocabulary = self.model.config.get_text_config().vocab_size
         prompts = [(3, 1, 2, 3), (3, 1, 1)]
         rows = torch.tensor([0, 0, 1], device=self.device)
@@ -298,3 +317,18 @@ class CausalModel:
             if not close(shared[row], plain):
                 return False
         return True
+
+    def _probe_direct(self) -> DirectPasses | None:
+        """Return the direct pass where the model is known to it and it gives the model's own hidden states."""
+        parts = None if switched_off() or not self.explicit_positions else anatomy(self.model, self.decoder)
+        if parts is None:
+            return None
+        passes = DirectPasses(parts, self._changed)
+        if agrees(passes):
+            return passes
+        warnings.warn(
+            f"{type(self.model).__name__} is run by transformers' own passes, which take longer: the direct ones give "
+            "other numbers",
+            stacklevel=4,
+        )
+        return None

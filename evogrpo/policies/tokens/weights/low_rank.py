@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,20 @@ class _Segment:
 
     slot: int
     rows: int
+
+
+class Pieces(NamedTuple):
+    """What acts on one module in a forward pass, for who computes it together with the module itself.
+
+    Attributes:
+        sizes: Tokens of each segment, one after another.
+        leaves: A and B of each.
+        scale: Factor on B A x.
+    """
+
+    sizes: list[int]
+    leaves: list[Tensor]
+    scale: float
 
 
 class LowRankAdapters:
@@ -57,6 +72,18 @@ class RoutedAdapters:
         self._adapters, self._segments = adapters, segments
         self._rows = sum(segment.rows for segment in segments)
 
+    def pieces(self, module: str, tokens: int) -> Pieces | None:
+        """Return what acts on a module of which so many tokens of all rows are given; None where nothing does."""
+        leaves = self._adapters.leaves.get(module)
+        if leaves is None:
+            return None
+        own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
+        return Pieces(self._sizes(tokens), own, self._adapters.scale)
+
+    def _sizes(self, tokens: int) -> list[int]:
+        per_row = tokens // self._rows
+        return [segment.rows * per_row for segment in self._segments]
+
     def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
         """Add scale * B A x to what a module put out, in place."""
         target, scale = self._adapters.targets[module], self._adapters.scale
@@ -65,8 +92,7 @@ class RoutedAdapters:
         x = inputs.reshape(-1, target.width_in).to(weights.dtype)
         out = output.view(-1, target.width_out)
         # Not output.shape[0]: some architectures flatten rows and positions before their linear layers.
-        per_row = len(out) // self._rows
-        sizes = [segment.rows * per_row for segment in self._segments]
+        sizes = self._sizes(len(out))
         if torch.is_grad_enabled():
             own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
             added: Tensor = _AddLowRank.apply(output, inputs, sizes, scale, *own)

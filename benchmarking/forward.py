@@ -1,0 +1,143 @@
+"""Time the direct forward pass against transformers' own, in float32 and in bfloat16, in pairs that take turns.
+
+    python benchmarking/forward.py [--members 8] [--rounds 3] [--precisions float32 bfloat16]
+
+The work is that of one learning step on SmolLM2-135M: 2 prompts of 49 tokens x 8 completions of 24 tokens for every
+member, LoRA of rank 16 on all linear layers, one thread. Printed are medians of processor seconds for sampling, for
+learning (forward, backward and AdamW) and for both, and the medians of the ratios pair by pair: slow / direct in each
+precision, and float32 / bfloat16 of the direct pass. `--prompt`, `--completion` and `--group` change the shape.
+"""
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor
+
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.policies.tokens.models import load_base
+from evogrpo.records import Batch, Rows, TokenInputs
+
+PARTS = ("sampling", "learning", "both")
+Seconds = dict[str, float]
+
+
+def make_rows(arguments: argparse.Namespace) -> Rows:
+    """Return one step's work: random prompts, and draws for every row."""
+    rng = torch.Generator().manual_seed(0)
+    per_member = arguments.prompts * arguments.group
+    count = arguments.members * per_member
+    numbers = torch.arange(count)
+    prompts = torch.randint(5, 40_000, (arguments.prompts, arguments.prompt), generator=rng).tolist()
+    return Rows(
+        prompts=tuple(tuple(prompt) for prompt in prompts),
+        prompt_ids=numbers // arguments.group % arguments.prompts,
+        member_ids=numbers // per_member,
+        temperature=torch.ones(count),
+        min_new_tokens=arguments.completion,
+        uniforms=torch.rand(count, arguments.completion, generator=rng),
+    )
+
+
+def make_bank(precision: str, slow: bool, arguments: argparse.Namespace) -> AdapterBank:
+    """Build the population; its adapters are not zero."""
+    os.environ["EVOGRPO_SLOW"] = "1" if slow else "0"
+    base = load_base("smollm2-135m", dtype=getattr(torch, precision))
+    bank = AdapterBank(
+        base.model,
+        size=arguments.members,
+        pad_token_id=base.tokenizer.pad_token_id,
+        eos_token_ids=[base.tokenizer.eos_token_id],
+        micro_batch_tokens=arguments.micro_batch_tokens,
+    )
+    rng = torch.Generator().manual_seed(1)
+    bank.weights.weights.add_(0.01 * torch.randn(bank.weights.weights.shape, generator=rng))
+    return bank
+
+
+def one_step(bank: AdapterBank, rows: Rows) -> Seconds:
+    """Sample and learn once, and return the processor seconds of both."""
+    began = time.process_time()
+    rollout = bank.sample(rows)
+    sampled = time.process_time()
+    batch = Batch(
+        inputs=TokenInputs(
+            prompts=rows.prompts,
+            prompt_ids=rows.prompt_ids,
+            temperature=rows.temperature,
+            min_new_tokens=rows.min_new_tokens,
+        ),
+        actions=rollout.actions,
+        present=rollout.present,
+        action_mask=rollout.action_mask,
+        rewards=torch.zeros(len(rows)),
+        group_ids=torch.zeros(len(rows), dtype=torch.long),
+        member_ids=rows.member_ids,
+        sampler_log_probs=rollout.log_probs,
+    )
+    advantages = torch.linspace(-1.0, 1.0, len(rows))
+
+    def loss(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+        return -(advantages[chosen, None] * log_probs).sum(1)
+
+    bank.update(batch, loss, {slot: Hyperparameters(lr=1e-7) for slot in range(bank.size)})
+    learnt = time.process_time()
+    return {"sampling": sampled - began, "learning": learnt - sampled, "both": learnt - began}
+
+
+def rounds(banks: dict[Any, AdapterBank], rows: Rows, count: int) -> Iterator[dict[Any, Seconds]]:
+    """Let all banks take turns, `count` times after a first one."""
+    for number in range(count + 1):
+        taken = {name: one_step(bank, rows) for name, bank in banks.items()}
+        if number:
+            yield taken
+
+
+def print_table(results: list[dict[Any, Seconds]], precisions: list[str]) -> None:
+    """Print medians of seconds, and of ratios pair by pair with their range."""
+    compared = [(f"{one}, slow / direct", (one, True), (one, False)) for one in precisions]
+    if len(precisions) == 2:
+        first, second = precisions
+        compared.append((f"direct, {first} / {second}", (first, False), (second, False)))
+    print("| compared | part | seconds | seconds | ratio | from | to |\n|---|---|---|---|---|---|---|")
+    for name, one, other in compared:
+        for part in PARTS:
+            pairs = [(result[one][part], result[other][part]) for result in results]
+            before, after = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+            ratios = sorted(pair[0] / pair[1] for pair in pairs)
+            figures = statistics.median(ratios), ratios[0], ratios[-1]
+            print(f"| {name} | {part} | {before:.2f} | {after:.2f} | " + " | ".join(f"{x:.2f}" for x in figures) + " |")
+
+
+def main() -> None:
+    """Read the arguments, time, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=49, help="tokens of a prompt")
+    parser.add_argument("--completion", type=int, default=24, help="tokens of a completion")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--micro-batch-tokens", type=int, default=1024)
+    parser.add_argument("--precisions", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    rows = make_rows(arguments)
+    banks = {(one, slow): make_bank(one, slow, arguments) for one in arguments.precisions for slow in (True, False)}
+    for (precision, slow), bank in banks.items():
+        with bank.base.working():
+            assert bank.base.direct is not slow, f"the direct pass does not know SmolLM2 in {precision}"
+    print_table(list(rounds(banks, rows, arguments.rounds)), arguments.precisions)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Attention of rows that continue shared prompts: to each prompt's keys once for all of its rows."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+FOLDED_KEYS = 1024  # beyond this the scores, which are kept for the backward pass, take more memory than all else
+
+
+class Shared(NamedTuple):
+    """What rows continue.
+
+    Attributes:
+        keys: `[kv, m, P, d]` of one layer.
+        values: The same.
+        rows: `[n]` which of the m each row continues, sorted.
+        runs: How many rows continue the first, the second, ...
+    """
+
+    keys: Tensor
+    values: Tensor
+    rows: Tensor
+    runs: tuple[int, ...]
+
+
+def in_runs(rows: Tensor, prompts: int) -> tuple[Tensor | None, tuple[int, ...]]:
+    """Return the prompt that each run of neighbouring rows continues, None for 0, 1, 2, ...; and how long runs are."""
+    values, counts = torch.unique_consecutive(rows, return_counts=True)
+    numbers = values.tolist()
+    return (None if numbers == list(range(prompts)) else values), tuple(counts.tolist())
+
+
+def attended(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    t: int,
+    bias: Tensor | None,
+    shared: Shared | None,
+    shared_bias: Tensor | None,
+) -> Tensor:
+    """Return softmax(q k^T + bias) v over the keys of shared prompts and of rows themselves together.
+
+    Args:
+        q: `[kv, n, rep * t, d]`, scaled already.
+        k: `[kv, n, s, d]`.
+        v: The same.
+        t: Tokens of a row that attend.
+        bias: `[n or 1, t, s]`; None = 0.
+        shared: The prompts' keys and values, if any.
+        shared_bias: `[n or 1, t or 1, P]`; None = 0.
+
+    Returns:
+        `[n * t, kv * rep * d]`.
+    """
+    kv, n, wide, d = q.shape
+    length = k.shape[2] + (0 if shared is None else shared.keys.shape[2])
+    if t == 1 or (q.device.type == "cpu" and length <= FOLDED_KEYS):
+        own = () if shared is None else (shared.keys, shared.values)
+        runs = None if shared is None else shared.runs
+        out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, *own)
+    else:
+        out = _expanded(q, k, v, t, bias, shared, shared_bias)
+    return out.view(kv, n, wide // t, t, d).permute(1, 3, 0, 2, 4).reshape(n * t, -1)
+
+
+def _expanded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    t: int,
+    bias: Tensor | None,
+    shared: Shared | None,
+    shared_bias: Tensor | None,
+) -> Tensor:
+    """Do it with a copy of the prompts for every row, by torch's own kernels, which keep no scores."""
+    kv, n, wide, d = q.shape
+    added = q.new_zeros(1) if bias is None else bias
+    added = added.expand(n, t, k.shape[2])
+    if shared is not None:
+        past_bias = q.new_zeros(1) if shared_bias is None else shared_bias
+        added = torch.cat([past_bias.expand(n, t, shared.keys.shape[2]), added], 2)
+        k, v = (torch.cat([past[:, shared.rows], own], 2) for past, own in ((shared.keys, k), (shared.values, v)))
+    rep = wide // t
+    heads = q.view(kv, n, rep, t, d).permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
+    k, v = (x.transpose(0, 1).repeat_interleave(rep, dim=1) for x in (k, v))
+    out = scaled_dot_product_attention(heads, k, v, attn_mask=added[:, None], scale=1.0)
+    return out.view(n, kv, rep, t, d).permute(1, 0, 2, 3, 4).reshape(q.shape)
+
+
+def _folded(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
+    """View rows `[kv, n, w, c]` prompt by prompt: which prompts, and `[kv * prompts, rows * w, c]`.
+
+    Neighbouring prompts with equally many rows go together.
+    """
+    kv, _, wide, c = x.shape
+    found, first, at = [], 0, 0
+    while first < len(runs):
+        last = first
+        while last < len(runs) and runs[last] == runs[first]:
+            last += 1
+        rows = runs[first] * (last - first)
+        part = x[:, at : at + rows].reshape(kv * (last - first), runs[first] * wide, c)
+        found.append((slice(first, last), part))
+        first, at = last, at + rows
+    return found
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        t: int,
+        bias: Tensor | None,
+        shared_bias: Tensor | None,
+        runs: tuple[int, ...] | None,
+        *shared: Tensor,
+    ) -> Tensor:
+        scores = _products(q, k, shared[:1], runs)
+        past = scores.shape[-1] - k.shape[2]
+        by_token = scores.view(*q.shape[:2], -1, t, scores.shape[-1])
+        if bias is not None:
+            by_token[..., past:] += bias[None, :, None]
+        if shared_bias is not None:
+            by_token[..., :past] += shared_bias[None, :, None]
+        chances = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+        ctx.save_for_backward(q, k, v, chances, *shared)
+        ctx.runs = runs
+        out = _rows(chances[..., past:]) @ _rows(v)
+        if runs is not None:
+            _add_weighted(out.view(q.shape), chances[..., :past], shared[1], runs)
+        return out.view(q.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, chances, *shared = ctx.saved_tensors
+        runs = ctx.runs
+        slope = grads[0].contiguous()
+        past = chances.shape[-1] - k.shape[2]
+        of_chances = _products(slope, v, shared[1:], runs)
+        of_scores = torch._softmax_backward_data(of_chances, chances, -1, chances.dtype)
+        own_scores = _rows(of_scores[..., past:])
+        of_q = own_scores @ _rows(k)
+        of_k, of_v = own_scores.mT @ _rows(q), _rows(chances[..., past:]).mT @ _rows(slope)
+        of_shared: list[Tensor] = []
+        if runs is not None:
+            _add_weighted(of_q.view(q.shape), of_scores[..., :past], shared[0], runs)
+            of_shared = [_gathered(of_scores[..., :past], q, runs), _gathered(chances[..., :past], slope, runs)]
+        return of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape), None, None, None, None, *of_shared
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Merge heads and rows of `[kv, n, a, b]`, which lie one after another."""
+    return x.flatten(0, 1)
+
+
+def _products(q: Tensor, k: Tensor, shared: Any, runs: tuple[int, ...] | None) -> Tensor:
+    """Return the products `[kv, n, w, P + s]` of `[kv, n, w, d]` with prompts' and rows' own vectors."""
+    kv, n, wide, _ = q.shape
+    past = shared[0].shape[2] if runs is not None else 0
+    out = q.new_empty((kv, n, wide, past + k.shape[2]))
+    torch.bmm(_rows(q), _rows(k).mT, out=_rows(out)[..., past:])
+    if runs is None:
+        return out
+    at = 0
+    for prompts, part in _folded(q, runs):
+        keys = shared[0][:, prompts].reshape(len(part), past, -1)
+        rows = sum(runs[prompts])
+        if rows == n:
+            torch.bmm(part, keys.mT, out=out.view(len(part), -1, out.shape[-1])[..., :past])
+        else:
+            out[:, at : at + rows, :, :past] = torch.bmm(part, keys.mT).view(kv, rows, wide, past)
+        at += rows
+    return out
+
+
+def _add_weighted(out: Tensor, weights: Tensor, values: Tensor, runs: tuple[int, ...]) -> None:
+    """Add weights `[kv, n, w, P]` times each row's prompt's vectors `[kv, m, P, d]` to `[kv, n, w, d]`."""
+    at = 0
+    for prompts, part in _folded(weights, runs):
+        rows = sum(runs[prompts])
+        own = values[:, prompts].reshape(len(part), values.shape[2], -1)
+        out[:, at : at + rows] += torch.bmm(part, own).view(out.shape[0], rows, *out.shape[2:])
+        at += rows
+
+
+def _gathered(weights: Tensor, rows: Tensor, runs: tuple[int, ...]) -> Tensor:
+    """Add up weights `[kv, n, w, P]` times `[kv, n, w, d]` over the rows of each prompt: `[kv, m, P, d]`."""
+    kv = weights.shape[0]
+    sums = [
+        torch.bmm(one.mT, other).view(kv, -1, weights.shape[3], rows.shape[3])
+        for (_, one), (_, other) in zip(_folded(weights, runs), _folded(rows, runs), strict=True)
+    ]
+    return sums[0] if len(sums) == 1 else torch.cat(sums, 1)

@@ -1,0 +1,107 @@
+"""What lies between the products of a decoder, in few passes over memory: norms, rotary embeddings, gates."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide rows `[m, h]` by their root mean square, found in float32, and multiply by `weight` `[h]`, which is fixed.
+
+    Source: RMSNorm (arXiv:1910.07467).
+    """
+    out: Tensor = _Norm.apply(x, weight, eps)
+    return out
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        inverse = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, inverse)
+        return torch.mul(x, inverse, out=torch.empty_like(x)).mul_(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverse = ctx.saved_tensors
+        slope = grads[0] * weight
+        # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
+        mean = torch.linalg.vecdot(slope, x)[:, None].float() * inverse.pow(3) / -x.shape[-1]
+        return slope.mul_(inverse).addcmul_(x, mean.to(x.dtype)), None, None
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """Return silu(gate) * up.
+
+    Source: SwiGLU (arXiv:2002.05202).
+    """
+    out: Tensor = _Gated.apply(gate, up)
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), silu(gate).mul_(grads[0])
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
+    """Turn each head by its token's position, and lay heads out one after another.
+
+    Args:
+        x: `[n * t, kv * rep * d]`, heads side by side.
+        cos: `[n, t, d / 2]`, any factor on the result multiplied in.
+        sin: The same.
+        heads: (kv, rep): heads of keys and values, and of queries for each of them.
+
+    Returns:
+        `[kv, n, rep * t, d]`.
+
+    Source: RoFormer (arXiv:2104.09864); halves are paired as Llama does.
+    """
+    out: Tensor = _Rotate.apply(x, cos, sin, heads)
+    return out
+
+
+def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
+    """View `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
+    return x.view(*shape[:2], *heads, 2 * shape[2]).permute(2, 0, 3, 1, 4)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
+    """Write the two halves of `[kv, n, rep, t, d]`, turned, into `out`."""
+    (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    torch.mul(left, cos, out=new_left)
+    new_left.addcmul_(right, sin, value=-sign)
+    torch.mul(right, cos, out=new_right)
+    new_right.addcmul_(left, sin, value=sign)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        n, t, half = cos.shape
+        out = x.new_empty((heads[0], n, heads[1], t, 2 * half))
+        _turn(_by_head(x, cos.shape, heads), cos, sin, 1.0, out)
+        return out.view(heads[0], n, heads[1] * t, 2 * half)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        n, t, half = cos.shape
+        kv, rep = ctx.heads
+        into = grads[0].new_empty((n * t, kv * rep * 2 * half))
+        _turn(grads[0].view(kv, n, rep, t, 2 * half), cos, sin, -1.0, _by_head(into, cos.shape, ctx.heads))
+        return into, None, None, None

@@ -1,0 +1,96 @@
+"""Whether the direct pass computes, layer by layer, what a model does."""
+
+import torch
+from torch import Tensor, nn
+
+from evogrpo.policies.tokens.engine.direct.attention import Shared, attended
+from evogrpo.policies.tokens.engine.direct.passes import Biases, DirectPasses
+from evogrpo.policies.tokens.engine.direct.reading import Layer
+
+PROMPTS, WIDEST = ((3, 1, 2, 4), (5, 1, 6)), 4
+FOLLOWING, CONTINUED, RUNS = ((2, 1, 3), (3, 4, 1), (1, 2, 5)), (0, 0, 1), (2, 1)
+TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (0.05, 2.0**-7)}
+"""How far what a layer adds may be off, in norm: a part of what it adds, and of the sum, which is rounded."""
+
+
+def agrees(passes: DirectPasses) -> bool:
+    """Compare every layer on what the model's own layers before it made of a few tokens, on top of shared prompts.
+
+    Layer by layer, as in bfloat16 rounding alone may take two right passes far apart within a few layers.
+    """
+    decoder = passes.parts.decoder
+    device, vocabulary = decoder.embed_tokens.weight.device, len(decoder.embed_tokens.weight)
+    wholes = [
+        torch.tensor([*PROMPTS[own], *ids], device=device) % vocabulary
+        for own, ids in zip(CONTINUED, FOLLOWING, strict=True)
+    ]
+    states, ends = zip(*(_recorded(decoder, whole) for whole in wholes), strict=True)
+    if any(not torch.equal(state[0], passes.embedded(whole)) for state, whole in zip(states, wholes, strict=True)):
+        return False
+    if any(not _near(passes.ended(state[-1]), end, state[-1]) for state, end in zip(states, ends, strict=True)):
+        return False
+    mask = torch.tensor([[place >= WIDEST - len(prompt) for place in range(WIDEST)] for prompt in PROMPTS])
+    first = [states[CONTINUED.index(number)] for number in range(len(PROMPTS))]
+    prompts = [
+        nn.functional.pad(state[:, : len(prompt)], (0, 0, WIDEST - len(prompt), 0))
+        for state, prompt in zip(first, PROMPTS, strict=True)
+    ]
+    rows = torch.stack([state[:, -len(FOLLOWING[0]) :] for state in states], 1)
+    return _layers_agree(passes, torch.stack(prompts, 1), mask.to(device), rows)
+
+
+def _layers_agree(passes: DirectPasses, prompts: Tensor, mask: Tensor, rows: Tensor) -> bool:
+    """Compare all layers.
+
+    Args:
+        passes: The direct pass.
+        prompts: `[l + 1, m, P, h]` what each layer reads of the prompts, and what the last one made.
+        mask: `[m, P]` booleans: real tokens.
+        rows: `[l + 1, n, t, h]` the same of rows that continue them.
+    """
+    t, continued = rows.shape[2], torch.tensor(CONTINUED, device=mask.device)
+    whole = torch.cat([mask[continued], mask.new_ones((len(continued), t))], 1)
+    biases = Biases(passes.parts, mask, 0, WIDEST), Biases(passes.parts, whole, WIDEST, t)
+    turns = passes.turns(prompts[0], mask), passes.turns(rows[0], whole)
+    kept: list[Tensor] = []
+
+    def read(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        kept[:] = k, v
+        return attended(q, k, v, WIDEST, biases[0].whole(layer.window), None, None)
+
+    def follow(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        own, of_prompts = biases[1].apart(layer.window)
+        return attended(q, k, v, t, own, Shared(kept[0], kept[1], continued, RUNS), of_prompts)
+
+    for number in range(len(passes.parts.layers)):
+        passes.layer(number, prompts[number].flatten(0, 1), turns[0], None, read)
+        got = passes.layer(number, rows[number].flatten(0, 1), turns[1], None, follow)
+        before, after = rows[number].flatten(0, 1), rows[number + 1].flatten(0, 1)
+        if not _near(got - before, after - before, after):
+            return False
+    return True
+
+
+def _near(got: Tensor, expected: Tensor, rounded_with: Tensor) -> bool:
+    part, rounding = TOLERANCES[expected.dtype]
+    off, size, beside = (float(x.float().norm()) for x in (got - expected, expected, rounded_with))
+    return off <= part * size + rounding * beside
+
+
+def _recorded(decoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what each layer reads of tokens `[t]`, and what the last one made, `[l + 1, t, h]`; and what comes out."""
+    read: list[Tensor] = []
+    made: list[Tensor] = []
+
+    def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        read.append(args[0][0])
+        made[:] = [output[0]]
+
+    layers: nn.ModuleList = decoder.layers  # type: ignore[assignment]  # of the classes that are known
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        end: Tensor = decoder(input_ids=ids[None]).last_hidden_state[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack([*read, *made]), end

@@ -1,0 +1,138 @@
+"""Which models the direct pass knows, and where their weights are."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, Qwen3Model
+
+from evogrpo.policies.tokens.engine.direct.linears import Named
+
+KNOWN = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+ROPES = ("default", "linear", "llama3", "yarn")
+PRECISIONS = (torch.float32, torch.bfloat16)
+
+
+def switched_off() -> bool:
+    """Tell whether the environment asks for transformers' own passes everywhere: EVOGRPO_SLOW=1."""
+    return os.environ.get("EVOGRPO_SLOW", "0") not in ("", "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer's modules.
+
+    Attributes:
+        before_attention: Its norm, as weight and epsilon are.
+        projections: Queries, keys, values.
+        head_norms: Of queries and of keys, head by head, where there are such.
+        output: Of the attention.
+        before_mlp: Its norm.
+        gates: Gate and up.
+        down: The last product.
+        window: How many tokens are attended to; None = all.
+    """
+
+    before_attention: nn.Module
+    projections: tuple[Named, Named, Named]
+    head_norms: tuple[nn.Module, nn.Module] | None
+    output: Named
+    before_mlp: nn.Module
+    gates: tuple[Named, Named]
+    down: Named
+    window: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """A decoder, taken apart.
+
+    Attributes:
+        decoder: It.
+        layers: Its layers.
+        heads: (kv, rep): heads of keys and values, and of queries for each of them.
+        width: Of a head.
+        scaling: On products of queries and keys.
+    """
+
+    decoder: Any
+    layers: tuple[Layer, ...]
+    heads: tuple[int, int]
+    width: int
+    scaling: float
+
+
+def anatomy(model: PreTrainedModel, decoder: nn.Module) -> Anatomy | None:
+    """Take a decoder apart, or return None where it is not known in every respect.
+
+    Known are the classes of `KNOWN`, as transformers wrote them: plain linear layers on one device and in one of
+    `PRECISIONS`, SiLU gates, and rotary embeddings of `ROPES`, whose frequencies are the same at every length.
+    """
+    if type(decoder) not in KNOWN:
+        return None
+    config: Any = decoder.config
+    kinds = {(weights.dtype, weights.device) for weights in decoder.parameters()}
+    if (
+        config.hidden_act != "silu"
+        or config.rope_parameters.get("rope_type") not in ROPES
+        or "partial_rotary_factor" in config.rope_parameters
+        or len(kinds) != 1
+        or next(iter(kinds))[0] not in PRECISIONS
+        or any(not _plain(module, decoder) for module in decoder.modules())
+    ):
+        return None
+    names = {module: name for name, module in model.named_modules()}
+    layers: Any = decoder.layers
+    first = layers[0].self_attn
+    return Anatomy(
+        decoder=decoder,
+        layers=tuple(_layer(layer, names, _window(config, number)) for number, layer in enumerate(layers)),
+        heads=(config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads),
+        width=first.head_dim,
+        scaling=first.scaling,
+    )
+
+
+def untouched(decoder: nn.Module) -> bool:
+    """Tell whether nobody has hooked into a decoder, replaced a method of it or compiled it: that would be missed."""
+    return not any(
+        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or module._compiled_call_impl
+        for module in decoder.modules()
+    )
+
+
+def _plain(module: nn.Module, decoder: nn.Module) -> bool:
+    """Tell whether a module is torch's own linear layer, or of the decoder's own file."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        return type(module) in (nn.Linear, nn.Embedding)
+    return type(module).__module__ in (type(decoder).__module__, "torch.nn.modules.container") or (
+        type(module).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+def _window(config: Any, number: int) -> int | None:
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and kinds[number] != "sliding_attention":
+        return None
+    window: int | None = getattr(config, "sliding_window", None)
+    return window
+
+
+def _layer(layer: Any, names: dict[Any, str], window: int | None) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+
+    def named(module: nn.Linear) -> Named:
+        return names[module], module
+
+    return Layer(
+        before_attention=layer.input_layernorm,
+        projections=(named(attention.q_proj), named(attention.k_proj), named(attention.v_proj)),
+        head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
+        output=named(attention.o_proj),
+        before_mlp=layer.post_attention_layernorm,
+        gates=(named(mlp.gate_proj), named(mlp.up_proj)),
+        down=named(mlp.down_proj),
+        window=window,
+    )

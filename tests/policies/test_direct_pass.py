@@ -1,0 +1,255 @@
+"""The direct pass gives what transformers' own gives, in all it claims; all else stays with transformers."""
+
+import copy
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.policies.tokens.engine.direct import attention
+from tests.rounding import LOG_PROB, assert_gradients_agree
+from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, lora, make_rows
+from tests.tiny_models import COMMON, tiny_model
+
+SIZE = 3
+HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in range(SIZE)}
+SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
+EACH_ITS_OWN = {"num_key_value_heads": 4}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+
+KNOWN = {
+    "llama, tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama, biases everywhere": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
+    "llama, keys for every head": LlamaConfig(**COMMON | EACH_ITS_OWN),
+    "llama, wide heads": LlamaConfig(**COMMON | {"head_dim": 16, "num_key_value_heads": 1}),
+    "llama, linear": LlamaConfig(**COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+    "llama 3": LlamaConfig(**COMMON, rope_parameters=LLAMA3),
+    "mistral, window": MistralConfig(**COMMON, sliding_window=5),
+    "mistral": MistralConfig(**COMMON, sliding_window=None),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen2, some windows": Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen2, yarn": Qwen2Config(**COMMON, rope_parameters=YARN),
+    "qwen3": Qwen3Config(**COMMON, tie_word_embeddings=True),
+    "qwen3, biases": Qwen3Config(**COMMON, attention_bias=True),
+}
+
+
+def built(config, seed=0):
+    """Build a model with weights, biases and norms that all matter."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        for weights in model.parameters():
+            torch.nn.init.normal_(weights, mean=float(weights.dim() == 1), std=0.3)
+    return model
+
+
+def known_to(model, **settings):
+    """Tell whether a bank on a model runs it directly."""
+    base = different_members(model, SIZE, **settings).base
+    with base.working():
+        return base.direct
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Build the same bank twice: on the direct pass and on transformers'."""
+
+    def build(model, **settings):
+        settings = {"micro_batch_tokens": 100} | settings
+        fast = different_members(model, SIZE, **settings)
+        monkeypatch.setenv("EVOGRPO_SLOW", "1")
+        slow = different_members(model, SIZE, **settings)
+        monkeypatch.delenv("EVOGRPO_SLOW")
+        for bank, direct in ((fast, True), (slow, False)):
+            with bank.base.working():
+                assert bank.base.direct is direct
+        return fast, slow
+
+    monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
+    return build
+
+
+def assert_same(fast, slow, rows):
+    """Compare what two banks sample, score and learn.
+
+    With equal draws they may choose other tokens only where a draw lies within rounding of the boundary between two:
+    none of these draws does.
+    """
+    sampled = [bank.sample(rows) for bank in (fast, slow)]
+    assert torch.equal(sampled[0].actions, sampled[1].actions)
+    torch.testing.assert_close(sampled[0].log_probs, sampled[1].log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+    batch = as_batch(rows, sampled[0])
+    for scored in ("log_probs", "reference_log_probs", "entropies"):
+        torch.testing.assert_close(
+            getattr(fast, scored)(batch), getattr(slow, scored)(batch), rtol=LOG_PROB, atol=LOG_PROB
+        )
+    for bank in (fast, slow):
+        bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
+    for slot in range(SIZE):
+        one, other = (bank.state(slot)["exp_avg"] for bank in (fast, slow))
+        assert float(other.norm()) > 0
+        assert_gradients_agree(one, other)
+
+
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_values_gradients_and_samples_are_those_of_the_models_own_pass(architecture, both):
+    rows = make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,)))
+    assert_same(*both(built(KNOWN[architecture])), rows)
+
+
+@pytest.mark.parametrize("architecture", ["mistral, window", "qwen2, yarn"])
+def test_prompts_that_begin_alike_are_the_same(architecture, both):
+    rows = make_rows(range(SIZE), tokens=7, prompts=tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,))))
+    assert_same(*both(built(KNOWN[architecture]), micro_batch_tokens=270), rows)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["q_proj"], ["v_proj", "down_proj"], ["o_proj", "gate_proj"], r".*layers\.1\.self_attn\.k_proj"],
+    ids=str,
+)
+def test_adapters_may_be_on_some_layers_alone(targets, both):
+    fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=targets))
+    assert_same(fast, slow, make_rows(range(SIZE)))
+
+
+def test_below_the_first_adapter_there_is_no_backward_pass(both):
+    fast, _ = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=r".*layers\.1\.mlp\.up_proj"))
+    with fast.base.working():
+        prefix = fast.base.prefix([(3, 4, 5)], [0], fast.weights.route("weights"))
+    assert [keys.requires_grad for keys, _ in prefix.layers] == [False, False]
+    assert prefix.last_hidden.requires_grad
+
+
+def test_long_sequences_take_a_kernel_that_keeps_no_scores(both, monkeypatch):
+    monkeypatch.setattr(attention, "FOLDED_KEYS", 6)
+    fast, slow = both(built(KNOWN["qwen2, some windows"]))
+    assert_same(fast, slow, make_rows(range(SIZE)))
+
+
+def test_rows_in_any_order_continue_their_prompts():
+    base = different_members(built(KNOWN["llama 3"]), SIZE).base
+    rows, ids = torch.tensor([1, 0, 1, 1, 0]), torch.arange(3, 18).view(5, 3)
+    present = torch.ones_like(ids, dtype=torch.bool)
+    with base.working(), torch.no_grad():
+        prefix = base.prefix([(3, 4, 5, 6), (7, 8)], [0, 0], lambda slots: None)
+        together = base.extend(prefix, rows, ids, present, None)
+        for row in range(5):
+            alone = base.extend(prefix, rows[row, None], ids[row, None], present[row, None], None)
+            torch.testing.assert_close(together[row, None], alone, rtol=1e-4, atol=1e-4)
+
+
+# ---- precision
+
+
+def test_in_bfloat16_it_is_as_near_to_full_precision_as_transformers_is(both):
+    model = built(KNOWN["qwen2"])
+    exact, _ = both(copy.deepcopy(model), std=0.05)
+    fast, slow = both(model.to(torch.bfloat16), std=0.05)
+    rows = make_rows(range(SIZE))
+    batch = as_batch(rows, exact.sample(rows))
+    found = {}
+    for name, bank in (("exact", exact), ("fast", fast), ("slow", slow)):
+        scored = bank.log_probs(batch)
+        bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
+        found[name] = scored, torch.cat([bank.state(slot)["exp_avg"] for slot in range(SIZE)])
+
+    def off(name, what):
+        return float((found[name][what] - found["exact"][what]).norm() / found["exact"][what].norm())
+
+    for what in (0, 1):
+        assert 1e-4 < off("fast", what) < 1.5 * off("slow", what)
+
+
+# ---- what is refused
+
+
+def other_numbers(model):
+    model.model.layers[1].self_attn.scaling = 0.7
+
+
+def own_layer(model):
+    class Odd(torch.nn.Linear):
+        pass
+
+    model.model.layers[0].mlp.up_proj.__class__ = Odd
+
+
+def hooked(model):
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: None)
+
+
+def replaced(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = partial(type(mlp).forward, mlp)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GemmaConfig(**COMMON),
+        LlamaConfig(**COMMON, hidden_act="gelu"),
+        LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    ],
+    ids=["another class", "another activation", "frequencies that depend on the length"],
+)
+def test_what_is_not_known_stays_with_transformers_silently(config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not known_to(built(config))
+
+
+@pytest.mark.parametrize("change", [own_layer, hooked, replaced])
+def test_whatever_is_attached_to_a_model_is_run(change):
+    model = tiny_model("llama")
+    assert known_to(model)
+    change(model)
+    assert not known_to(model)
+
+
+def test_what_is_attached_later_is_run_as_well():
+    model = tiny_model("llama")
+    bank, called = different_members(model, SIZE), []
+    handle = model.model.layers[0].register_forward_hook(lambda *_: called.append(1))
+    bank.sample(make_rows(range(SIZE), tokens=2))
+    handle.remove()
+    assert called
+    with bank.base.working():
+        assert bank.base.direct
+
+
+def test_mixed_precision_stays_with_transformers():
+    bank = different_members(tiny_model("llama"), SIZE, autocast=partial(torch.autocast, "cpu", dtype=torch.bfloat16))
+    with bank.base.working():
+        assert not bank.base.direct
+
+
+def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
+    model = tiny_model("llama")
+    other_numbers(model)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM is run by transformers' own passes") as told:
+        bank = different_members(model, SIZE)
+    assert len(told) == 1
+    with bank.base.working():
+        assert not bank.base.direct
+
+
+@pytest.mark.parametrize(("value", "direct"), [("1", False), ("0", True), ("", True)])
+def test_one_switch_turns_it_off(value, direct, monkeypatch):
+    monkeypatch.setenv("EVOGRPO_SLOW", value)
+    assert known_to(tiny_model("llama")) is direct
