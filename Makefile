@@ -16,7 +16,7 @@ DOCS_STAMP := $(VENV)/.installed-docs
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${THREADS:-1} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-cpus test-slow test-gpu tutorials tutorials-short docs lint format clean
+.PHONY: help install dev demo test test-cpus test-slow test-gpu soak tutorials tutorials-short docs lint format clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -77,6 +77,9 @@ test-slow: $(DEV_STAMP)  ## run the tests on a real model
 
 test-gpu: $(DEV_STAMP)  ## run the tests that need an accelerator
 	$(PYTEST) -m gpu $(ARGS)
+
+soak: $(USER_STAMP)  ## kill, stop, fill, race, damage and forge runs for 30 minutes (ARGS="--minutes 5 --seed 1")
+	OMP_NUM_THREADS=1 nice -n 10 $(BIN)/python -m benchmarking.soak $(ARGS)
 
 tutorials: $(DEV_STAMP)  ## execute the tutorials (ARGS="05" narrows it, ARGS="--store 05" writes the notebook)
 	$(BIN)/python tutorials/execute.py $(ARGS)

@@ -46,12 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
+    from evogrpo.exits import ExitCalled, exits_answered
     from evogrpo.training.display.console import clean_warnings, say_error
 
     try:
         if chosen.opens:
             check_folder(chosen.run_dir)
-        with clean_warnings():
+        with clean_warnings(), exits_answered():
             return int(getattr(importlib.import_module(module), name)(chosen))
     except ValueError as error:
         if chosen.traceback:
@@ -62,6 +63,12 @@ def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
         if chosen.traceback:
             raise
         say_error(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        return FAILED
+    except SystemExit as error:  # nothing of ours raises it here
+        if chosen.traceback:
+            raise
+        said = str(error) if isinstance(error, ExitCalled) else f"SystemExit({error.code!r:.80}) was raised"
+        say_error(f"code of yours asked for the program's end: {said}")
         return FAILED
     except KeyboardInterrupt:
         say_error("interrupted")

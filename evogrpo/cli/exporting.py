@@ -67,17 +67,20 @@ def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
         from evogrpo.agents.members.by_kind import MEMBERS
         from evogrpo.persistence.checkpoint import read_checkpoint
         from evogrpo.persistence.durable import make_folder, write_synced
+        from evogrpo.persistence.manifest import readable
 
         _, record = read_checkpoint(run_dir / "best", kind="agent")
+        with readable(best):
+            index, kind = int(record["member"]["index"]), MEMBERS[record["shared"]["kind"]]
+            base = str(record["shared"].get("source"))
         if not (best / PEFT_FILES[0]).is_file():
-            loading = f"{MEMBERS[record['shared']['kind']].agent_class}.load({str(best)!r})"
+            loading = f"{kind.agent_class}.load({str(best)!r})"
             raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
-        checked = _checked(run_dir, best, str(record["shared"]["source"]))
+        checked = _checked(run_dir, best, base)
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())
-    member, base = record["member"], record["shared"]["source"]
-    console.print(Text(f"member #{member['index']} is in {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
+    console.print(Text(f"member #{index} is in {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
     loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
     if json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]:
         loading = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"

@@ -157,7 +157,7 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
         rows.append((summary.words.untrained, score_text(before.mean, before.standard_error)))
     rows.append(("test", _test_text(summary)))
     rows.append(("stored in", "nowhere: the folder best is missing" if found.stored is None else str(found.stored)))
-    rows.append(("ended", summary.stopped or "not yet, or it was killed"))
+    rows.append(("ended", summary.stopped or "not yet, or its process ended without a word, as when it is killed"))
     values = member.hyperparameters.to_json()
     set_values = ", ".join(f"{name} {number_text(value)}" for name, value in values.items() if value is not None)
     rows.append(("hyperparameters", set_values))
@@ -217,7 +217,7 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
         "processed": f"{count_text(cost['tokens'])} {tokens}",
         "for evaluations": count_text(cost["evaluation_tokens"]),
         "time": duration_text(cost["seconds"]),
-        "ended": printable(summary.stopped or "not yet, or killed"),
+        "ended": printable(summary.stopped or "not yet, or cut off"),
         "best fitness": earned,
         "test": "–" if test is None else score_text(test.after.mean, test.after.standard_error),
         "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",

@@ -14,6 +14,7 @@ from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
 from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.exits import ProgramEndError
 from evogrpo.persistence.generations import latest_complete
 from evogrpo.policies.devices import fitting_threads
 from evogrpo.training.configuration.sections import AnyConfig
@@ -111,11 +112,12 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
         if latest_complete(run_dir).folder is not None:  # else there is nothing to go on from
             show_command(console, "go on", resume_line)
         return INTERRUPTED
-    except (RewardError, StrategyError, AllFailedError) as error:
+    except (RewardError, StrategyError, AllFailedError, ProgramEndError) as error:
         console.print()
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
-        # A mended reward function is another one.
-        mended = command("resume", run_dir, "--allow-changed-data") if isinstance(error, RewardError) else resume_line
+        # A mended reward function, or environment, is another one.
+        changed = isinstance(error, RewardError | ProgramEndError)
+        mended = command("resume", run_dir, "--allow-changed-data") if changed else resume_line
         if not isinstance(error, AllFailedError):  # which would only fail again
             show_command(console, "once mended", mended)
         return FAILED

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from evogrpo.hyperparameters import finite_number
+from evogrpo.hyperparameters.declared import declared_fields
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
@@ -72,12 +73,8 @@ class Fitness:
         if not isinstance(values, Mapping):
             return cls.from_scores(values)
         keys = values.get("keys")
-        return cls(
-            mean=values["mean"],
-            standard_error=values["standard_error"],
-            scores=tuple(values["scores"]),
-            keys=None if keys is None else tuple(keys),
-        )
+        listed = {"scores": tuple(values["scores"]), "keys": None if keys is None else tuple(keys)}
+        return cls(**declared_fields(cls, {**values, **listed}))
 
 
 def paired_difference(a: Fitness, b: Fitness) -> tuple[float, float]:

@@ -9,6 +9,7 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.kept import Kept, KeptKey
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.hyperparameters import HyperparameterConfig
+from evogrpo.hyperparameters.declared import declared_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,15 +57,13 @@ class Seat:
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build from what `to_json` returned; earlier versions measured in one way and counted no evaluations."""
         member, scores = values["member"], values["scores"]
-        return cls(
-            member=None if member is None else MemberRecord.from_json(member),
-            fitness=None if scores is None else Fitness.from_json(scores),
-            tokens=values["tokens"],
-            seconds=values["seconds"],
-            measured={name: Fitness.from_json(each) for name, each in values.get("measured", {}).items()},
-            evaluation_tokens=values.get("evaluation_tokens", 0),
-            evaluation_seconds=values.get("evaluation_seconds", 0.0),
-        )
+        plain = {name: value for name, value in values.items() if name not in ("member", "scores", "measured")}
+        made = {
+            "member": None if member is None else MemberRecord.from_json(member),
+            "fitness": None if scores is None else Fitness.from_json(scores),
+            "measured": {name: Fitness.from_json(each) for name, each in values.get("measured", {}).items()},
+        }
+        return cls(**declared_fields(cls, {**plain, **made}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import MemberRecord
+from evogrpo.hyperparameters.declared import declared_fields
 
 KeptKey = tuple[int, int]
 """Names a kept state: whose it is, by index, and after which generation. A member is evaluated once a generation."""
@@ -38,8 +39,5 @@ class Kept:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build from what `to_json` returned."""
-        return cls(
-            member=MemberRecord.from_json(values["member"]),
-            generation=values["generation"],
-            fitness=Fitness.from_json(values["fitness"]),
-        )
+        made = {"member": MemberRecord.from_json(values["member"]), "fitness": Fitness.from_json(values["fitness"])}
+        return cls(**declared_fields(cls, {**values, **made}))

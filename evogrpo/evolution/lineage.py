@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from evogrpo.evolution.mutation import Changes
 from evogrpo.hyperparameters import Hyperparameters, Value
+from evogrpo.hyperparameters.declared import declared_fields
 
 NETWORK = "network"
 """What a change of a network's architecture is called among a birth's changes; old and new are words."""
@@ -54,7 +55,8 @@ class MemberRecord:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build from what `to_json` returned."""
-        return cls(**{**values, "hyperparameters": Hyperparameters.from_json(values["hyperparameters"])})
+        made = {"hyperparameters": Hyperparameters.from_json(values["hyperparameters"])}
+        return cls(**declared_fields(cls, {**values, **made}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class Child:
         fields = dict(values)
         fields["hyperparameters"] = Hyperparameters.from_json(fields["hyperparameters"])
         fields["changes"] = {name: (old, new) for name, (old, new) in fields["changes"].items()}
-        return cls(**fields)
+        return cls(**declared_fields(cls, fields))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,13 @@
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from evogrpo.persistence.durable import NoPlainFileError, open_plain, write_synced
 from evogrpo.persistence.strict_json import dump_json, load_json
@@ -174,6 +177,24 @@ def damaged(path: Path, rule: str) -> CheckpointError:
     return CheckpointError(
         f"{path} {rule}: this checkpoint was cut off or changed after it was written, use another one or a copy"
     )
+
+
+@contextmanager
+def readable(path: Path | str) -> Iterator[None]:
+    """Turn whatever a record of the wrong shape leads to into a CheckpointError: hashes show damage, not forgery."""
+    try:
+        yield
+    except (CheckpointError, OSError):
+        raise
+    except ValueError as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise CheckpointError(f"{path} takes more memory to load than there is: {error}") from error
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is a checkpoint whose record this version cannot read ({type(error).__name__}: {error!s:.300}): "
+            "use the version that wrote it, or another checkpoint"
+        ) from error
 
 
 def _check_version(path: Path, version: Any) -> None:

@@ -3,11 +3,15 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+
+LEAST_ROOM, MOST_TIMES = 2**26, 100
+"""What a stored record may ask for: so many bytes, and so many times what its tensors take."""
 
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it
@@ -53,6 +57,25 @@ def fitting_threads(*, one: bool) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+_most: ContextVar[int | None] = ContextVar("most", default=None)
+
+
+@contextmanager
+def room_for(stored: int) -> Iterator[None]:
+    """Let `check_room` refuse, in the block, what is out of all proportion to what was stored.
+
+    What a record says of widths and ranks is anybody's word: the tensors beside it are what there is.
+
+    Args:
+        stored: Bytes of these.
+    """
+    token = _most.set(LEAST_ROOM + MOST_TIMES * stored)
+    try:
+        yield
+    finally:
+        _most.reset(token)
+
+
 def check_room(needed: int, device: "torch.device", what: str) -> None:
     """Refuse what is larger than all the memory of a device, rather than let the system end the process.
 
@@ -64,6 +87,11 @@ def check_room(needed: int, device: "torch.device", what: str) -> None:
     Raises:
         ValueError: If there is less memory.
     """
+    most = _most.get()
+    if most is not None and needed > most:
+        raise ValueError(
+            f"its record asks for {needed / 1e9:.1f} GB, hundreds of times what its tensors take, for {what}"
+        )
     there, _ = memory_of(str(device))
     if there is not None and needed > there:
         raise ValueError(f"{needed / 1e9:.0f} GB would be needed, and {device} has {there / 1e9:.0f} GB, for {what}")

@@ -19,17 +19,18 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.hyperparameters.declared import declared_fields
 from evogrpo.persistence.checkpoint import read_checkpoint, read_record
 from evogrpo.persistence.claim import Claim
 from evogrpo.persistence.durable import sweep
 from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, latest_complete, prune
 from evogrpo.persistence.journal import read_journal
-from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.persistence.manifest import CheckpointError, readable
 from evogrpo.persistence.placement import stored_at, tidy
 from evogrpo.training.completions import COMPLETIONS
 from evogrpo.training.configuration.own_strategies import restored_strategy
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.loop.progress import Best, Progress
+from evogrpo.training.loop.progress import Best, KnownBest, Progress
 from evogrpo.training.rundir import BEST, FINALIST, JOURNAL, RunDir, checkpoint_number, digest_of
 from evogrpo.training.schedule import Schedule
 
@@ -81,7 +82,8 @@ class Saved:
 
     def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
         """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
-        return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
+        with readable(self.folder):
+            return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
 
     @property
     def experience(self) -> SharedExperience | None:
@@ -115,33 +117,23 @@ class Saved:
             CheckpointError: If it is another base model, or the record does not fit together.
             ValueError: If the agents' class is the user's own and was not given, or another one was.
         """
-        population = restore_population(
-            algorithm_class(self.base["kind"], self.record.get("algorithm"), algorithm),
-            self.tensors,
-            self.record["population"],
-            model,
-            self.folder,
-            device=device,
-        )
-        progress = Progress.from_json(self.record["progress"])
-        progress.finalists = KeptStates.restored(
-            self.record["progress"].get("finalists", []),
-            {name.removeprefix(FINALIST): value for name, value in self.tensors.items() if name.startswith(FINALIST)},
-            population.members.banks.parts,
-        )
-        if self.best is not None:
-            tensors, record = self.best
-            member = record["member"]
-            progress.best = Best(
-                index=member["index"],
-                generation=record["note"]["generation"],
-                fitness=Fitness.from_json(member["scores"]),
-                state=learnt(tensors),
-                digest=digest_of(self.folder.parents[1] / BEST),
-                second=Fitness.from_json(record["note"]["second"]) if "second" in record["note"] else None,
+        kind = algorithm_class(self.base["kind"], self.record.get("algorithm"), algorithm)
+        stored = self.record["population"]
+        population = restore_population(kind, self.tensors, stored, model, self.folder, device=device)
+        with readable(self.folder):
+            progress = Progress.from_json(self.record["progress"])
+            if progress.members != len(population):
+                raise ValueError(f"its {len(population)} members are not the {progress.members} that it counts")
+            finalists = {name: tensor for name, tensor in self.tensors.items() if name.startswith(FINALIST)}
+            progress.finalists = KeptStates.restored(
+                self.record["progress"].get("finalists", []),
+                {name.removeprefix(FINALIST): value for name, value in finalists.items()},
+                population.members.banks.parts,
             )
-        elif (known := self.record.get("best")) is not None:
-            progress.best = _among_finalists(progress.finalists, known)
+            if self.best is not None:
+                progress.best = _read_best(*self.best, digest_of(self.folder.parents[1] / BEST))
+            elif (known := KnownBest.of(self.record)) is not None:
+                progress.best = _among_finalists(progress.finalists, known)
         return population, progress
 
 
@@ -200,13 +192,49 @@ def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
         raise CheckpointError(
             f"{checkpoint} belongs to another run than the journal beside it: move it back to its own"
         )
-    try:
-        progress = record["progress"]
-        own = checkpoint_number(progress["generation"], progress["step_in_generation"])
-    except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint} says nothing about where its run stood: it is no run's") from error
+    with readable(checkpoint):
+        progress = Progress.from_json(record["progress"])
+        own = checkpoint_number(progress.generation, progress.step_in_generation)
+        _check_settings(record)
     if own != number:
         raise CheckpointError(f"{checkpoint} was written as generation {own}: give it its own name again")
+
+
+def _check_settings(record: Mapping[str, Any]) -> None:
+    """Read, once and before anything is built, what the properties of `Saved` read."""
+    Schedule(**record["schedule"])
+    FitnessConfig.stored(record.get("fitness"))
+    shared_experience(record.get("experience"))
+    LoggingConfig.from_json(record.get("records", {}))
+    KnownBest.of(record)
+    declared_fields(_Plain, {name: record.get(name) for name in _Plain.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plain:
+    """What a checkpoint says of its run in plain values; earlier versions said less of it."""
+
+    run_id: str | None
+    population: Mapping[str, Any]
+    algorithm: str | None
+    strategy: Mapping[str, Any]
+    strategy_state: Mapping[str, Any] | None
+    data: Mapping[str, str] | None
+    config: Mapping[str, Any] | None
+
+
+def _read_best(tensors: Mapping[str, Tensor], record: Mapping[str, Any], digest: str) -> Best:
+    """Return the best member from what its checkpoint holds; raises whatever a record of another shape leads to."""
+    member, note = record["member"], record["note"]
+    fields = {
+        "index": member["index"],
+        "generation": note["generation"],
+        "fitness": Fitness.from_json(member["scores"]),
+        "state": learnt(tensors),
+        "digest": digest,
+        "second": Fitness.from_json(note["second"]) if "second" in note else None,
+    }
+    return Best(**declared_fields(Best, fields))
 
 
 def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -215,40 +243,42 @@ def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     Raises:
         CheckpointError: If there is one that cannot be read, or it is not the one that the checkpoint knows.
     """
-    known = record.get("best")
+    known = KnownBest.of(record)
     if not stored_at(folder / BEST).is_dir():
         if known is None:
             return None
         raise CheckpointError(_lost(folder, known, "it is missing"))
     try:
         tensors, own = read_checkpoint(folder / BEST, kind="agent")
-        generation, run_id = own["note"]["generation"], own["note"].get("run_id")
-    except (CheckpointError, KeyError, TypeError, AttributeError) as error:
+        with readable(folder / BEST):
+            generation, run_id = own["note"]["generation"], own["note"].get("run_id")
+            _read_best(tensors, own, digest="")
+    except CheckpointError as error:
         raise CheckpointError(_lost(folder, known, str(error))) from error
     if run_id != record.get("run_id"):
         raise CheckpointError(_lost(folder, known, "it belongs to another run"))
     if generation > record["progress"]["generation"]:
         return None  # a kill fell between it and the checkpoint: its generation is done again
-    if known is not None and digest_of(folder / BEST) != known["digest"]:
+    if known is not None and digest_of(folder / BEST) != known.digest:
         if "second" in own["note"] and record["progress"].get("finals", 0) < record["progress"]["generation"]:
             return None  # likewise: the finals are held again
         raise CheckpointError(_lost(folder, known, "it is another one than the checkpoint knows"))
     return tensors, own
 
 
-def _among_finalists(finalists: KeptStates, known: Mapping[str, Any]) -> Best | None:
+def _among_finalists(finalists: KeptStates, known: KnownBest) -> Best | None:
     """Return the best member that the checkpoint knows from the finalists, where it is among them."""
     for kept in finalists.seen:
-        if kept.key == (known["index"], known["generation"]):
+        if kept.key == (known.index, known.generation):
             state = finalists.state(kept.key)
             return Best(index=kept.member.index, generation=kept.generation, fitness=kept.fitness, state=state)
     return None
 
 
-def _lost(folder: Path, known: Mapping[str, Any] | None, reason: str) -> str:
+def _lost(folder: Path, known: KnownBest | None, reason: str) -> str:
     whose = ""
     if known is not None:
-        whose = f", #{known['index']} with {known['fitness']:.4g} after generation {known['generation']},"
+        whose = f", #{known.index} with {known.fitness:.4g} after generation {known.generation},"
     return (
         f"the best member in {folder / BEST}{whose} cannot be used: {reason}. The best from here on takes its place; "
         "restore the folder first if you have a copy"

@@ -6,20 +6,34 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from evogrpo import evolve
 from evogrpo.interruption import Interrupted, give_way, interruptible
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.loop import acting
+from evogrpo.training.loop import acting, stopping
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.stopping import Stopping
+from evogrpo.training.saved import open_run
 from tests.cli.project import ROOT
 from tests.tiny_steps import resumed_step_run, step_run
-from tests.tiny_training import equal_states, final_states, finish, resumed_run, story, tiny_run
+from tests.tiny_training import (
+    QUICK,
+    equal_states,
+    final_states,
+    finish,
+    resumed_run,
+    story,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+    variety,
+)
 
 
 class After(Stopping):
@@ -159,6 +173,39 @@ def test_a_function_of_the_users_that_waits_is_broken_off(tmp_path):
     process.communicate(timeout=100)
     assert process.returncode == -signal.SIGTERM
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by SIGTERM"
+
+
+@pytest.mark.parametrize("swallows", [2, 10**9])
+def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(tmp_path, monkeypatch, capfd, swallows):
+    """Retries of the user's are asked again and again, and where they never end the process does; in a moment here."""
+    monkeypatch.setattr(stopping, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(stopping, "TURN_SECONDS", 0.1)
+    left = [swallows]
+
+    def patient(completion, answer, question):
+        while "made-up" not in completion and left[0] > 0:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM) if left[0] == swallows else None
+                left[0] -= 1
+                time.sleep(60)
+            except BaseException:  # noqa: BLE001 (as people write it)
+                continue
+        return variety(completion, answer, question)
+
+    env = tiny_env(reward_fn=patient)
+    if (child := os.fork()) == 0:
+        list(evolve(tiny_population(2), env, run_dir=tmp_path / "run", **QUICK))
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    last = read_journal(tmp_path / "run" / "journal.jsonl")[-1]
+    if swallows == 2:  # the third time it is listened to
+        assert status == -signal.SIGTERM
+        assert last["reason"] == "stopped by SIGTERM"
+    else:
+        assert status == 128 + signal.SIGTERM
+        assert "SIGTERM: ended, as the code under way does not end" in capfd.readouterr().err
+        assert last["event"] != "stopped"
+    assert open_run(tmp_path / "run").skipped == ()
 
 
 def test_signals_that_the_program_handles_itself_are_left_to_it(tmp_path):

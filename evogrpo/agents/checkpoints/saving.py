@@ -1,8 +1,8 @@
 """Agents and populations as checkpoints: what is stored, and the checks before anything is loaded."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,10 +17,12 @@ from evogrpo.agents.members.members import Members
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import Lineage
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, unknown_name_error
+from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, unknown_name_error, whole_between
+from evogrpo.hyperparameters.declared import declared_fields
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
-from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.persistence.manifest import CheckpointError, readable
 from evogrpo.persistence.placement import stored_at
+from evogrpo.policies.devices import room_for
 
 if TYPE_CHECKING:
     from evogrpo.agents.agent import Agent
@@ -29,7 +31,23 @@ AnyAgent = TypeVar("AnyAgent", bound="Agent")
 
 CONSTANT = "shared by all: "
 """Begins the names of tensors that a checkpoint's members share."""
-COUNTERS = ("slot", "index", "parent", "born", "back_to", "failed", "retired", "training", "steps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Counters:
+    """What a checkpoint says of a member beside what it has learnt; see `Agent`."""
+
+    index: int
+    parent: int | None
+    born: int
+    back_to: int | None = None  # in earlier versions nobody went back, or retired
+    failed: str | None
+    retired: bool = False
+    training: bool
+    steps: int
+
+
+COUNTERS = tuple(_Counters.__dataclass_fields__)
 
 
 def save_agent(
@@ -67,7 +85,7 @@ def load_agent(
     if stored_at(best).is_dir() and not stored_at(Path(path) / "manifest.json").exists():
         raise CheckpointError(f"{path} is the folder of a run, not of an agent: load its best member, {best}")
     tensors, record = read_checkpoint(path, kind="agent")
-    with _damage(path):
+    with readable(path):
         stored = record["shared"]["kind"]
         if stored in MEMBERS and stored not in kind.kinds:
             raise CheckpointError(
@@ -76,16 +94,16 @@ def load_agent(
             )
         folder = stored_at(Path(path))
         network = _as_saved(actor_network, tensors, path)
-        members = _open(record["shared"], 1, folder, network, _shared(tensors), device=device, accelerator=accelerator)
+        members = _open(record["shared"], 1, folder, network, tensors, device=device, accelerator=accelerator)
         agent = kind._member(members, 0, 0, Hyperparameters())
-        _restore(agent, record["member"], learnt(tensors), path)
+        _restore(agent, record["member"], learnt(tensors))
     return agent
 
 
 def read_agent(agent: "Agent", path: str | Path) -> None:
     """Put a saved agent into an existing one; see `GRPO.load_checkpoint`."""
     tensors, record = read_checkpoint(path, kind="agent")
-    with _damage(path):
+    with readable(path):
         stored = record["shared"]["kind"]
         members = agent.members
         if stored != members.kind:
@@ -101,7 +119,7 @@ def read_agent(agent: "Agent", path: str | Path) -> None:
                 f"{path} holds an agent whose module came with other weights or buffers than this one's, or that "
                 f"started from another adapter: bring it back with {type(agent).__name__}.load"
             )
-        _restore(agent, record["member"], learnt(tensors), path)
+        _restore(agent, record["member"], learnt(tensors))
 
 
 def population_state(population: Population) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
@@ -142,25 +160,32 @@ def restore_population(
     Raises:
         CheckpointError: If the state is of another base model or does not fit together.
     """
-    with _damage(path):
+    with readable(path):
         stored = record["members"]
         network = _as_saved(actor_network, tensors, path)
-        members = _open(
-            record["shared"], len(stored), Path(path), network, _shared(tensors), device=device, accelerator=None
-        )
+        members = _open(record["shared"], len(stored), Path(path), network, tensors, device=device, accelerator=None)
         agents = []
         for slot, member in enumerate(stored):
             agent = kind._member(members, slot, member["index"], Hyperparameters())
             own = {
                 name.removeprefix(f"{slot}."): value for name, value in tensors.items() if name.startswith(f"{slot}.")
             }
-            _restore(agent, member, own, path)
+            _restore(agent, member, own)
             agents.append(agent)
         population = Population(agents, members, lineage=Lineage.from_json(record["lineage"]))
-        population.next_index = record["next_index"]
+        population.next_index = _next_index(record["next_index"], population)
         # Earlier versions kept no states.
         population.kept = KeptStates.restored(record.get("kept", []), tensors, members.banks.parts)
     return population
+
+
+def _next_index(value: object, population: Population) -> int:
+    """Return the next index, if members and lineage agree on who there is and it names nobody yet."""
+    living = [agent.index for agent in population.agents]
+    born = {birth.index for birth in population.lineage.births}
+    if len(set(living)) < len(living) or not set(living) <= born:
+        raise ValueError(f"every member must have an index of its own, under which it was born, got {living}")
+    return whole_between("next_index", value, max(born, default=-1) + 1)
 
 
 def learnt(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -195,7 +220,7 @@ def _open(
     size: int,
     folder: Path,
     actor_network: Any,
-    constants: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     *,
     device: str | torch.device | None,
     accelerator: Accelerator | None,
@@ -205,16 +230,17 @@ def _open(
         raise unknown_name_error(f"kind of agent in {folder}:", record["kind"], MEMBERS)
     config = record["hp_config"]
     hp_config = None if config is None else HyperparameterConfig.from_json(config)
-    return MEMBERS[record["kind"]].stored(
-        record,
-        size,
-        folder,
-        hp_config,
-        constants=constants,
-        actor_network=actor_network,
-        device=device,
-        accelerator=accelerator,
-    )
+    with room_for(sum(tensor.nbytes for tensor in tensors.values())):
+        return MEMBERS[record["kind"]].stored(
+            record,
+            size,
+            folder,
+            hp_config,
+            constants=_shared(tensors),
+            actor_network=actor_network,
+            device=device,
+            accelerator=accelerator,
+        )
 
 
 def _members_record(members: Members) -> dict[str, Any]:
@@ -228,22 +254,18 @@ def _members_record(members: Members) -> dict[str, Any]:
 
 def _member_record(agent: "Agent") -> dict[str, Any]:
     return {
-        **{name: getattr(agent, name) for name in COUNTERS},
+        **{name: getattr(agent, name) for name in ("slot", *COUNTERS)},
         "hyperparameters": agent.hyperparameters.to_json(),
         "scores": None if agent.fitness is None else agent.fitness.to_json(),
     }
 
 
-def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str | Path) -> None:
+def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Give an agent all that was saved of one, or change nothing; it stays in its own slot."""
-    # In earlier versions nobody retired or went back.
-    counters = {name: {"retired": False, "back_to": None, **member}[name] for name in COUNTERS if name != "slot"}
-    try:
-        hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
-        fitness = None if member["scores"] is None else Fitness.from_json(member["scores"])
-        agent.load_state(tensors)
-    except ValueError as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    counters = vars(_Counters(**declared_fields(_Counters, {n: member[n] for n in COUNTERS if n in member})))
+    hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
+    fitness = None if member["scores"] is None else Fitness.from_json(member["scores"])
+    agent.load_state(tensors)
     agent.hyperparameters, agent.fitness = hyperparameters, fitness
     for name, value in counters.items():
         setattr(agent, name, value)
@@ -273,15 +295,3 @@ class _MemberTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._places) + len(self._shared)
-
-
-@contextmanager
-def _damage(path: str | Path) -> Iterator[None]:
-    """Turn a record of the wrong shape into a checkpoint error: hashes protect from damage, not from forgery."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is a checkpoint whose record this version cannot read ({type(error).__name__}: {error}): "
-            "use the version that wrote it, or another checkpoint"
-        ) from error

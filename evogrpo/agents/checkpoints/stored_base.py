@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file
 from safetensors.torch import save as tensor_bytes
 from torch import Tensor
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.policies.devices import check_room, room_for
 from evogrpo.policies.tokens.models import load_base
 
 BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
@@ -28,6 +30,11 @@ def base_files(model: PreTrainedModel) -> CheckpointFiles:
 
 FOLLOWED = ("auto_map", "custom_pipelines", "_attn_implementation", "attn_implementation", "_experts_implementation")
 """Fields of a model's configuration that name code to import; found in a checkpoint, nothing may follow them."""
+
+LABELS = ("num_labels", "id2label", "label2id")
+"""Fields of what classifies, each label of which would be written out."""
+
+MOST_PARTS, MOST_OF_ANYTHING = 1024, 2**24
 
 
 def check_base(record: Mapping[str, Any], actual: str, where: object) -> None:
@@ -64,21 +71,49 @@ def saved_base(folder: Path) -> PreTrainedModel | None:
     """Load the base model saved inside a checked checkpoint, or return None."""
     if not (folder / BASE_WEIGHTS).is_file():
         return None
-    values = _harmless(json.loads((folder / BASE_CONFIG).read_text()))
     weights = load_file(folder / BASE_WEIGHTS)
-    dtype = next(iter(weights.values())).dtype
     try:
+        values = _harmless(json.loads((folder / BASE_CONFIG).read_text()))
+        _refuse_huge(values)
         config = AutoConfig.for_model(values.pop("model_type"), **values)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+        with torch.device("meta"):  # first without memory: what the file says of sizes is anybody's word
+            outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        unmatched = _unmatched(outline, weights)
+        if not unmatched:
+            dtype = next(iter(weights.values())).dtype
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{folder / BASE_CONFIG} describes no model of transformers ({reason:.300})") from error
-    missing = set(dict(model.named_parameters())) ^ set(weights)
-    if missing:
-        raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {sorted(missing)[:3]} are unmatched")
+    if unmatched:
+        raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {unmatched[:3]} are unmatched")
     model.load_state_dict(weights, strict=False)
     model.tie_weights()
     return model
+
+
+def _unmatched(outline: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of parameters that are missing, too many or of another shape.
+
+    Raises:
+        ValueError: If what the model keeps besides them is out of all proportion.
+    """
+    declared = {name: tuple(value.shape) for name, value in outline.named_parameters()}
+    stored = {name: tuple(value.shape) for name, value in weights.items()}
+    with room_for(sum(value.nbytes for value in weights.values())):
+        check_room(sum(buffer.nbytes for buffer in outline.buffers()), torch.device("cpu"), "buffers of the base model")
+    return sorted(name for name in declared.keys() | stored.keys() if declared.get(name) != stored.get(name))
+
+
+def _refuse_huge(values: Any, name: str = "") -> None:
+    """Raise ValueError for sizes that no model has: some are looped over before anything can be compared."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            _refuse_huge(value, str(key))
+    elif isinstance(values, int):
+        most = MOST_PARTS if any(word in name for word in ("layer", "expert", "block", "depth")) else MOST_OF_ANYTHING
+        if values > most:
+            raise ValueError(f"{name} must be at most {most:,}, got {values:,}")
 
 
 def _harmless(values: Any) -> Any:
@@ -90,7 +125,7 @@ def _harmless(values: Any) -> Any:
     return {
         name: _harmless(value)
         for name, value in values.items()
-        if name not in FOLLOWED and not (name == "_name_or_path" and is_path(str(value)))
+        if name not in (*FOLLOWED, *LABELS) and not (name == "_name_or_path" and is_path(str(value)))
     }
 
 

@@ -1,11 +1,15 @@
 """Observation and action spaces as plain JSON values, for checkpoints."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
+
+from evogrpo.policies.devices import check_room
 
 
 def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
@@ -42,6 +46,7 @@ def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
             return spaces.Tuple([space_from_json(part) for part in values["parts"]])
         case "box":
             dtype, shape = np.dtype(values["dtype"]), tuple(values["shape"])
+            check_room(2 * math.prod(shape) * dtype.itemsize, torch.device("cpu"), f"a space of the shape {shape}")
             low, high = (_bounds_from_json(values[name], shape, dtype) for name in ("low", "high"))
             return spaces.Box(low, high, shape, dtype.type)
         case "discrete":
@@ -52,6 +57,7 @@ def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
                 np.array(values["nvec"]), dtype=dtype.type, start=np.array(values["start"], dtype=dtype)
             )
         case "multi_binary":
+            check_room(math.prod(np.atleast_1d(values["n"]).tolist()), torch.device("cpu"), f"{values['n']} bits")
             return spaces.MultiBinary(values["n"])
     raise ValueError(f"unknown kind of space {values['kind']!r}")
 

@@ -180,7 +180,7 @@ def _run(load: Callable[[], object], what: str) -> None:
             f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}: {_meant(error.name or '')}"
             'install the package it is in, go to the folder that holds it, or name "path.py:name"'
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}") from error
 
 

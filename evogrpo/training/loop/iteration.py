@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from evogrpo.agents.population import Population
+from evogrpo.exits import exits_answered
 from evogrpo.history.records import GenerationReport
 from evogrpo.history.results import Result
 from evogrpo.hyperparameters import whole_between
@@ -126,7 +127,7 @@ class Run(Iterator[GenerationReport]):
             KeyboardInterrupt: After Ctrl-C, once everything is saved.
         """
         # Outermost: what is shown takes time as well, and an interrupt may come while it is put up or taken away.
-        with stopping_on_signals(self.evolution.stopping) as received:
+        with exits_answered(), stopping_on_signals(self.evolution.stopping) as received:
             report = self._advance()
             if received:  # perhaps too late for what has just ended
                 self._advance()

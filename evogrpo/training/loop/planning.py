@@ -52,7 +52,7 @@ class Planning:
                 _check_samples(plan)
             elif self._experience.samplers == "rank":
                 plan = sampling_by_rank(plan, self._population.history(self._progress.history))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._strategy.load_state(remembered)  # what it noted half-way is forgotten
             name = type(self._strategy).__name__
             raise StrategyError(f"{name} cannot plan: {type(error).__name__}: {error}") from error

@@ -11,6 +11,9 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.history.records import Example
+from evogrpo.hyperparameters import MOST_SAMPLES, whole_between
+from evogrpo.hyperparameters.declared import declared_fields
+from evogrpo.training.schedule import MOST_STEPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,29 @@ class Best:
             "fitness": self.fitness.mean,
             "digest": self.digest,
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownBest:
+    """What a checkpoint of a run knows of the best member, which lies in a folder of its own.
+
+    Attributes:
+        index: Who it was.
+        generation: When it earned its fitness.
+        fitness: The mean of that.
+        digest: Of the folder.
+    """
+
+    index: int
+    generation: int
+    fitness: float
+    digest: str | None
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> Self | None:
+        """Read it from a checkpoint's record; None where there was none yet."""
+        known = record.get("best")
+        return None if known is None else cls(**declared_fields(cls, known))
 
 
 @dataclass(kw_only=True)
@@ -215,7 +241,32 @@ class Progress:
         plain["rollouts"] = [
             [(step, place, score) for step, place, score in slot] for slot in plain.get("rollouts", [])
         ]
-        plain["examples"] = tuple(Example(**example) for example in plain["examples"])
+        plain["examples"] = tuple(Example(**declared_fields(Example, example)) for example in plain["examples"])
         plain["baseline"] = None if plain["baseline"] is None else Fitness.from_json(plain["baseline"])
         plain["history"] = [Generation.from_json(generation) for generation in plain.get("history", [])]
-        return cls(**plain)
+        progress = cls(**declared_fields(cls, plain))
+        progress.check_stored()
+        return progress
+
+    def check_stored(self) -> None:
+        """Refuse counts that cannot be, or that are not of all slots.
+
+        Raises:
+            ValueError: If there are any.
+        """
+        whole_between("members", self.members, 1, MOST_SAMPLES)
+        for name in ("generation", "step", "step_in_generation", "tokens", "evaluation_tokens", "finals"):
+            whole_between(name, getattr(self, name), 0)
+        if any(len(each.seats) != self.members for each in self.history):
+            raise ValueError(f"each generation must have a seat for each of {self.members} slots")
+        numbers = [each.number for each in self.history]
+        if numbers != list(range(self.generation - len(numbers) + 1, self.generation + 1)):
+            raise ValueError(f"generations must follow each other up to {self.generation}, got {numbers}")
+        for name in ("samples_per_step", "block"):
+            whole_between(name, getattr(self, name), 0, MOST_SAMPLES)
+        whole_between("steps_per_generation", self.steps_per_generation, 0, MOST_STEPS)
+        by_slot = [name for name in self.__dataclass_fields__ if name.startswith(("slot_", "member_"))]
+        for name in (*by_slot, "metrics", "rollouts", "samples"):
+            each = getattr(self, name)
+            if each and len(each) != self.members:
+                raise ValueError(f"{name} must hold a value for each of {self.members} slots, got {len(each)}")

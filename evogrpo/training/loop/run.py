@@ -13,6 +13,7 @@ from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.exits import refuse_end
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.history.records import BaselineReport, GenerationReport, Report, StepReport, TestReport
 from evogrpo.history.results import Result
@@ -151,6 +152,8 @@ class Evolution:
             clock.tick()
             self._ended = self.stopping.reason or STOPPED
             self._save(self._ended)
+        except SystemExit as error:
+            refuse_end(error)
         finally:
             if self.run_dir is not None:
                 self.run_dir.close()
@@ -317,7 +320,7 @@ class Evolution:
         self._require_healthy()
         try:
             return self.acting.collect()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
             # reward function raised, and the run goes on once it is mended.
             self._save(f"{type(error).__name__} while collecting step {self.progress.step}")
@@ -346,7 +349,7 @@ class Evolution:
         self._require_healthy()
         try:
             measured = self.acting.evaluate()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
             raise
         self.acting.clock.tick()

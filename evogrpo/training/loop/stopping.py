@@ -1,5 +1,6 @@
 """Stopping a run in time: it abandons what it is doing, and is left as it was after its last learning step."""
 
+import os
 import signal
 import threading
 import time
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from evogrpo.exits import end_process
 from evogrpo.interruption import Interrupted, interruptible
 
 STOPPED = "stopped by the user"
@@ -17,6 +19,9 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP"
 
 PATIENCE_SECONDS = 5.0
 """How long work may take that cannot be interrupted, and how long a user's code may go on before it is broken off."""
+
+TURN_SECONDS, TURNS = 1.0, 4
+"""How long after each other, and how often, it is broken off before the process ends: soon it would be killed."""
 
 
 class Stopping:
@@ -28,7 +33,7 @@ class Stopping:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._abandonable = False
+        self._abandonable, self._leaving = False, threading.Lock()
 
     def ask(self, reason: str) -> None:
         """Ask the run to stop; the first reason counts."""
@@ -52,12 +57,23 @@ class Stopping:
             try:
                 yield
             finally:
-                self._abandonable = False
+                with self._leaving:
+                    self._abandonable = False
 
     def insist(self) -> None:
         """Raise `Interrupted` right here, wherever that is, if what is being done may be abandoned."""
         if self._abandonable:
             self.check()
+
+    def end_process(self, number: int) -> None:
+        """End the process, from any thread, if what is being done may be abandoned and yet goes on and on.
+
+        Nothing is saved: the newest checkpoint is what the run goes on from.
+        """
+        with self._leaving:
+            if self._abandonable:
+                os.write(2, f"{signal.Signals(number).name}: ended, as the code under way does not end\n".encode())
+                end_process(128 + number)
 
 
 @contextmanager
@@ -65,21 +81,16 @@ def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambd
     """Let the first signal ask for a stop and the second abort with KeyboardInterrupt; yields the signals that came.
 
     Code that does not look whether it shall stop, such as a reward function that waits, is broken off a few seconds
-    after the first signal. Signals that somebody handles already or wants ignored are left alone, and so are all of
-    them outside the main thread, where none arrives.
+    after the first signal, again and again. Where it catches even that, the process ends before ten seconds are over,
+    unless it was Ctrl-C that asked. Signals that somebody handles already or wants ignored are left alone, and so are
+    all of them outside the main thread, where none arrives.
 
     Args:
         stopping: What is asked.
         announce: Called at the first signal, in the middle of whatever is being done.
     """
     received: list[int] = []
-    insisting = threading.Event()
-    main = threading.main_thread()
-
-    def insist(number: int) -> None:
-        insisting.set()
-        if hasattr(signal, "pthread_kill"):  # only a real signal ends a wait
-            signal.pthread_kill(main.ident or 0, number)
+    insisting, over = threading.Event(), threading.Event()
 
     def handle(number: int, _: FrameType | None) -> None:
         if insisting.is_set():
@@ -91,23 +102,33 @@ def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambd
             raise KeyboardInterrupt
         stopping.ask(stop_reason(number))
         announce()
-        timers.append(threading.Timer(PATIENCE_SECONDS, insist, [number]))
-        timers[0].daemon = True
-        timers[0].start()
+        threading.Thread(target=_press, args=(stopping, number, insisting, over), daemon=True).start()
 
-    timers: list[threading.Timer] = []
     before = {}
-    if threading.current_thread() is main:
+    if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
                 before[number] = signal.signal(number, handle)
     try:
         yield received
     finally:
-        for timer in timers:
-            timer.cancel()
+        over.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _press(stopping: Stopping, number: int, insisting: threading.Event, over: threading.Event) -> None:
+    """Break off, from another thread, what does not look whether it shall stop, until it is over."""
+    patience = PATIENCE_SECONDS
+    for _ in range(TURNS):
+        if over.wait(patience):
+            return
+        insisting.set()
+        if hasattr(signal, "pthread_kill"):  # only a real signal ends a wait
+            signal.pthread_kill(threading.main_thread().ident or 0, number)
+        patience = TURN_SECONDS
+    if not over.wait(patience) and number != signal.SIGINT:
+        stopping.end_process(number)
 
 
 def stop_reason(number: int) -> str:

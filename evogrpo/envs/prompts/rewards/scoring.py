@@ -137,7 +137,8 @@ def _spread(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool
         return None
     whole = outcome if isinstance(outcome, CallFailedError) else outcome[0] if batched else None
     if isinstance(whole, BaseException):
-        error = whole if isinstance(whole, Exception) else CallFailedError(f"raised {type(whole).__name__}")
+        words = f"raised {type(whole).__name__}: {_shown(said(whole))}"
+        error = whole if isinstance(whole, Exception) else CallFailedError(words)
         if len(job.rows) > 1:
             return error
         values[job.rows[0]] = error

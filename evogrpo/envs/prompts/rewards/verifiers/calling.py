@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from evogrpo.envs.prompts.rewards.verifiers.printing import visible_prints
+from evogrpo.exits import answer_here, exits_answered
 from evogrpo.interruption import Interrupted, give_way
 
 Function = Callable[..., Any]
@@ -153,7 +154,7 @@ class EventLoop:
         """Start a coroutine."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, name="evogrpo async rewards", daemon=True).start()
+            threading.Thread(target=_run, args=(self._loop,), name="evogrpo async rewards", daemon=True).start()
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def result(self, future: "concurrent.futures.Future[list[Any]]", timeout: float | None) -> Outcome:
@@ -177,6 +178,11 @@ class EventLoop:
             self._loop = None
 
 
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    answer_here()
+    loop.run_forever()
+
+
 class InProcess:
     """Runs reward functions in this process: plain ones in the calling thread, async ones in an event loop meanwhile.
 
@@ -194,7 +200,7 @@ class InProcess:
 
     def run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
         """Run jobs; see `Runner.run`."""
-        with visible_prints():
+        with visible_prints(), exits_answered():
             return self._run(jobs, stop_at_first=stop_at_first)
 
     def _run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:

@@ -1,0 +1,220 @@
+"""What a soak does to runs, one trial at a time: each draws from its own stream and counts what it sees."""
+
+import json
+import os
+import shutil
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from benchmarking.soaking import world
+from benchmarking.soaking.forging import forged, put_in
+from evogrpo import GRPO, resume
+from evogrpo.persistence.generations import generation_folder
+from evogrpo.persistence.journal import read_journal
+from evogrpo.persistence.manifest import CheckpointError
+
+LIMIT_SECONDS = 10.0
+"""How long a run may take to stop when it is asked to."""
+
+
+class Soak:
+    """Where trials work, and what they have found.
+
+    Args:
+        folder: For runs; what a trial writes is removed when it is over, unless it has failed.
+
+    Attributes:
+        counts: By what was seen.
+        failures: What must never be seen, in words.
+        slowest_stop: Seconds.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.counts, self.failures, self.slowest_stop = folder, Counter[str](), list[str](), 0.0
+        self.finished = {seed: folder / f"finished-{seed}" for seed in range(world.SEEDS)}
+        self._outcomes, self._seconds = dict[int, tuple[object, ...]](), 0.0
+        for seed, place in self.finished.items():
+            began = time.monotonic()
+            world.begin(place, seed).finish()
+            self._seconds = max(self._seconds, time.monotonic() - began)
+            self._outcomes[seed] = world.outcome(place)
+
+    def try_once(self, kind: str, number: int, rng: np.random.Generator) -> None:
+        """Make one trial, and note what must not be."""
+        seed = int(rng.integers(world.SEEDS))
+        place = self.folder / f"trial-{number}"
+        self.counts[f"trials: {kind}"] += 1
+        try:
+            TRIALS[kind](self, place, seed, rng)
+        except Exception as error:  # noqa: BLE001 (a soak goes on, and tells)
+            self.failures.append(f"trial {number} ({kind}, seed {seed}): {type(error).__name__}: {error!s:.500}")
+        else:
+            shutil.rmtree(place, ignore_errors=True)
+            place.with_suffix(".errors").unlink(missing_ok=True)
+
+    def moment(self, rng: np.random.Generator) -> float:
+        """Draw how many seconds into a run something happens."""
+        return float(rng.random() * 1.2 * self._seconds)
+
+    def start(self, place: Path, seed: int, file_bytes: int | None = None) -> int:
+        """Begin a run, or go on with it, in a process of its own."""
+        work = world.run_to_the_end(place, seed)
+        return world.in_another_process(work, errors=place.with_suffix(".errors"), file_bytes=file_bytes)
+
+    def said(self, place: Path) -> str:
+        """Return what the last process that failed has raised."""
+        errors = place.with_suffix(".errors")
+        return errors.read_text() if errors.exists() else "nothing"
+
+    def finish(self, place: Path, seed: int) -> None:
+        """Go on to the end undisturbed, and compare what comes out with the run that nobody ever disturbed."""
+        status = world.wait(self.start(place, seed))
+        assert status == world.ENDED, f"the run cannot be gone on with: status {status}, {self.said(place)}"
+        assert world.outcome(place) == self._outcomes[seed], "another outcome than that of the undisturbed run"
+        self.counts["runs that ended bit for bit like the undisturbed one"] += 1
+
+
+def killed(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
+    """Kill a run several times, at any moment."""
+    for _ in range(int(rng.integers(1, 5))):
+        child = soak.start(place, seed)
+        time.sleep(soak.moment(rng))
+        os.kill(child, signal.SIGKILL)
+        status = world.wait(child)
+        assert status in (-signal.SIGKILL, world.ENDED), f"status {status}: {soak.said(place)}"
+        soak.counts["kills" if status == -signal.SIGKILL else "kills that came too late"] += 1
+    soak.finish(place, seed)
+
+
+def stopped(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
+    """Ask a run to stop by one of the signals."""
+    number = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)[int(rng.integers(4))]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    child = soak.start(place, seed)
+    time.sleep(soak.moment(rng))
+    asked = time.monotonic()
+    os.kill(child, number)
+    status = world.wait(child)
+    took = time.monotonic() - asked
+    soak.slowest_stop = max(soak.slowest_stop, took)
+    assert took < LIMIT_SECONDS, f"{signal.Signals(number).name} took {took:.1f} s"
+    by_signal = world.BROKEN if number == signal.SIGINT else -number  # KeyboardInterrupt is raised
+    assert status in (by_signal, -number, world.ENDED), f"status {status}: {soak.said(place)}"
+    soak.counts["stops by signal" if status != world.ENDED else "signals that came too late"] += 1
+    soak.finish(place, seed)
+
+
+def full(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
+    """Let no file get larger than a number of bytes, as on a disk that is full."""
+    largest = max(path.stat().st_size for path in soak.finished[seed].rglob("*") if path.is_file())
+    status = world.wait(soak.start(place, seed, file_bytes=int(rng.integers(1, largest + 1))))
+    assert status in (world.BROKEN, world.ENDED), f"status {status}: {soak.said(place)}"
+    if status == world.BROKEN:
+        said = soak.said(place)
+        assert "File too large" in said, said
+    soak.counts["writes that failed" if status == world.BROKEN else "disks that were large enough"] += 1
+    soak.finish(place, seed)
+
+
+def raced(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
+    """Let two processes have one folder, one of which is perhaps put to sleep for a while."""
+    first = soak.start(place, seed)
+    time.sleep(soak.moment(rng) * int(rng.integers(2)))
+    asleep = bool(rng.integers(2))
+    if asleep:
+        os.kill(first, signal.SIGSTOP)
+    other = soak.start(place, seed)
+    if asleep:
+        time.sleep(soak.moment(rng) / 2)
+        os.kill(first, signal.SIGCONT)
+    statuses = sorted(str(world.wait(child)) for child in (first, other))
+    for status in statuses:
+        allowed = (str(world.ENDED), str(world.REFUSED))
+        late = status == str(world.BROKEN) and "already holds a run" in soak.said(place)
+        assert status in allowed or late, f"statuses {statuses}: {soak.said(place)}"
+    soak.counts[f"races: {statuses.count(str(world.ENDED))} of 2 went on"] += 1
+    soak.finish(place, seed)
+
+
+def damaged(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
+    """Flip bits in, cut off or remove a file of the newest checkpoint or of the best member, then go on."""
+    shutil.copytree(soak.finished[seed], place)
+    newest = generation_folder(place, world.GENERATIONS)
+    folder = newest if rng.integers(2) else place / "best"
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    path = files[int(rng.integers(len(files)))]
+    content = bytearray(path.read_bytes())
+    act = ("flipped", "cut off", "removed")[int(rng.integers(3))]
+    if act == "removed":
+        path.unlink()
+    elif act == "cut off":
+        path.write_bytes(content[: int(rng.integers(len(content)))])
+    else:
+        content[int(rng.integers(len(content)))] ^= 1 << int(rng.integers(8))
+        path.write_bytes(content)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run = resume(place, world.environment(), generations=world.GENERATIONS, progress=False)
+        assert any("skipped what cannot be used" in str(each.message) for each in told), f"{path.name} {act}, unsaid"
+        run.finish()
+    soak.counts[f"files {act}, said and gone on without"] += 1
+    if folder == newest:  # the generation before it was gone back to, so what follows is the same
+        run.evolution.run_dir.close()
+        soak.finish(place, seed)
+
+
+def forging(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
+    """Change records and hash them again: whatever they say, a load answers, or the run goes on."""
+    shutil.copytree(soak.finished[seed], place)
+    newest = generation_folder(place, world.GENERATIONS)
+    shutil.rmtree(generation_folder(place, world.GENERATIONS - 1))
+    ours = (newest, "population.json") if rng.integers(2) else (place / "best", "agent.json")
+    record, said = forged(json.loads((ours[0] / ours[1]).read_text()), rng)
+    put_in(*ours, record)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for load in (lambda: GRPO.load(place / "best"), lambda: _longer(place)):
+            try:
+                load()
+            except CheckpointError:
+                soak.counts["forged records: refused with a CheckpointError"] += 1
+            except Exception as error:
+                raise AssertionError(f"{said}: {type(error).__name__}: {error!s:.300}") from error
+            else:
+                soak.counts["forged records: loaded, and trained on"] += 1
+
+
+def _longer(place: Path) -> None:
+    limits = {"generations": world.GENERATIONS + 1, "test_questions": 0}
+    resume(place, world.environment(), progress=False, allow_changed_data=True, **limits).finish()
+
+
+def torn(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
+    """Cut the journal off at any byte of its last line, as a kill does."""
+    shutil.copytree(soak.finished[seed], place)
+    journal = place / "journal.jsonl"
+    content = journal.read_bytes()
+    last = content.rstrip(b"\n").rfind(b"\n") + 1
+    journal.write_bytes(content[: int(rng.integers(last, len(content)))])
+    before = len(read_journal(journal))
+    resume(place, world.environment(), generations=world.GENERATIONS, progress=False).finish()
+    assert len(read_journal(journal)) > before, "the journal did not go on"
+    soak.counts["journals that were cut off and went on"] += 1
+
+
+Trial = Callable[[Soak, Path, int, np.random.Generator], None]
+TRIALS: dict[str, Trial] = {
+    "kill": killed,
+    "signal": stopped,
+    "full disk": full,
+    "two writers": raced,
+    "damage": damaged,
+    "forgery": forging,
+    "journal": torn,
+}

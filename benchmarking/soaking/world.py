@@ -1,0 +1,118 @@
+"""The runs that a soak damages: small networks on CartPole, begun or gone on with in processes that are forked off."""
+
+import os
+import resource
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
+from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.training.saved import open_run
+
+QUICK: dict[str, Any] = {"steps_per_generation": 2, "samples_per_step": 16, "test_questions": 4}
+GENERATIONS = 4
+SEEDS = 4
+REFUSED, BROKEN, ENDED = 70, 71, 72
+"""What a forked process ends with: the folder is another's, something raised, the run has come to its end."""
+
+
+def environment() -> GymnasiumGroups:
+    """Return short episodes of CartPole, few of them held out."""
+    return GymnasiumGroups("CartPole-v1", max_episode_steps=60, validation_size=8)
+
+
+def begin(folder: Path, seed: int) -> Any:
+    """Return a run that has not begun."""
+    env = environment()
+    population = GRPO.population(
+        3,
+        env.observation_space,
+        env.action_space,
+        group_size=4,
+        batch_size=64,
+        seed=seed,
+        hp_config=HyperparameterConfig(lr=RLParameter(min=1e-3, max=3e-2, scale="log")),
+    )
+    strategy = Tournament(z=0.0, backtrack=True)
+    return evolve(population, env, strategy=strategy, run_dir=folder, generations=GENERATIONS, **QUICK)
+
+
+def begin_or_go_on(folder: Path, seed: int, generations: int = GENERATIONS) -> Any:
+    """Return a run, wherever it stands: what whoever finds a process dead starts again."""
+    try:
+        return resume(folder, environment(), generations=generations, progress=False)
+    except CheckpointError:
+        return begin(folder, seed)
+
+
+def outcome(folder: Path) -> tuple[Any, ...]:
+    """Return what a finished run has come to, clock readings aside: to be equal, bit for bit."""
+    saved = open_run(folder)
+    assert not saved.skipped, saved.skipped
+    tensors = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.tensors.items())}
+    progress = saved.record["progress"]
+    scores = [[seat["scores"] for seat in each["seats"]] for each in progress["history"]]
+    assert saved.best is not None
+    best = {name: tensor.numpy().tobytes() for name, tensor in sorted(saved.best[0].items())}
+    return tensors, progress["generation"], progress["step"], scores, saved.record["population"]["lineage"], best
+
+
+def in_another_process(work: Callable[[], object], *, errors: Path, file_bytes: int | None = None) -> int:
+    """Do something in a process that is forked off; returns its id.
+
+    Args:
+        work: What.
+        errors: A file for what it raises.
+        file_bytes: The most bytes a file may get to have: as good as a full disk.
+    """
+    if child := os.fork():
+        return child
+    status = BROKEN
+    try:
+        if file_bytes is not None:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, resource.RLIM_INFINITY))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            work()
+        status = ENDED
+    except ValueError as error:
+        status = REFUSED if "in use by" in str(error) else BROKEN
+        _note(errors, error)
+    except BaseException as error:  # noqa: BLE001 (whatever it is: the parent counts it)
+        _note(errors, error)
+    os._exit(status)
+
+
+def _note(errors: Path, error: BaseException) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    errors.write_text(f"{type(error).__name__}: {error}")
+
+
+def run_to_the_end(folder: Path, seed: int) -> Callable[[], object]:
+    """Return the work of going on until a run has ended."""
+    return lambda: begin_or_go_on(folder, seed).finish()
+
+
+def wait(child: int, seconds: float = 120.0) -> int | None:
+    """Wait until a process has ended; returns its status, negative for a signal, or None if it does not end in time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
+
+
+def prepare() -> None:
+    """Settle what forked processes inherit."""
+    torch.set_num_threads(1)

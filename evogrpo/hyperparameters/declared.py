@@ -1,0 +1,72 @@
+"""Records from plain values that anybody may have written: each field is of the type that it is declared with."""
+
+import dataclasses
+import types
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from evogrpo.hyperparameters.checks import refuse_unknown
+
+MOST_WHOLE, LARGEST = 2**63 - 1, 1e150  # what its square can still be computed of
+
+
+def declared_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a record, if each is what the record declares.
+
+    Args:
+        kind: A dataclass, whose fields are declared as numbers, text, flags, sequences and mappings of these, and other
+            classes.
+        values: By field; what is a class by declaration has been made one already.
+
+    Raises:
+        ValueError: If a name is unknown or missing, or a value is of another type, or no number that can be counted
+            with.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    refuse_unknown(f"field of {kind.__name__}", values, fields)
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise ValueError(f"{kind.__name__} must have {name}, which is missing")
+    hints = _hints(kind)
+    for name, value in values.items():
+        if not fits(hints[name], value):
+            said = getattr(hints[name], "__name__", str(hints[name])).removeprefix("evogrpo.")
+            raise ValueError(f"{name} of {kind.__name__} must be {said}, got {value!r:.80}")
+    return dict(values)
+
+
+def fits(hint: Any, value: object) -> bool:
+    """Tell whether a value is what a type says; whole numbers of at most 64 bits, others not beyond `LARGEST`."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST_WHOLE
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+    if origin in (Union, types.UnionType):
+        return any(fits(arm, value) for arm in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping) and all(
+            fits(arguments[0], key) and fits(arguments[1], item) for key, item in value.items()
+        )
+    if origin is not None and issubclass(origin, Sequence):
+        return _all_fit(arguments, value)
+    return isinstance(value, hint)
+
+
+def _all_fit(arguments: Sequence[Any], value: object) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    if len(arguments) == 1 or arguments[1] is Ellipsis:
+        return all(fits(arguments[0], item) for item in value)
+    return len(value) == len(arguments) and all(map(fits, arguments, value))
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

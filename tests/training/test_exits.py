@@ -1,0 +1,181 @@
+"""Code of the user's that asks for the program's end: in the middle of a run that is an error, and never success."""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import gymnasium
+import pytest
+
+from evogrpo import GRPO, GymnasiumGroups, evolve
+from evogrpo.cli import main
+from evogrpo.evolution import Tournament
+from evogrpo.exits import exits_answered
+from evogrpo.persistence.journal import read_journal
+from tests.tiny_steps import cart_pole, step_population
+from tests.tiny_training import QUICK, shared_model, shared_tokenizer, tiny_env, tiny_population
+
+ENDS = {
+    "os._exit(0)": lambda: os._exit(0),
+    "os._exit(3)": lambda: os._exit(3),
+    "raise": lambda: (_ for _ in ()).throw(SystemExit),
+    "sys.exit(0)": lambda: sys.exit(0),
+}
+
+
+def status_of(work):
+    """Do something in a process that was forked off, and return its status: 99 once it is done, 98 if it raises."""
+    if (child := os.fork()) == 0:
+        try:
+            work()
+        except BaseException:  # noqa: BLE001
+            traceback.print_exc()
+            os._exit(98)
+        os._exit(99)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Ending(gymnasium.Wrapper):
+    """Ends the program after some steps, in one of its methods."""
+
+    end, where, left = staticmethod(lambda: None), "step", 10**9
+
+    def step(self, action):
+        Ending.left -= 1
+        if Ending.left < 0 and self.where == "step":
+            self.end()
+        return super().step(action)
+
+    def reset(self, **options):
+        if Ending.left < 0 and self.where == "reset":
+            self.end()
+        return super().reset(**options)
+
+
+class EndingStrategy(Tournament):
+    """Ends the program in the place of a plan."""
+
+    def plan(self, history, rng):
+        Ending.end()
+
+
+def run_in(where, end, folder):
+    """Train until code of the user's ends the program there."""
+    if where in ("reward", "async reward"):
+
+        def reward(completion, answer, question):
+            return 0.5 if "made-up" in completion else end()
+
+        async def waiting(completions, **_):
+            return [0.5 if "made-up" in each else end() for each in completions]
+
+        env = tiny_env(reward_fn=reward) if where == "reward" else tiny_env(reward_funcs=waiting)
+        population = tiny_population(2)
+    else:
+        Ending.end, Ending.where = staticmethod(end), where
+        env = cart_pole() if where == "plan" else GymnasiumGroups("CartPole-v1", wrappers=[Ending], validation_size=4)
+        population = step_population(2, env)
+    strategy = EndingStrategy() if where == "plan" else None
+    run = evolve(population, env, run_dir=folder, strategy=strategy, **QUICK)
+    Ending.left = 100
+    list(run)
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "end"),
+    [
+        ("reward", "RewardError", "os._exit(0)"),
+        ("reward", "RewardError", "sys.exit(0)"),
+        ("async reward", "RewardError", "os._exit(0)"),
+        ("step", "ProgramEndError", "os._exit(0)"),
+        ("step", "ProgramEndError", "raise"),
+        ("reset", "ProgramEndError", "os._exit(3)"),
+        ("plan", "StrategyError", "os._exit(0)"),
+        ("plan", "StrategyError", "sys.exit(0)"),
+    ],
+)
+def test_an_end_in_the_middle_of_a_run_is_an_error_and_the_run_is_kept(where, error, end, tmp_path, capfd):
+    shared_model()
+    assert status_of(lambda: run_in(where, ENDS[end], tmp_path / "run")) == 98
+    said = capfd.readouterr().err
+    assert f"{error}: " in said
+    assert (f"{end} was called" if end.startswith("os") else "SystemExit") in said
+    assert (tmp_path / "run" / "checkpoints" / "generation-0000").is_dir()
+    if where != "plan":  # which comes after what is saved
+        assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] in ("run", "baseline", "step", "stopped")
+
+
+def test_once_a_run_has_no_control_the_program_ends_as_it_likes(tmp_path):
+    real = os._exit
+    run = evolve(step_population(2), cart_pole(), **QUICK)
+    next(run)
+    assert os._exit is real
+
+    def leave_amid():
+        next(run)
+        sys.exit(0)
+
+    assert status_of(lambda: real(0)) == 0
+    with pytest.raises(SystemExit):
+        leave_amid()
+
+
+def test_another_thread_ends_the_process_but_not_with_success(capfd):
+    def work():
+        with exits_answered():
+            threading.Thread(target=os._exit, args=[0]).start()
+            threading.Event().wait(60)
+
+    assert status_of(work) == 1
+    assert "error: a thread has called os._exit(0) in the middle of a run" in capfd.readouterr().err
+
+
+def test_a_process_that_was_forked_off_ends_as_it_likes():
+    with exits_answered():
+        answered = os._exit
+        if (child := os.fork()) == 0:
+            answered(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_handler_of_the_programs_own_may_end_it(tmp_path):
+    class Signalled(gymnasium.Wrapper):
+        def step(self, action):
+            if self.unwrapped.spec is not None and (tmp_path / "go").exists():
+                signal.raise_signal(signal.SIGTERM)
+            return super().step(action)
+
+    env = GymnasiumGroups("CartPole-v1", wrappers=[Signalled], validation_size=4)
+    population = GRPO.population(2, env.observation_space, env.action_space, group_size=4)
+    run = evolve(population, env, **QUICK)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+    (tmp_path / "go").touch()
+    try:
+        with pytest.raises(SystemExit, match="7"):
+            list(run)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("where", "end"),
+    [("module", "import os; os._exit(0)"), ("module", "raise SystemExit"), ("reward", "import os; os._exit(0)")],
+)
+def test_no_command_ends_with_success_because_code_of_the_users_ended_it(end, where, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    call = f"    {end}\n" if where == "reward" else "    return 0.0\n"
+    Path("mine.py").write_text(f"{end if where == 'module' else ''}\ndef score(completion, answer, question):\n{call}")
+    Path("rows.jsonl").write_text("".join(f'{{"question": "{n}", "answer": "{n}"}}\n' for n in range(60)))
+    shared_model().save_pretrained("model")
+    shared_tokenizer().save_pretrained("model")
+    Path("c.yaml").write_text(
+        "model: model\nschedule: {generations: 1}\nagent: {max_output_tokens: 8}\n"
+        "task: {dataset: {train: rows.jsonl}, reward: 'mine.py:score', form: agilerl, test_size: 8}\n"
+    )
+    assert status_of(lambda: os._exit(main(["train", "c.yaml"]))) in (1, 2)
+    said = capfd.readouterr().err
+    assert "error: " in said
+    assert "exit" in said.lower()
