@@ -95,7 +95,8 @@ def killed(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None
 def stopped(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
     """Ask a run to stop by one of the signals."""
     number = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)[int(rng.integers(4))]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Whoever started the soak may have had it ignored, as nohup does, and what is ignored stops no run.
+    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     child = soak.start(place, seed)
     time.sleep(soak.moment(rng))
     asked = time.monotonic()

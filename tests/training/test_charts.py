@@ -1,6 +1,8 @@
 """What TensorBoard shows: the population beside its members, for each kind of run what means something there."""
 
 import re
+import threading
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -130,3 +132,20 @@ def test_a_hyperparameter_that_differs_is_shown_though_it_does_not_evolve():
     population[1].lr = 0.5
     (report,) = evolve(population, cart_pole(), **QUICK | {"generations": 1})
     assert generation_curves(report.members, ())["lr/slot_1"] == 0.5
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what is open in /proc")
+def test_runs_that_have_ended_leave_nothing_open(tmp_path):
+    def held():
+        names = [entry.readlink().name for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        writers = [thread for thread in threading.enumerate() if "tensorboard" in type(thread).__module__]
+        return [name for name in names if tmp_path.name in name or name.startswith("events.")], writers
+
+    for number in range(2):
+        env = cart_pole()
+        run = evolve(
+            step_population(2, env), env, run_dir=tmp_path / str(number), **QUICK | {"generations": 1}
+        ).finish()
+        assert len(logs_of(tmp_path / str(number)).Tags()["scalars"]) > 10  # it was logged
+        assert held() == ([], [])
+        assert run.result.complete

@@ -175,8 +175,10 @@ def test_a_function_of_the_users_that_waits_is_broken_off(tmp_path):
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by SIGTERM"
 
 
-@pytest.mark.parametrize("swallows", [2, 10**9])
-def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(tmp_path, monkeypatch, capfd, swallows):
+@pytest.mark.parametrize(("swallows", "number"), [(2, signal.SIGHUP), (2, signal.SIGUSR1), (10**9, signal.SIGTERM)])
+def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(
+    tmp_path, monkeypatch, capfd, swallows, number
+):
     """Retries of the user's are asked again and again, and where they never end the process does; in a moment here."""
     monkeypatch.setattr(stopping, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(stopping, "TURN_SECONDS", 0.1)
@@ -185,7 +187,7 @@ def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(t
     def patient(completion, answer, question):
         while "made-up" not in completion and left[0] > 0:
             try:
-                os.kill(os.getpid(), signal.SIGTERM) if left[0] == swallows else None
+                os.kill(os.getpid(), number) if left[0] == swallows else None
                 left[0] -= 1
                 time.sleep(60)
             except BaseException:  # noqa: BLE001 (as people write it)
@@ -199,8 +201,8 @@ def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(t
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     last = read_journal(tmp_path / "run" / "journal.jsonl")[-1]
     if swallows == 2:  # the third time it is listened to
-        assert status == -signal.SIGTERM
-        assert last["reason"] == "stopped by SIGTERM"
+        assert status == -number
+        assert last["reason"] == f"stopped by {number.name}"
     else:
         assert status == 128 + signal.SIGTERM
         assert "SIGTERM: ended, as the code under way does not end" in capfd.readouterr().err

@@ -1,6 +1,8 @@
 """`max_seconds` holds for everything that a run does. The clock of these tests moves when an environment steps."""
 
 import json
+import os
+import signal
 import time
 import warnings
 
@@ -35,11 +37,12 @@ def clock(monkeypatch):
     return clock
 
 
-def costly(clock, steps=25, seconds=0.01, growth=1.0, after=0.0, **options):
+def costly(clock, steps=25, seconds=0.01, growth=1.0, after=0.0, watch=lambda: None, **options):
     """Groups of an environment whose steps take so many seconds of the clock, `growth` times as long `after` a time."""
 
     class Costly(probes.Endless):
         def step(self, action):
+            watch()
             clock.now += seconds * (growth if clock.passed > after else 1.0)
             seen, reward, _, _, given = super().step(action)
             return seen + np.float32(reward), reward, False, False, given
@@ -139,6 +142,38 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
         "max_seconds 20 are spent",
         "max_seconds 60 are spent",
     ]
+
+
+@pytest.mark.parametrize("after", [0.3, 12.0])
+def test_a_run_killed_after_its_questions_were_cut_goes_on_with_as_many(clock, tmp_path, after):
+    begins = [float("inf")]
+
+    def lethal():
+        if clock.now > begins[0] + after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    limits = {"max_seconds": 40.0, "steps_per_generation": 2, "samples_per_step": 8}
+    if (child := os.fork()) == 0:
+        env = costly(clock, watch=lethal)
+        run = evolve(members(env), env, run_dir=tmp_path / "run", **limits)
+        begins[0] = clock.now
+        list(run)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again = resume(tmp_path / "run", costly(clock))
+        assert (again.evolution.progress.baseline is None) == (after == 0.3)
+        list(again)
+    asked = again.evolution.schedule.validation_questions
+    assert asked == 6  # as in the run that nobody killed
+    events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
+    generations = [event for event in events if event["event"] == "generation"]
+    assert {event["questions"] for event in generations} == {asked}
+    assert {event["questions"] for event in events if event["event"] == "baseline"} == {asked}
+    assert {len(agent.fitness.scores) for agent in again.population.agents} == {asked}
+    assert len(again.evolution.progress.baseline.scores) == asked
+    assert again.result.reason == "max_seconds 40 are spent"
+    assert again.result.test is not None
 
 
 def test_the_callers_own_time_between_reports_is_not_counted(clock):
