@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 import torch
 from gymnasium import spaces
+from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.shaping import check_usable
@@ -257,10 +258,13 @@ class Agent:
             index: Its identity; this agent's own by default.
             wrap: Whether it computes under the same accelerator's precision.
         """
-        twin = type(self)._member(
-            self.members.alone(wrap=wrap), 0, self.index if index is None else index, self.hyperparameters
-        )
-        twin.load_state(self.state())
+        return self.twin(self.state(), index=index, wrap=wrap)
+
+    def twin(self, state: Mapping[str, Tensor], *, index: int | None = None, wrap: bool = True) -> Self:
+        """Return an independent agent that is like this one, but has learnt what the learner state says."""
+        members = self.members.alone(wrap=wrap)
+        twin = type(self)._member(members, 0, self.index if index is None else index, self.hyperparameters)
+        twin.load_state(state)
         type(self).copy_attributes(self, twin)
         return twin
 

@@ -17,6 +17,7 @@ from evogrpo.agents.agent import Agent
 from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
 from evogrpo.agents.members.members import TextRequest
+from evogrpo.agents.members.spread.spread_members import places_of, spread_out
 from evogrpo.agents.opening import checked_size, chosen_founders, founders_samples, open_members, with_space
 from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
@@ -106,7 +107,10 @@ class EvolvableAlgorithm(AgileRLAgent):
         options = with_space(options, samples_per_step, words=words, unused=cls.unused_options)
         cls._check_class(options)
         samples = founders_samples(options, samples_per_step)
-        members, first = open_members(size, observation_space, action_space, actor_network, pad_token_id, options)
+        places = places_of(size)
+        count = len(places.own)
+        members, first = open_members(count, observation_space, action_space, actor_network, pad_token_id, options)
+        members = spread_out(members, places)
         given = chosen_founders(founders, first, members.hp_config, samples)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)
@@ -247,7 +251,7 @@ class EvolvableAlgorithm(AgileRLAgent):
             raise ValueError(_no_experiences(experiences, elsewhere))
         learner = self.learner()
         experience = self.members.experience(learner, experiences)
-        self.members.banks.changed.add(self.slot)  # even if something raises on the way
+        self.members.banks.touch([self.slot])
         report = self.learn_together(self.members, [learner], experience)[self.slot]
         self.steps += 1
         self.failed = report.failed

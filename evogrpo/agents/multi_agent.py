@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.members.spread.spread_members import places_of, spread_out
 from evogrpo.agents.opening import checked_size, chosen_founders, founders_samples, open_team, with_space
 from evogrpo.agents.options import TeamOptions
 from evogrpo.agents.population import Population
@@ -87,7 +88,9 @@ class MultiAgentGRPO(GRPO):
         flag("spread", spread)
         options = with_space(options, samples_per_step, words=False)
         samples = founders_samples(options, samples_per_step)
-        members, first = open_team(size, observation_spaces, action_spaces, options)
+        places = places_of(size)
+        members, first = open_team(len(places.own), observation_spaces, action_spaces, options)
+        members = spread_out(members, places)
         given = chosen_founders(founders, first, members.hp_config, samples)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)
         return Population(agents, members, wrapper_cls=wrapper_cls, wrapper_kwargs=wrapper_kwargs)

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from torch import Tensor
 
+from evogrpo.agents.crew import crew_of
 from evogrpo.agents.kept_states import KeptStates, State
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.assessing import Assessed, answered, assess
-from evogrpo.agents.rollout.collecting import check_groups, collect, commonly_scored
+from evogrpo.agents.rollout.collecting import check_groups, commonly_scored
 from evogrpo.agents.rollout.wanted import Asked, Collected
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
@@ -42,9 +43,10 @@ class Population(Sequence[Any]):
         lineage: Every birth so far.
         next_index: The first index that no member has had.
         kept: Earlier learner states that plans may go back to.
+        crew: Lets the members act and learn, in one process or in several.
     """
 
-    __slots__ = ("__weakref__", "_handed_out", "agents", "kept", "lineage", "members", "next_index")
+    __slots__ = ("__weakref__", "_handed_out", "agents", "crew", "kept", "lineage", "members", "next_index")
 
     def __init__(
         self,
@@ -59,7 +61,7 @@ class Population(Sequence[Any]):
         self.members = members
         self.lineage = lineage or Lineage.of_founders([agent.record() for agent in self.agents])
         self.next_index = 1 + max(agent.index for agent in self.agents)
-        self.kept = KeptStates()
+        self.kept, self.crew = KeptStates(), crew_of(members)
         self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
 
     def __len__(self) -> int:
@@ -156,7 +158,7 @@ class Population(Sequence[Any]):
         if not acting:  # all that were to have failed since: nobody would learn
             acting, counts = self.healthy, None
         learners = [agent.learner(step) for agent in acting]
-        return collect(self.members, learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
+        return self.crew.collect(learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
 
     def learn(
         self,
@@ -195,10 +197,8 @@ class Population(Sequence[Any]):
             else agent.learner(step)
             for agent in self.healthy
         ]
-        self.members.banks.changed.update(
-            healthy
-        )  # even if something raises on the way: weights may have moved by then
-        reports = self.algorithm.learn_together(self.members, learners, experience)
+        self.members.banks.touch(healthy)
+        reports = self.crew.learn(self.algorithm, learners, experience)
         for slot, report in reports.items():
             self.agents[slot].failed = report.failed
         return reports
@@ -245,7 +245,7 @@ class Population(Sequence[Any]):
         config: FitnessConfig = GREEDILY,
     ) -> tuple[Fitness, Fitness, int]:
         """Return the fitness of the untrained base and of a learner state, and the tokens that both took."""
-        alone = self.members.alone()
+        alone = self.crew.examinee()
         alone.banks.load_state(0, state)
         count = env.size(split) if questions is None else min(questions, env.size(split))
         answers = config.answers if config.sampled else None
@@ -267,7 +267,7 @@ class Population(Sequence[Any]):
         config: FitnessConfig = GREEDILY,
     ) -> tuple[list[Fitness], int]:
         """Return what learner states earn on questions of a split, and the tokens that this took."""
-        alone, found, tokens = self.members.alone(), [], 0
+        alone, found, tokens = self.crew.examinee(), [], 0
         for state in states:
             alone.banks.load_state(0, state)
             answers = config.answers if config.sampled else None
@@ -380,7 +380,7 @@ class Population(Sequence[Any]):
         }
         self.kept.drop(plan.drop)
         for slot, each in kept.items():
-            self.kept.keep(each, self.members.banks.state(slot))
+            self.kept.keep(each, self.members.banks.everywhere(slot))
         return states
 
 

@@ -184,7 +184,7 @@ def _check_memory(
     population.check(env)
     need = RUN_KINDS[population.members.kind].need(population, env, schedule, experience)
     if need is not None:
-        banks = population.members.banks
+        banks = population.crew.members.banks
         state = sum(banks.part(0, name).nbytes for name in banks.parts)
         check_memory(need.with_kept(kept_size(strategy, len(population), state)), allowed=allowed)
 

@@ -27,6 +27,7 @@ from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, late
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError, readable
 from evogrpo.persistence.placement import stored_at, tidy
+from evogrpo.processes import processes
 from evogrpo.training.completions import COMPLETIONS
 from evogrpo.training.configuration.own_strategies import restored_strategy
 from evogrpo.training.configuration.sections import LoggingConfig
@@ -140,6 +141,8 @@ class Saved:
 def open_run(path: str | Path, *, go_on: bool = False) -> Saved:
     """Read the newest complete state of a run.
 
+    Where several processes go on with it, one of them claims it, and the others read what it has left there.
+
     Args:
         path: The run directory.
         go_on: Claim the folder, and sweep up what a kill left in it.
@@ -148,7 +151,20 @@ def open_run(path: str | Path, *, go_on: bool = False) -> Saved:
         CheckpointError: If there is no run, or none of its checkpoints is complete and its own.
         ValueError: If it is to go on, and another process has claimed it.
     """
-    folder = Path(path)
+    crew, found = processes(), []
+    if not go_on or crew.size == 1:
+        return _opened(Path(path), go_on=go_on)
+
+    def lead() -> None:
+        if crew.leads:
+            found.append(_opened(Path(path), go_on=True))
+
+    crew.together(lead)
+    return found[0] if crew.leads else _opened(Path(path), go_on=False)
+
+
+def _opened(folder: Path, *, go_on: bool) -> Saved:
+    """Read a run in this process; see `open_run`."""
     claim = Claim(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
     if claim is not None:
         _sweep(folder)

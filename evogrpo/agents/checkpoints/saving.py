@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from evogrpo.agents.kept_states import KeptStates
 from evogrpo.agents.members.by_kind import MEMBERS
 from evogrpo.agents.members.members import Members
+from evogrpo.agents.members.spread.spread_members import places_of, spread_out
 from evogrpo.agents.population import Population
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import Lineage
@@ -163,7 +164,11 @@ def restore_population(
     with readable(path):
         stored = record["members"]
         network = _as_saved(actor_network, tensors, path)
-        members = _open(record["shared"], len(stored), Path(path), network, tensors, device=device, accelerator=None)
+        places = places_of(len(stored))
+        members = _open(
+            record["shared"], len(places.own), Path(path), network, tensors, device=device, accelerator=None
+        )
+        members = spread_out(members, places)
         agents = []
         for slot, member in enumerate(stored):
             agent = kind._member(members, slot, member["index"], Hyperparameters())

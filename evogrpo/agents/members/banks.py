@@ -1,6 +1,7 @@
 """Banks: the policies of the same members, one bank each; slot i of every bank is member i."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
@@ -47,6 +48,10 @@ class Banks(Mapping[str, PolicyBank]):
         """Number of slots."""
         return next(iter(self._banks.values())).size
 
+    def touch(self, slots: Collection[int]) -> None:
+        """Note that learner states of slots change; before it happens, as something may raise on the way."""
+        self.changed.update(slots)
+
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Give slot i everything slot parents[i] has learnt, in every policy; None = a fresh initialisation."""
         for bank in self._banks.values():
@@ -71,6 +76,10 @@ class Banks(Mapping[str, PolicyBank]):
             for name, value in bank.state(slot).items()
         }
 
+    def everywhere(self, slot: int) -> State:
+        """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
+        return self.state(slot)
+
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Put what `state` returned into a slot.
 
@@ -89,6 +98,14 @@ class Banks(Mapping[str, PolicyBank]):
                     self._banks[done].load_state(slot, held)
                 raise ValueError(str(error) if policy == DEFAULT else f"policy {policy!r}: {error}") from error
         self.changed.add(slot)
+
+    def snapshot(self, slots: Collection[int]) -> dict[int, State]:
+        """Return copies of what members have learnt, which `load_state` brings back."""
+        return {slot: self.state(slot) for slot in slots}
+
+    def gathered(self, slots: Collection[int]) -> AbstractContextManager[None]:
+        """Let the process that writes files read these members' learner states in the block: here it always can."""
+        return nullcontext()
 
     def keep_reference(self, slots: Sequence[int]) -> None:
         """Make the current policies of these members their own references; ValueError without own references."""

@@ -10,7 +10,7 @@ def device_of(accelerator: Accelerator | None, device: str | torch.device | None
     """Return the device that is wanted, or that an accelerator chooses; None = no wish.
 
     Raises:
-        ValueError: If both are given, the device is not there, or the accelerator runs several processes.
+        ValueError: If both are given, or the device is not there.
     """
     if accelerator is None:
         if device is not None:
@@ -20,10 +20,5 @@ def device_of(accelerator: Accelerator | None, device: str | torch.device | None
         raise ValueError(f"accelerator must be one of accelerate's, Accelerator(), got {accelerator!r:.80}")
     if device is not None:
         raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")
-    if accelerator.num_processes != 1:
-        raise ValueError(
-            f"one process trains a whole population, got an accelerator with {accelerator.num_processes}: "
-            "start the program without a multi-process launcher"
-        )
     chosen: torch.device = accelerator.device
     return chosen

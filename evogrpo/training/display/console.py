@@ -12,6 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from evogrpo.processes import processes
 from evogrpo.text import printable
 
 LOG_WIDTH = 120  # columns of a log file, which has no width of its own
@@ -57,7 +58,7 @@ def console_for(progress: bool | None) -> Console | None:
     """
     if progress not in (None, True, False):
         raise ValueError(f"progress must be True, False or None (shown where somebody looks), got {progress!r}")
-    if progress is False or sys.stdout is None:
+    if progress is False or sys.stdout is None or not processes().leads:
         return None
     notebook = VisibleConsole()
     if notebook.is_jupyter:

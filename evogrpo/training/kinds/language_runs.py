@@ -186,14 +186,14 @@ class LanguageKind:
         self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
     ) -> Need | None:
         """Estimate from the base model, the adapters and the longest question; others' completions weigh little."""
-        members = population.members
+        members = population.crew.members
         assert isinstance(members, LanguageMembers)  # its kind says so
         model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
         memory = peak_memory(
             model,
             agent=members.settings,
-            members=len(population),
-            rows=len(population) * max(schedule.samples_per_step, validation),
+            members=members.banks.size,
+            rows=members.banks.size * max(schedule.samples_per_step, validation),
             adapter=members.banks.part(0, "adapter").numel(),
             longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
             precision=next(model.parameters()).element_size(),

@@ -171,7 +171,7 @@ class NetworkKind:
 
     def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:
         """Estimate from the environment's spaces and its longest episode."""
-        return _need(schedule, env, len(population), parameters_of(population.agents[0].state()), experience)
+        return _need(schedule, env, len(population), parameters_of(population.crew.members.banks.state(0)), experience)
 
     def film(
         self, config: Config[EnvironmentTask, NetworkAgent], best: Path, folder: Path, episodes: int

@@ -207,7 +207,7 @@ class TeamKind:
             members=len(population),
             samples=schedule.samples_per_step,
             validation=limited(env.size("validation"), schedule.validation_questions),
-            parameters=parameters_of(population.agents[0].state()),
+            parameters=parameters_of(population.crew.members.banks.state(0)),
             others=others_at_most(experience, len(population)),
         )
 

@@ -72,7 +72,8 @@ class Acting:
         self._experience = experience
         self._learning_seconds = self.evaluation_seconds = 0.0
         self.schedule = schedule
-        self.stopping, self.clock = Stopping(), Clock(schedule.max_seconds, progress)
+        crew = population.crew.processes
+        self.stopping, self.clock = Stopping(crew), Clock(schedule.max_seconds, progress, crew.now)
 
     def baseline(self) -> Fitness:
         """Return what the untrained base earns on the validation split.
@@ -100,7 +101,7 @@ class Acting:
 
     def collect(self) -> Collected:
         """Let the members sample what they learn from next."""
-        progress, began = self._progress, time.monotonic()
+        progress, began = self._progress, self.clock.now()
         self._tell_pace()
         with self._abandonable(leaving=self.closing()):
             collected = self._population.collect(
@@ -110,7 +111,7 @@ class Acting:
                 block=progress.block,
                 samples=progress.samples,
             )
-        self.clock.took_samples(time.monotonic() - began, len(collected.member_ids))
+        self.clock.took_samples(self.clock.now() - began, len(collected.member_ids))
         return collected
 
     def learn(self, collected: Collected, *, collecting: float) -> dict[int, LearnReport]:
@@ -122,7 +123,7 @@ class Acting:
             # Not worth a copy of what everybody has learnt: it ends in time.
             return self._timed_learning(collected)
         banks = self._population.members.banks
-        before = {agent.slot: banks.state(agent.slot) for agent in self._population.healthy}
+        before = banks.snapshot([agent.slot for agent in self._population.healthy])
         try:
             with self._abandonable(leaving=self.closing()):
                 return self._timed_learning(collected)
@@ -166,24 +167,24 @@ class Acting:
             raise OutOfTime
         if questions < asked:
             remark(f"the test has {questions} questions instead of {asked}, as there is no time left for more")
-        began = time.monotonic()
+        began = self.clock.now()
         with self._abandonable(leaving=0.0):
             before, after, tokens = self._population.compare(
                 state, self._env, "test", questions=questions, config=self._fitness
             )
-        cost = EvaluationCost(tokens=tokens, seconds=time.monotonic() - began)
+        cost = EvaluationCost(tokens=tokens, seconds=self.clock.now() - began)
         self._progress.add_evaluation(cost)
         return before, after, cost
 
     def final(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fitness], EvaluationCost]:
         """Return what learner states earn on the second set."""
         self._tell_pace()
-        began, questions = time.monotonic(), second_set(self._env, self._fitness)
+        began, questions = self.clock.now(), second_set(self._env, self._fitness)
         with self._abandonable(leaving=self._testing()):
             found, tokens = self._population.earned_by(
                 states, self._env, "validation", questions=questions, config=self._fitness
             )
-        cost = EvaluationCost(tokens=tokens, seconds=time.monotonic() - began)
+        cost = EvaluationCost(tokens=tokens, seconds=self.clock.now() - began)
         self._progress.add_evaluation(cost)
         return found, cost
 
@@ -210,19 +211,19 @@ class Acting:
         return min(max(expected, self.clock.share(LEAST_TEST_SHARE)), self.clock.share(TEST_SHARE))
 
     def _base(self, questions: int) -> Fitness:
-        began = time.monotonic()
+        began = self.clock.now()
         with self._abandonable(leaving=0.0):
             found = self._population.baseline(self._env, "validation", questions=questions, config=self._fitness)
-        seconds = time.monotonic() - began
+        seconds = self.clock.now() - began
         self.clock.took_answers(seconds, questions, base=True)
         self._progress.add_evaluation(EvaluationCost(tokens=found.tokens[0], seconds=seconds))
         return found.fitness[0]
 
     def _evaluate(self) -> dict[int, Measured]:
-        began, questions = time.monotonic(), self.questions("validation")
+        began, questions = self.clock.now(), self.questions("validation")
         with self._abandonable(leaving=self._testing()):
             measured = measure(self._population, self._env, self._fitness, self._progress, questions=questions)
-        self.evaluation_seconds = time.monotonic() - began
+        self.evaluation_seconds = self.clock.now() - began
         answers = sum(each.questions for each in measured.values())
         if answers:
             self.clock.took_answers(self.evaluation_seconds, answers)
@@ -240,16 +241,16 @@ class Acting:
             with self.stopping.abandonable(deadline):
                 yield
         except Interrupted:
-            if self.stopping.reason is None:
+            if self.stopping.agreed() is None:
                 raise OutOfTime from None
             raise
 
     def _timed_learning(self, collected: Collected) -> dict[int, LearnReport]:
-        began = time.monotonic()
+        began = self.clock.now()
         shared = self._experience
         sources = None if shared is None else sources_of(shared, self._population, collected)
         learned = self._population.learn(collected.experience, step=self._progress.step, sources=sources, shared=shared)
-        self._learning_seconds = time.monotonic() - began
+        self._learning_seconds = self.clock.now() - began
         return learned
 
     def _tell_pace(self) -> None:

@@ -21,11 +21,12 @@ class Clock:
     Args:
         limit: Seconds that the whole run may take; None = no limit.
         progress: Its `seconds` are counted up; what resumed parts took is in it already.
+        now: The seconds on the clock that the run goes by.
     """
 
-    def __init__(self, limit: float | None, progress: Progress) -> None:
-        self._limit, self._progress = limit, progress
-        self._since = time.monotonic()
+    def __init__(self, limit: float | None, progress: Progress, now: Callable[[], float] = time.monotonic) -> None:
+        self._limit, self._progress, self.now = limit, progress, now
+        self._since = now()
         self._per_answer, self._closing, self._step = 0.0, 0.0, 0.0
         self._per_base_answer: float | None = None
         self._per_sample: float | None = None
@@ -33,11 +34,11 @@ class Clock:
 
     def start(self) -> None:
         """Count from now on: the run has control."""
-        self._since = time.monotonic()
+        self._since = self.now()
 
     def tick(self) -> None:
         """Add what has passed since the last look."""
-        now = time.monotonic()
+        now = self.now()
         self._progress.seconds += now - self._since
         self._since = now
 
@@ -45,7 +46,7 @@ class Clock:
         """Return the seconds left, infinity without a limit."""
         if self._limit is None:
             return math.inf
-        return self._limit - self._progress.seconds - (time.monotonic() - self._since)
+        return self._limit - self._progress.seconds - (self.now() - self._since)
 
     def share(self, part: float) -> float:
         """Return so much of the whole limit, from 0 to 1."""

@@ -1,6 +1,5 @@
 """The loop: collect, learn, evaluate, select, record; a run that can be stopped anywhere and resumed exactly."""
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -96,7 +95,8 @@ class Evolution:
         if experience is not None:
             check_shared(population)
         self.population, self.env = population, env
-        self.strategy, self.run_dir, self.fitness = strategy, run_dir, fitness or FitnessConfig()
+        self.strategy, self.fitness = strategy, fitness or FitnessConfig()
+        self.run_dir = run_dir if population.crew.processes.leads else None
         self.progress = progress or Progress(members=len(population))
         schedule.check_counted(plays=population.plays, counted=self.progress.timesteps is not None)
         self.experience = experience
@@ -104,7 +104,8 @@ class Evolution:
             check_starts(population, schedule, experience)
         self.acting = Acting(population, env, schedule, self.progress, self.fitness, experience)
         check_second_set(env, self.fitness)
-        self._crown = Crown(population, self.progress, self.fitness, run_dir)
+        self._crown = Crown(population, self.progress, self.fitness, self.run_dir)
+        self._checkpoint_steps = None if run_dir is None else run_dir.logging.checkpoint_steps
         self._given_up = False
         self._planning = Planning(population, strategy, schedule, self.progress, experience)
         self._description = description or {}
@@ -120,7 +121,11 @@ class Evolution:
             schedule.warn_neutral(population, shared=experience is not None)
             if run_dir is not None:
                 check_resumable(strategy)
-                run_dir.create()
+            population.crew.processes.together(self._create)  # where it is refused, all stop
+
+    def _create(self) -> None:
+        if self.run_dir is not None:
+            self.run_dir.create()
 
     @property
     def schedule(self) -> Schedule:
@@ -195,22 +200,22 @@ class Evolution:
             if progress.step and not clock.step_fits(self.acting.closing()):
                 clock.end()
                 return
-            began = time.monotonic()
+            began = self.acting.clock.now()
             try:
                 collected = self._collect()
-                learned = self.acting.learn(collected, collecting=time.monotonic() - began)
+                learned = self.acting.learn(collected, collecting=self.acting.clock.now() - began)
             except OutOfTime:  # what was sampled is dropped
                 clock.end()
                 return
             report = self._close_step(collected, learned, began)
-            clock.took_step(time.monotonic() - began)  # not what whoever has the report does with it
+            clock.took_step(self.acting.clock.now() - began)  # not what whoever has the report does with it
             yield report
             self._save_between()
             self.stopping.check()
 
     def _evaluation(self) -> Iterator[GenerationReport]:
         """Close the generation under way, unless time runs out before everybody was evaluated."""
-        clock, began = self.acting.clock, time.monotonic()
+        clock, began = self.acting.clock, self.acting.clock.now()
         try:
             report = self._close_generation()
         except OutOfTime:
@@ -221,7 +226,7 @@ class Evolution:
                 raise
             self._give_up("the budget ended before everybody had played from two starts")
         else:
-            clock.took_closing(time.monotonic() - began - self.acting.evaluation_seconds)
+            clock.took_closing(self.acting.clock.now() - began - self.acting.evaluation_seconds)
             yield report
 
     def _give_up(self, why: str) -> None:
@@ -330,7 +335,7 @@ class Evolution:
         """Count a learning step and record it."""
         self.acting.clock.tick()
         most = 0 if self.run_dir is None else self.run_dir.completions.most
-        closed = close_step(self.population, self.progress, collected, learned, time.monotonic() - began, most)
+        closed = close_step(self.population, self.progress, collected, learned, self.acting.clock.now() - began, most)
         if closed.report.step == 0 and not self.fitness.asks:
             self.progress.baseline = first_step(self.progress)
             if self.progress.baseline is not None:
@@ -427,14 +432,15 @@ class Evolution:
 
     def _save_between(self) -> None:
         """Write a checkpoint amid a generation, where the run is to have them."""
-        every = None if self.run_dir is None else self.run_dir.logging.checkpoint_steps
+        every = self._checkpoint_steps
         if every is not None and self.progress.step_in_generation % every == 0:
             self._save()
 
     def _save(self, stopped: str | None = None) -> None:
-        if self.run_dir is not None:
-            records = self.schedule, self.fitness, self._data, self.experience
-            self.run_dir.save(self.population, self.progress, self.strategy, *records)
+        with self.population.members.banks.gathered(range(len(self.population))):
+            if self.run_dir is not None:
+                records = self.schedule, self.fitness, self._data, self.experience
+                self.run_dir.save(self.population, self.progress, self.strategy, *records)
         if stopped is not None:
             self._record("stopped", reason=stopped)
 

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from evogrpo.exits import end_process
 from evogrpo.interruption import Interrupted, interruptible
+from evogrpo.processes import Processes
 
 STOPPED = "stopped by the user"
 
@@ -27,21 +28,30 @@ TURN_SECONDS, TURNS = 1.0, 4
 class Stopping:
     """Whether a run has been asked to stop.
 
+    Args:
+        processes: Who trains together: a stop that one of them is asked for is one for all.
+
     Attributes:
         reason: Why; None while nobody has asked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: Processes | None = None) -> None:
         self.reason: str | None = None
         self._abandonable, self._leaving = False, threading.Lock()
+        self._processes = processes or Processes()
 
     def ask(self, reason: str) -> None:
         """Ask the run to stop; the first reason counts."""
         self.reason = self.reason or reason
 
+    def agreed(self) -> str | None:
+        """Return why the run is to stop, the same in all processes; None if none of them has been asked."""
+        self.reason = self._processes.told(self.reason)
+        return self.reason
+
     def check(self) -> None:
-        """Raise `Interrupted` if the run has been asked to stop."""
-        if self.reason is not None:
+        """Raise `Interrupted` if the run has been asked to stop, in all processes alike."""
+        if self.agreed() is not None:
             raise Interrupted
 
     @contextmanager
@@ -52,7 +62,9 @@ class Stopping:
             deadline: When it is abandoned if nobody asks before, by `time.monotonic()`.
         """
         self.check()
-        with interruptible(lambda: self.reason is not None or time.monotonic() > deadline):
+        with interruptible(
+            lambda: self._processes.working and (self.reason is not None or time.monotonic() > deadline)
+        ):
             self._abandonable = True
             try:
                 yield
@@ -62,8 +74,8 @@ class Stopping:
 
     def insist(self) -> None:
         """Raise `Interrupted` right here, wherever that is, if what is being done may be abandoned."""
-        if self._abandonable:
-            self.check()
+        if self._abandonable and self.reason is not None and self._processes.working:
+            raise Interrupted
 
     def end_process(self, number: int) -> None:
         """End the process, from any thread, if what is being done may be abandoned and yet goes on and on.

@@ -38,14 +38,14 @@ class Crown:
         standing = {slot: each.by[self._by] for slot, each in measured.items() if self._by in each.by}
         slot = min(standing, key=lambda slot: (-standing[slot].mean, slot))
         agent, fitness, progress = self._population.agents[slot], standing[slot], self._progress
-        state = self._population.members.banks.state(slot)
+        state = self._population.members.banks.everywhere(slot)
         if progress.best is None or ahead(fitness, progress.best.fitness):
+            digest = None
+            if self._run_dir is not None:
+                savable = self._population.crew.savable(agent, state)
+                digest = self._run_dir.save_best(savable, progress.generation, fitness)
             progress.best = Best(
-                index=agent.index,
-                generation=progress.generation,
-                fitness=fitness,
-                state=state,
-                digest=None if self._run_dir is None else self._run_dir.save_best(agent, progress.generation, fitness),
+                index=agent.index, generation=progress.generation, fitness=fitness, state=state, digest=digest
             )
         if self._config.second_set:
             enlist(
@@ -101,8 +101,7 @@ class Crown:
 def as_agent(population: Population, best: Best) -> Any:
     """Return the best member as an agent of its own, which has learnt what it had when it earned its fitness."""
     birth = population.lineage.path(best.index)[-1]
-    agent = population.agents[0].clone(best.index)
-    agent.load_state(best.state)
+    agent = population.agents[0].twin(best.state, index=best.index)
     agent.parent, agent.born, agent.hyperparameters = birth.parent, birth.born, birth.hyperparameters
     agent.fitness, agent.failed, agent.retired = best.fitness, None, False
     return agent

@@ -1,7 +1,6 @@
 """What members are worth at the end of a generation, measured as the run's settings say."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -51,11 +50,11 @@ def measure(
         lacking = min(earned.keys() - rollouts.keys())
         raise TooFewStartsError(f"{TOO_FEW}, which member {population.agents[lacking].index} does not have: {REMEDY}")
     slots = _asked(config, rollouts, list(earned))
-    began, assessed = time.monotonic(), Assessed(fitness={}, tokens={})
+    began, assessed = population.crew.processes.now(), Assessed(fitness={}, tokens={})
     if slots:
         rival = None if progress.best is None else progress.best.fitness
         assessed = population.assess(env, "validation", slots=slots, questions=questions, config=config, rival=rival)
-    costs = shared_out(assessed.tokens, time.monotonic() - began)
+    costs = shared_out(assessed.tokens, population.crew.processes.now() - began)
     measured = {}
     for slot in earned:
         answers = {config.asking: assessed.fitness[slot]} if slot in slots else {}

@@ -1,0 +1,1 @@
+"""Members of one population that live in several processes."""

@@ -1,0 +1,120 @@
+"""Banks of which every process holds some slots."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from evogrpo.agents.members.banks import Banks
+from evogrpo.agents.members.spread.places import Places
+from evogrpo.policies.bank import State
+from evogrpo.processes import Processes
+
+
+class SpreadBanks(Banks):
+    """The weights of all members, those of this process's slots in banks of its own.
+
+    Methods that name slots are called by all processes alike, as learner states travel between them.
+
+    Args:
+        local: The banks of this process.
+        places: Which slots they hold.
+        processes: Who holds the others.
+    """
+
+    def __init__(self, local: Banks, places: Places, processes: Processes) -> None:
+        self._local, self._places, self._processes = local, places, processes
+        self._gathered: dict[int, State] = {}
+        super().__init__(local)
+
+    @property
+    def size(self) -> int:
+        """Number of slots of all processes."""
+        return self._places.size
+
+    def touch(self, slots: Collection[int]) -> None:
+        """Note that learner states of slots change."""
+        self._local.touch([self._places.place(slot) for slot in self._places.here(slots)])
+
+    def inherit(self, parents: Sequence[int | None]) -> None:
+        """Give slot i everything slot parents[i] has learnt; what lives elsewhere is handed over."""
+        places, received = self._places, dict[int, State]()
+        wanted = sorted(
+            {
+                (parent, places.owner(slot))
+                for slot, parent in enumerate(parents)
+                if parent is not None and places.owner(parent) != places.owner(slot)
+            }
+        )
+        for parent, target in wanted:
+            source = places.owner(parent)
+            state = self._local.state(places.place(parent)) if source == places.rank else None
+            found = self._processes.pass_tensors(state, source=source, target=target)
+            if found is not None:
+                received[parent] = found
+        here = [parents[slot] for slot in places.own]
+        self._local.inherit(
+            [
+                place if parent in received else None if parent is None else places.place(parent)
+                for place, parent in enumerate(here)
+            ]
+        )
+        for place, old in enumerate(here):
+            if old is not None and old in received:
+                self._local.load_state(place, received[old])
+
+    def part(self, slot: int, name: str) -> Tensor:
+        """Return a copy of one part of what the member in `slot` has learnt; see `state`."""
+        return self.state(slot)[name]
+
+    def state(self, slot: int) -> State:
+        """Return copies of everything the member in `slot` has learnt.
+
+        Raises:
+            ValueError: If it lives in another process, and is not gathered here.
+        """
+        if slot in self._gathered:
+            return {name: value.clone() for name, value in self._gathered[slot].items()}
+        if slot not in self._places.own:
+            raise ValueError(
+                f"the member in slot {slot} lives in process {self._places.owner(slot)}, and this is process "
+                f"{self._processes.rank}: what it has learnt is known there; the best one so far is known everywhere, "
+                "as the run's `best`"
+            )
+        return self._local.state(self._places.place(slot))
+
+    def everywhere(self, slot: int) -> State:
+        """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
+        owner = self._places.owner(slot)
+        own = self._local.state(self._places.place(slot)) if owner == self._places.rank else None
+        return self._processes.spread_tensors(own, source=owner)
+
+    def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
+        """Put what `state` returned into a slot, in the process that holds it."""
+        if slot in self._places.own:
+            self._local.load_state(self._places.place(slot), state)
+
+    def snapshot(self, slots: Collection[int]) -> dict[int, State]:
+        """Return copies of what members have learnt, each in the process that holds it."""
+        return {slot: self._local.state(self._places.place(slot)) for slot in self._places.here(slots)}
+
+    @contextmanager
+    def gathered(self, slots: Collection[int]) -> Iterator[None]:
+        """Let the leading process know these members' learner states in the block, where the others need not follow."""
+        before = dict(self._gathered)
+        for slot in slots:
+            if slot in self._gathered:
+                continue
+            owner, leads = self._places.owner(slot), self._processes.leads
+            own = self._local.state(self._places.place(slot)) if owner == self._places.rank else None
+            found = own if owner == 0 else self._processes.pass_tensors(own, source=owner, target=0)
+            if leads and found is not None:
+                self._gathered[slot] = found
+        try:
+            yield
+        finally:
+            self._gathered = before
+
+    def keep_reference(self, slots: Sequence[int]) -> None:
+        """Make the current policies of these members their own references."""
+        self._local.keep_reference([self._places.place(slot) for slot in self._places.here(slots)])

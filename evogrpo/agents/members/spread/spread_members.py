@@ -1,0 +1,141 @@
+"""Members that live in several processes, as one population sees them."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from evogrpo.agents.members.members import CheckpointFiles, Members
+from evogrpo.agents.members.spread.places import Places
+from evogrpo.agents.members.spread.spread_banks import SpreadBanks
+from evogrpo.agents.rollout.wanted import Answered, Asked
+from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.evolution.lineage import ArchitectureChange
+from evogrpo.processes import Processes, processes
+
+_IN_A_LOOP = ("act", "predict", "generate", "experience", "sample")
+"""What a caller's own loop asks of one member: it runs in one process."""
+
+
+class SpreadMembers:
+    """All members of a population; see `evogrpo.agents.members.members.Members`, whose methods it has.
+
+    What does not name slots is that of this process's own members.
+
+    Args:
+        local: The members of this process.
+        places: Which slots they are in.
+        processes: Who has the others.
+
+    Attributes:
+        local: As given.
+        places: As given.
+        processes: As given.
+        banks: The weights of all.
+    """
+
+    def __init__(self, local: Members, places: Places, processes: Processes) -> None:
+        self.local, self.places, self.processes = local, places, processes
+        self.banks = SpreadBanks(local.banks, places, processes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _IN_A_LOOP:
+            raise ValueError(
+                f"members that {self.processes.size} processes share out learn in evogrpo.evolve, but {name} asks "
+                "one alone: do it in a program of one process, with the agent that the run has saved"
+            )
+        return getattr(self.local, name)
+
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Let every process's members answer; the untrained base answers some questions in each."""
+        if asked.base:
+            return answered_together(self.local, self.processes, env, asked)
+        here = self.places.here(asked.slots)
+        own = replace(asked, slots=tuple(self.places.place(slot) for slot in here))
+        parts = self.processes.together(lambda: self.local.evaluate(env, own) if here else None)
+        by_slot: dict[int, tuple[Any, int]] = {}
+        for rank, part in enumerate(parts):
+            slots = [slot for slot in asked.slots if self.places.owner(slot) == rank]
+            if part is not None:
+                rows = part.rewards.reshape(len(slots), asked.per_slot)
+                by_slot.update(zip(slots, zip(rows, part.tokens, strict=True), strict=True))
+        return Answered(
+            rewards=np.concatenate([by_slot[slot][0] for slot in asked.slots]),
+            tokens=tuple(by_slot[slot][1] for slot in asked.slots),
+        )
+
+    def policy(self, slot: int, *, base: bool = False) -> Any:
+        """Refuse a policy that lives elsewhere."""
+        if slot not in self.places.own:
+            raise ValueError(
+                f"the member in slot {slot} lives in process {self.places.owner(slot)}, and this is process "
+                f"{self.processes.rank}: look at its policy there, or at that of the agent that the run has saved"
+            )
+        return self.local.policy(self.places.place(slot), base=base)
+
+    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+        """Draw a change of a member's architecture where it lives, and tell everybody."""
+        own = slot in self.places.own
+        place = self.places.place(slot)
+        return self.processes.together(lambda: self.local.proposal(place, rng) if own else None)[
+            self.places.owner(slot)
+        ]
+
+    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Give a member another architecture, where it lives."""
+        if slot in self.places.own:
+            self.local.reshape(self.places.place(slot), architecture, rng)
+
+    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
+        """Return further files of one member's checkpoint, where it lives."""
+        self.banks.state(slot)  # refuses the others
+        return self.local.files(self.places.place(slot), include_base=include_base)
+
+
+class Examinee:
+    """One member of its own, in every process alike, of whom each asks a part of the questions.
+
+    Args:
+        local: The member.
+        processes: Who asks.
+    """
+
+    def __init__(self, local: Members, processes: Processes) -> None:
+        self._local, self._processes = local, processes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)
+
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Answer together; see `answered_together`."""
+        return answered_together(self._local, self._processes, env, asked)
+
+
+def answered_together(members: Members, processes: Processes, env: GroupEnvironment, asked: Asked) -> Answered:
+    """Let each process ask what all of them have, one policy, a part of the questions."""
+    parts = np.array_split(np.asarray(asked.questions), processes.size)
+    own = tuple(parts[processes.rank].tolist())
+    found = processes.together(lambda: members.evaluate(env, replace(asked, questions=own)) if own else None)
+    answers = [part for part in found if part is not None]
+    return Answered(
+        rewards=np.concatenate([part.rewards for part in answers]),
+        tokens=(sum(part.tokens[0] for part in answers),),
+    )
+
+
+def places_of(size: int) -> Places:
+    """Return which of so many slots are in this process, if it is one of several.
+
+    Raises:
+        ValueError: If there are more processes than slots.
+    """
+    crew = processes()
+    return Places(size, crew.size, crew.rank)
+
+
+def spread_out(members: Members, places: Places) -> Members:
+    """Return the members of all processes, of whom these are the ones in this process."""
+    if places.processes == 1:
+        return members
+    return cast(Members, SpreadMembers(members, places, processes()))

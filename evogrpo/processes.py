@@ -1,0 +1,205 @@
+"""Several processes that train one population: who they are, and how they tell each other what they found.
+
+Every process runs the same program and takes the same decisions, as all of them read the same numbers. What each has
+computed for itself is exchanged at few places, all of them here.
+"""
+
+import atexit
+import os
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from evogrpo.interruption import Interrupted
+
+T = TypeVar("T")
+
+PATIENCE_MINUTES = 60
+"""How long a process waits for the others before it ends: the longest that one of them may take for its share of a
+step. `EVOGRPO_PATIENCE_MINUTES` in the environment is another number."""
+
+
+class ProcessError(RuntimeError):
+    """Another process of the run has failed; that process says how."""
+
+
+class Processes:
+    """The processes that a launcher such as `torchrun` or `accelerate launch` has started together, or just this one.
+
+    Args:
+        rank: The number of this process.
+        size: How many there are.
+        group: How they talk; None where there is one.
+
+    Attributes:
+        rank: As given.
+        size: As given.
+        working: Whether what is being done may be abandoned without the others, as `together` will tell them.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+        self.rank, self.size, self._group = rank, size, group
+        self.working = size == 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and talks to people."""
+        return self.rank == 0
+
+    # ---- everybody at once
+
+    def all(self, value: T) -> list[T]:
+        """Return what every process gave, in their order; plain values and arrays."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        self._wait(lambda: dist.all_gather_object(found, value, group=self._group))
+        return found
+
+    def together(self, work: Callable[[], T]) -> list[T]:
+        """Let every process do its share of some work, and return what each came to, in their order.
+
+        Raises:
+            Interrupted: If any of them abandoned its share.
+            ProcessError: If another one failed; what fails here is raised as it is.
+        """
+        if self.size == 1:
+            return [work()]
+        found: T | None = None
+        failure: BaseException | None = None
+        try:
+            self.working = True
+            found = work()
+        except (Interrupted, Exception) as error:  # noqa: BLE001  # raised again, once the others have been told
+            failure = error
+        finally:
+            self.working = False
+        said = None if failure is None else "" if isinstance(failure, Interrupted) else _in_words(failure)
+        outcomes = self.all((found, said))
+        failed = [(rank, words) for rank, (_, words) in enumerate(outcomes) if words]
+        if failed and not (failure is not None and said):
+            rank, words = failed[0]
+            raise ProcessError(f"process {rank} of {self.size} failed, and so does the run: {words}") from failure
+        if failure is not None:
+            raise failure
+        if any(words is not None for _, words in outcomes):
+            raise Interrupted
+        return [value for value, _ in outcomes]  # type: ignore[misc]  # nobody failed, so everybody has one
+
+    def led(self, value: T) -> T:
+        """Return what the leading process gave."""
+        if self.size == 1:
+            return value
+        held = [value]
+        self._wait(lambda: dist.broadcast_object_list(held, src=0, group=self._group))
+        return held[0]
+
+    def now(self) -> float:
+        """Return the seconds on the leading process's clock, `time.monotonic()`: all processes decide by the same."""
+        return self.led(time.monotonic())
+
+    def told(self, value: T | None) -> T | None:
+        """Return the first value that any process gave; None where all gave None."""
+        return next((each for each in self.all(value) if each is not None), None)
+
+    # ---- tensors
+
+    def spread_tensors(self, tensors: Mapping[str, Tensor] | None, *, source: int) -> dict[str, Tensor]:
+        """Return tensors of the process `source`, on the CPU; the others give None."""
+        if self.size == 1:
+            assert tensors is not None
+            return dict(tensors)
+        own = None if tensors is None else {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        shapes = [None if own is None else {name: (value.shape, value.dtype) for name, value in own.items()}]
+        self._wait(lambda: dist.broadcast_object_list(shapes, src=source, group=self._group))
+        found = own or {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in (shapes[0] or {}).items()}
+        for value in found.values():
+            self._wait(lambda value=value: dist.broadcast(value, src=source, group=self._group))  # type: ignore[misc]
+        return found
+
+    def pass_tensors(
+        self, tensors: Mapping[str, Tensor] | None, *, source: int, target: int
+    ) -> dict[str, Tensor] | None:
+        """Let one process hand tensors to one other, which gets them on the CPU; everybody else gets None."""
+        if self.rank == source:
+            assert tensors is not None
+            own = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+            shapes = [{name: (value.shape, value.dtype) for name, value in own.items()}]
+            self._wait(lambda: dist.send_object_list(shapes, dst=target, group=self._group))
+            for value in own.values():
+                self._wait(lambda value=value: dist.send(value, dst=target, group=self._group))  # type: ignore[misc]
+        elif self.rank == target:
+            held: list[Any] = [None]
+            self._wait(lambda: dist.recv_object_list(held, src=source, group=self._group))
+            found = {name: torch.empty(shape, dtype=kind) for name, (shape, kind) in held[0].items()}
+            for value in found.values():
+                self._wait(lambda value=value: dist.recv(value, src=source, group=self._group))  # type: ignore[misc]
+            return found
+        return None
+
+    def _wait(self, exchange: Callable[[], object]) -> None:
+        """Go through with an exchange."""
+        try:
+            exchange()
+        except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
+            raise ProcessError(
+                f"process {self.rank} of {self.size} has lost the others: one of them has ended, or did not answer for "
+                f"{_patience():g} minutes (EVOGRPO_PATIENCE_MINUTES): its own output says why. Every checkpoint so far "
+                f"is whole: start all processes again to resume ({error})"
+            ) from error
+
+
+def _in_words(failure: BaseException) -> str:
+    return f"{type(failure).__name__}: {failure}"
+
+
+def _patience() -> float:
+    given = os.environ.get("EVOGRPO_PATIENCE_MINUTES", "")
+    try:
+        minutes = float(given) if given else float(PATIENCE_MINUTES)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < 1e6:
+        raise ValueError(f"EVOGRPO_PATIENCE_MINUTES must be a number of minutes above 0, got {given!r:.40}")
+    return minutes
+
+
+@cache
+def processes() -> Processes:
+    """Return the processes of this program: those that a launcher has started, else this one alone.
+
+    The first call connects them.
+
+    Raises:
+        ValueError: If the environment names several processes, but not where they meet.
+    """
+    launched = os.environ.get("WORLD_SIZE", "1")
+    started = dist.is_available() and dist.is_initialized()
+    if not started and launched.isdigit() and int(launched) <= 1:
+        return Processes()
+    patience = timedelta(minutes=_patience())
+    if not started:
+        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing or not launched.isdigit():
+            raise ValueError(
+                f"WORLD_SIZE is {launched!r:.20}, so several processes train together, but "
+                f"{', '.join(missing) or 'a number of them'} is missing from the environment: start them with torchrun "
+                "or accelerate launch, or unset WORLD_SIZE for a run in one process"
+            )
+        dist.init_process_group("gloo", timeout=patience)
+        atexit.register(_disconnect)
+    if dist.get_world_size() == 1:
+        return Processes()
+    # Records and learner states travel through the CPU, whatever else the program's own group is for.
+    return Processes(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=patience))
+
+
+def _disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

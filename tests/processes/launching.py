@@ -1,0 +1,65 @@
+"""Running a function in several processes that find each other, as those of torchrun and accelerate launch do."""
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+# What all of them import is imported once, in a process that has computed nothing yet and can be forked.
+_SERVER = multiprocessing.get_context("forkserver")
+_SERVER.set_forkserver_preload(["tests.processes.scenarios"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launched:
+    """Processes that are running."""
+
+    processes: Sequence[BaseProcess]
+    logs: Sequence[Path]
+
+    def ended(self, seconds: float = 240) -> list[tuple[int | None, str]]:
+        """Return every process's exit status and what it said, once all have ended; None for one that has not."""
+        for process in self.processes:
+            process.join(seconds)
+        found = [(process.exitcode, log.read_text()) for process, log in zip(self.processes, self.logs, strict=True)]
+        for process in self.processes:
+            process.kill()
+        return found
+
+
+def launch(count: int, logs: Path, function: Callable[..., object], *arguments: object) -> Launched:
+    """Call a function of a module in so many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs.mkdir(parents=True, exist_ok=True)
+    files = [logs / f"process-{rank}.log" for rank in range(count)]
+    running = [
+        _SERVER.Process(target=_run, args=(rank, count, port, str(files[rank]), function, arguments))
+        for rank in range(count)
+    ]
+    for process in running:
+        process.start()
+    return Launched(processes=running, logs=files)
+
+
+def _run(
+    rank: int, count: int, port: int, log: str, function: Callable[..., object], arguments: Sequence[object]
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "EVOGRPO_PATIENCE_MINUTES": "2"}
+    with open(log, "w", buffering=1) as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            function(*arguments)
+        except BaseException:  # noqa: BLE001  # the test looks at what it says
+            traceback.print_exc()
+            sys.exit(1)

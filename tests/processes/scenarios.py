@@ -1,0 +1,102 @@
+"""Runs that one process and several have to come to the same end with; as a program it does those that it is told.
+
+python -m tests.processes.scenarios FOLDER NAME...
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
+from evogrpo.objective import Objective
+from evogrpo.processes import processes
+from evogrpo.training.loop.run import Evolution
+from tests.tiny_steps import cart_pole, resumed_step_run, step_run
+from tests.tiny_training import finish, resumed_run, tiny_env, tiny_run, variety
+
+
+def networks(folder: Path) -> Evolution:
+    """Small networks whose architectures evolve, with a second set for finalists."""
+    fitness = FitnessConfig(second_set=2, finalists=2)
+    return step_run(folder, size=5, generations=4, fitness=fitness, strategy=Tournament(z=0.0, backtrack=True))
+
+
+def halving(folder: Path) -> Evolution:
+    """Members that are stopped for good, so that a process has nobody left; training rewards decide."""
+    return step_run(
+        folder,
+        size=4,
+        strategy=SuccessiveHalving(),
+        generations=4,
+        samples_per_step=16,
+        fitness=FitnessConfig(by="both", racing=True),
+    )
+
+
+def words(folder: Path) -> Evolution:
+    """Language models whose groups are drawn again, held to their own snapshots."""
+    objective = Objective(dynamic_sampling=1, reference="snapshot", reference_sync_steps=2)
+    return tiny_run(folder, size=3, options={"objective": objective, "beta": 0.02}, generations=3)
+
+
+SCENARIOS: dict[str, Callable[[Path], Evolution]] = {"networks": networks, "halving": halving, "words": words}
+
+
+def go_on(folder: Path, generations: int) -> Evolution:
+    """Bring a run back that has ended, to go on up to so many generations."""
+    resumed = resumed_run if folder.name == "words" else resumed_step_run
+    return resumed(folder, generations=generations)
+
+
+def perform(folder: str, *names: str) -> None:
+    """Do scenarios, each in a folder of its own; "name+6" goes on with one up to generation 6."""
+    for name in names:
+        scenario, _, generations = name.partition("+")
+        where = Path(folder) / scenario
+        finish(go_on(where, int(generations)) if generations else SCENARIOS[where.name](where))
+
+
+def failing(folder: str) -> None:
+    """Let the reward function of one process fail in the third learning step."""
+    calls = []
+
+    def reward(completion: str, answer: str, question: str) -> float:
+        calls.append(completion)
+        if processes().rank == 1 and len(calls) > 60:
+            raise LookupError("the verifier is gone")
+        return variety(completion, answer, question)
+
+    finish(tiny_run(Path(folder), size=3, env=tiny_env(reward_fn=reward)))
+
+
+def stopped(folder: str, step: int) -> None:
+    """Ask one process for a stop after a learning step; the others are told."""
+    run = networks(Path(folder))
+    for report in run.reports():
+        if processes().rank == 1 and getattr(report, "step", None) == step:
+            run.stop("enough")
+    print(f"ended by {run.result.reason!r} after step {run.progress.step}")
+
+
+def killed(folder: str, step: int) -> None:
+    """Kill one process in the middle of a run."""
+    for report in networks(Path(folder)).reports():
+        if processes().rank == 1 and getattr(report, "step", None) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def limited(folder: str) -> None:
+    """Train until the time is up, by clocks that do not agree."""
+    if processes().rank == 1:
+        read = time.monotonic
+        time.monotonic = lambda: 2.5 * read()  # type: ignore[assignment]
+    env = cart_pole(max_episode_steps=200, validation_size=8)
+    run = step_run(Path(folder), size=3, env=env, generations=None, max_seconds=3.0)
+    finish(run)
+    print(f"ended by {run.result.reason!r} after step {run.progress.step}")
+
+
+def too_many(folder: str) -> None:
+    step_run(Path(folder), size=1)
