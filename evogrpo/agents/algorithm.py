@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
+from evogrpo.agents.members.devices import check_one_process
 from evogrpo.agents.members.members import TextRequest
 from evogrpo.agents.members.spread.spread_members import places_of, spread_out
 from evogrpo.agents.opening import checked_size, chosen_founders, founders_samples, open_members, with_space
@@ -60,6 +61,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         **options: Unpack[Options],
     ) -> None:
         self._check_class(options)
+        check_one_process(options.get("accelerator"))
         members, first = open_members(1, observation_space, action_space, actor_network, pad_token_id, options)
         super().__init__(members, 0, options.get("index", 0), first)
 

@@ -87,7 +87,7 @@ class Options(CommonOptions, total=False):
     """Optional arguments of `GRPO` and `GRPO.population`, beside the common ones.
 
     Attributes:
-        accelerator: Chooses the device and the precision of forward passes; one process only.
+        accelerator: Chooses the device and the precision of forward passes.
         calc_position_embeddings: For language models, like all that follow: pass positions, counted without padding,
             to the model; True by default. False is for models that take none.
         reduce_memory_peak: Compute log-probabilities over a few hundred tokens' logits at a time, with the same

@@ -252,12 +252,12 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_told_when_it_is_used():
         agent.learn(([ids], [masks], torch.tensor([[1.0, 0.0]])))
 
 
-def test_more_than_one_process_is_refused(accelerators, monkeypatch):
+def test_one_agent_is_refused_in_several_processes(accelerators, monkeypatch):
     accelerator = Accelerator(cpu=True)
     for state in (AcceleratorState, PartialState):
         monkeypatch.setitem(state._shared_state, "num_processes", 2)
     assert accelerator.num_processes == 2
-    with pytest.raises(ValueError, match="one process trains a whole population, got an accelerator with 2"):
+    with pytest.raises(ValueError, match="one process trains an agent, got an accelerator with 2: make a population"):
         tiny_agent(accelerator=accelerator)
 
 

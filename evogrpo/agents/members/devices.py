@@ -22,3 +22,12 @@ def device_of(accelerator: Accelerator | None, device: str | torch.device | None
         raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")
     chosen: torch.device = accelerator.device
     return chosen
+
+
+def check_one_process(accelerator: Accelerator | None) -> None:
+    """Refuse with a ValueError to train one agent in several processes: each would train a copy of it."""
+    if isinstance(accelerator, Accelerator) and accelerator.num_processes != 1:
+        raise ValueError(
+            f"one process trains an agent, got an accelerator with {accelerator.num_processes}: make a population, "
+            "GRPO.population(...), whose members they share out, or start the program without a multi-process launcher"
+        )

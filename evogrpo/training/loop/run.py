@@ -105,7 +105,7 @@ class Evolution:
         self.acting = Acting(population, env, schedule, self.progress, self.fitness, experience)
         check_second_set(env, self.fitness)
         self._crown = Crown(population, self.progress, self.fitness, self.run_dir)
-        self._checkpoint_steps = None if run_dir is None else run_dir.logging.checkpoint_steps
+        self._recorded = run_dir  # by the leading process, and known to all
         self._given_up = False
         self._planning = Planning(population, strategy, schedule, self.progress, experience)
         self._description = description or {}
@@ -432,7 +432,7 @@ class Evolution:
 
     def _save_between(self) -> None:
         """Write a checkpoint amid a generation, where the run is to have them."""
-        every = self._checkpoint_steps
+        every = None if self._recorded is None else self._recorded.logging.checkpoint_steps
         if every is not None and self.progress.step_in_generation % every == 0:
             self._save()
 

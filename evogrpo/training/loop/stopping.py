@@ -46,7 +46,8 @@ class Stopping:
 
     def agreed(self) -> str | None:
         """Return why the run is to stop, the same in all processes; None if none of them has been asked."""
-        self.reason = self._processes.told(self.reason)
+        if self._processes.size > 1:
+            self.reason = self._processes.told(self.reason)
         return self.reason
 
     def check(self) -> None:
