@@ -6,17 +6,17 @@ computed for itself is exchanged at few places, all of them here.
 
 import atexit
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
-from typing import Any, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from evogrpo.interruption import Interrupted
+
+if TYPE_CHECKING:  # one process needs nothing of torch's here, and commands that only look start without it
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -58,6 +58,8 @@ class Processes:
         """Return what every process gave, in their order; plain values and arrays."""
         if self.size == 1:
             return [value]
+        import torch.distributed as dist
+
         found: list[Any] = [None] * self.size
         self._wait(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
@@ -96,6 +98,8 @@ class Processes:
         """Return what the leading process gave."""
         if self.size == 1:
             return value
+        import torch.distributed as dist
+
         held = [value]
         self._wait(lambda: dist.broadcast_object_list(held, src=0, group=self._group))
         return held[0]
@@ -110,11 +114,14 @@ class Processes:
 
     # ---- tensors
 
-    def spread_tensors(self, tensors: Mapping[str, Tensor] | None, *, source: int) -> dict[str, Tensor]:
+    def spread_tensors(self, tensors: "Mapping[str, Tensor] | None", *, source: int) -> "dict[str, Tensor]":
         """Return tensors of the process `source`, on the CPU; the others give None."""
         if self.size == 1:
             assert tensors is not None
             return dict(tensors)
+        import torch
+        import torch.distributed as dist
+
         own = None if tensors is None else {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
         shapes = [None if own is None else {name: (value.shape, value.dtype) for name, value in own.items()}]
         self._wait(lambda: dist.broadcast_object_list(shapes, src=source, group=self._group))
@@ -124,9 +131,12 @@ class Processes:
         return found
 
     def pass_tensors(
-        self, tensors: Mapping[str, Tensor] | None, *, source: int, target: int
-    ) -> dict[str, Tensor] | None:
+        self, tensors: "Mapping[str, Tensor] | None", *, source: int, target: int
+    ) -> "dict[str, Tensor] | None":
         """Let one process hand tensors to one other, which gets them on the CPU; everybody else gets None."""
+        import torch
+        import torch.distributed as dist
+
         if self.rank == source:
             assert tensors is not None
             own = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
@@ -180,11 +190,13 @@ def processes() -> Processes:
         ValueError: If the environment names several processes, but not where they meet.
     """
     launched = os.environ.get("WORLD_SIZE", "1")
-    started = dist.is_available() and dist.is_initialized()
-    if not started and launched.isdigit() and int(launched) <= 1:
+    begun = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
+    if not begun and launched.isdigit() and int(launched) <= 1:
         return Processes()
+    import torch.distributed as dist
+
     patience = timedelta(minutes=_patience())
-    if not started:
+    if not begun:
         missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
         if missing or not launched.isdigit():
             raise ValueError(
@@ -201,5 +213,7 @@ def processes() -> Processes:
 
 
 def _disconnect() -> None:
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()

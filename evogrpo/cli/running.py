@@ -17,6 +17,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.exits import ProgramEndError
 from evogrpo.persistence.generations import latest_complete
 from evogrpo.policies.devices import fitting_threads
+from evogrpo.processes import processes
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
@@ -37,15 +38,24 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
     console = make_console()
     wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
     with ExitStack() as stack:
-        claim = None if chosen.dry_run else stack.enter_context(claimed(name, wanted))
-        run_dir = claim.folder if claim is not None else wanted or next(free_run_dirs(name))
+
+        def free_folder() -> Path | None:
+            if not processes().leads:
+                return None
+            if chosen.dry_run:
+                return wanted or next(free_run_dirs(name))
+            return stack.enter_context(claimed(name, wanted)).folder
+
+        run_dir = processes().together(free_folder)[0]
+        assert run_dir is not None  # the leading process's
         config = dataclasses.replace(config, run_dir=str(run_dir))
-        RunDir(run_dir).check_unused()
+        if processes().leads:
+            RunDir(run_dir).check_unused()
         with working(console, "checking the task and who is to learn it"):
             prepared = kind_of(config.task).prepare(config)
         stack.enter_context(closing(prepared.env))
         show_intent(console, prepared, run_dir, preset=getattr(chosen, "preset", False))
-        if claim is None:
+        if chosen.dry_run:
             show_forecast(console, prepared, allow_memory=chosen.allow_memory)
             with working(console, "making every check that the run makes"):
                 rehearse(prepared)
@@ -73,7 +83,8 @@ def go_on(chosen: argparse.Namespace) -> int:
     if resumable.ended is not None:
         done = f"{resumable.generation} generation{'' if resumable.generation == 1 else 's'}"
         console.print(f"nothing is left to do: this run has ended after {done}, as {resumable.ended}", soft_wrap=True)
-        show_ending(console, run_dir, resumable.generation, resumable.schedule)
+        if processes().leads:
+            show_ending(console, run_dir, resumable.generation, resumable.schedule)
         return OK
     with working(console, "checking the task and who is to learn it"):
         prepared = kind_of(resumable.config.task).prepare(resumable.config)
@@ -132,7 +143,9 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     display.say_end()
     if not evolution.result.complete:
         show_command(console, "go on", resume_line)
-        return 128 + signals[0]
+        return 128 + (signals[0] if signals else signal.SIGTERM)  # that of another process
+    if not processes().leads:
+        return OK
     console.print()
     show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
     return OK

@@ -36,6 +36,14 @@ def check_device(device: "str | torch.device") -> None:
         ) from error
 
 
+def own_gpu() -> str:
+    """Return the GPU of this process: one of its own where a launcher has started several on a machine."""
+    import torch
+
+    place = os.environ.get("LOCAL_RANK", "0")
+    return f"cuda:{int(place) % torch.cuda.device_count()}" if place.isdigit() and place != "0" else "cuda"
+
+
 @contextmanager
 def fitting_threads(*, one: bool) -> Iterator[None]:
     """Let torch compute in one thread meanwhile, unless OMP_NUM_THREADS names a number.

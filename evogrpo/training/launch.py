@@ -17,6 +17,7 @@ from evogrpo.objective.neutral import warn_neutral
 from evogrpo.persistence.claim import Claim, holds_nothing
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.processes import processes
 from evogrpo.training.configuration.own_strategies import check_resumable
 from evogrpo.training.configuration.reading import CONFIG_FILE, override, parse_config, write_config
 from evogrpo.training.configuration.sections import AnyConfig
@@ -107,7 +108,8 @@ def start(prepared: PreparedRun, run_dir: Path) -> Evolution:
     config = prepared.config
     folder = RunDir(run_dir, config.logging, config=config.to_json())
     evolution = _evolution(prepared, prepared.population(), config.schedule, config.strategy, folder)
-    write_config(dataclasses.replace(config, run_id=folder.run_id), run_dir)
+    if processes().leads:
+        write_config(dataclasses.replace(config, run_id=folder.run_id), run_dir)
     return evolution
 
 

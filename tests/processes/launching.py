@@ -60,6 +60,8 @@ def _run(
     with open(log, "w", buffering=1) as said, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
             function(*arguments)
+        except SystemExit:
+            raise
         except BaseException:  # noqa: BLE001  # the test looks at what it says
             traceback.print_exc()
             sys.exit(1)

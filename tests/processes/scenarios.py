@@ -5,10 +5,12 @@ python -m tests.processes.scenarios FOLDER NAME...
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from evogrpo.cli import main
 from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
 from evogrpo.objective import Objective
 from evogrpo.processes import processes
@@ -100,3 +102,9 @@ def limited(folder: str) -> None:
 
 def too_many(folder: str) -> None:
     step_run(Path(folder), size=1)
+
+
+def commanded(folder: str, *words: str) -> None:
+    """Run a command of `evogrpo` in a folder."""
+    os.chdir(folder)
+    sys.exit(main(words))

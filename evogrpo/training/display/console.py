@@ -38,13 +38,17 @@ class VisibleConsole(Console):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
-def make_console(stream: TextIO | None = None) -> Console:
-    """Return a console on a stream, stdout by default; colours and control codes only on a real terminal."""
+def make_console(stream: TextIO | None = None, *, everybody: bool = False) -> Console:
+    """Return a console on a stream, stdout by default; colours and control codes only on a real terminal.
+
+    Of several processes that train together one is heard, unless `everybody` is.
+    """
     stream = stream or sys.stdout
     terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
     width = None if stream.isatty() or "COLUMNS" in os.environ else LOG_WIDTH
     # Neither an environment variable nor a CI service makes a file a terminal.
-    return VisibleConsole(file=stream, force_terminal=terminal, width=width)
+    quiet = not (everybody or processes().leads)
+    return VisibleConsole(file=stream, force_terminal=terminal, width=width, quiet=quiet)
 
 
 def console_for(progress: bool | None) -> Console | None:
@@ -81,7 +85,7 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # some libraries colour their warnings
 
 def say_error(message: str) -> None:
     """Print one clean message for the user, without traceback."""
-    console = make_console(sys.stderr)
+    console = make_console(sys.stderr, everybody=True)
     console.print(Text.assemble(("error: ", "bold red"), printable(message)), soft_wrap=not console.is_terminal)
 
 

@@ -10,6 +10,7 @@ from evogrpo.agents.population import Population
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.interruption import Interrupted, interruptible
 from evogrpo.policies.devices import memory_of
+from evogrpo.processes import processes
 from evogrpo.tally import Work, heard_by
 from evogrpo.text import counted, duration_text
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
@@ -76,14 +77,16 @@ def fitted(
     group = config.hyperparameters.group_size
     smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
     ladder = [(count, groups, group) for count, groups in LADDER] + [(1, 1, size) for size in smaller if size < group]
-    rungs = [with_sizes(config, _sizes(*rung)) for rung in ladder]
-    there, _ = memory_of("cpu")
+    shared_by = processes()
+    enough = [rung for rung in ladder if rung[0] >= shared_by.size] or ladder[:1]
+    rungs = [with_sizes(config, _sizes(*rung)) for rung in enough]
+    there, _ = shared_by.led(memory_of("cpu"))
     roomy = [rung for rung in rungs if there is None or need(rung).size <= MEMORY_SHARE * there] or rungs[-1:]
     why = "" if roomy[0] is rungs[0] else "to what fits into half of the memory there is"
     chosen, limit = roomy[0], config.schedule.max_seconds
     if limit is not None:
         trial = _Trial(env, members, longest=longest, at_most=min(TRIAL_SHARE * limit, TRIAL_SECONDS))
-        seconds = trial.seconds_of(roomy)
+        seconds = shared_by.led(trial.seconds_of(roomy))
         chosen = next((rung for rung in roomy if limit >= _least_steps(rung) * seconds * _work(rung)), roomy[-1])
         if chosen is not roomy[0]:
             steps = int(limit / (seconds * _work(chosen)))

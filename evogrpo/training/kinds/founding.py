@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from evogrpo.policies.devices import check_device
+from evogrpo.policies.devices import check_device, own_gpu
 from evogrpo.training.configuration.sections import AnyConfig
 
 
@@ -15,9 +15,9 @@ def choose_device(wanted: str | None) -> str:
         ValueError: If the device does not exist here.
     """
     if wanted is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return own_gpu() if torch.cuda.is_available() else "cpu"
     check_device(wanted)
-    return wanted
+    return own_gpu() if wanted == "cuda" else wanted
 
 
 def founder_options(config: AnyConfig) -> dict[str, Any]:

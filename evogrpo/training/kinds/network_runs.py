@@ -18,6 +18,7 @@ from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
 from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
 from evogrpo.policies.control.encoding import Encoding
+from evogrpo.processes import processes
 from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
@@ -198,8 +199,8 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
         ValueError: If something does not fit.
     """
     device = device_of(config)
-    (example,) = _members(config, env, 1, "cpu")
-    parameters = parameters_of(example.state())
+    example: Any = _members(config, env, processes().size, "cpu").crew.members  # one in each process
+    parameters = parameters_of(example.banks.state(0))
     sized = fitted(
         config,
         env,
@@ -212,7 +213,7 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
         env=env,
         device=device,
         parameters=parameters,
-        words=words_of_policies(example.members.policies),
+        words=words_of_policies(example.policies),
         sizes=sized.remark,
     )
 

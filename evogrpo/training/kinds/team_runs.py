@@ -17,6 +17,7 @@ from evogrpo.envs.control.joint.assignment import Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
 from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
+from evogrpo.processes import processes
 from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.sections import AnyConfig, Config
@@ -189,14 +190,14 @@ class TeamKind:
     def prepare(self, config: Config[ParallelTask, NetworkAgent]) -> PreparedTeam:
         """Check a configuration against the agents, their spaces and the device."""
         task, env = config.task, config.task.environment(seed=config.task_seed)
-        (example,) = _members(config, env, 1, "cpu")
+        example: Any = _members(config, env, processes().size, "cpu").crew.members  # one in each process
         return PreparedTeam(
             config=config,
             env=env,
             assignment=assign(env.observation_spaces, env.action_spaces, task.policies, agent_ids=task.agent_ids),
             device=device_of(config),
-            parameters=parameters_of(example.state()),
-            words=words_of_policies(example.members.policies),
+            parameters=parameters_of(example.banks.state(0)),
+            words=words_of_policies(example.policies),
         )
 
     def need(self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None) -> Need:

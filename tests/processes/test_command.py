@@ -1,0 +1,54 @@
+"""`torchrun -m evogrpo.cli ...`: one run, in one folder, told once."""
+
+from pathlib import Path
+
+from evogrpo.persistence.journal import read_journal
+from tests.processes.launching import launch
+from tests.processes.scenarios import commanded
+
+SMALL = (
+    "population.size=3",
+    "schedule.generations=1",
+    "schedule.steps_per_generation=2",
+    "schedule.validation_questions=4",
+    "schedule.test_questions=4",
+    "schedule.samples_per_step=8",
+    "task.max_episode_steps=30",
+)
+
+
+def both(folder: Path, *words: str) -> list[str]:
+    ends = launch(2, folder / "logs", commanded, str(folder), *words).ended(60)
+    assert [status for status, _ in ends] == [0, 0], ends
+    return [said for _, said in ends]
+
+
+def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> None:
+    """The folder is found, claimed and written by one of them, which alone speaks."""
+    leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL)
+    assert "run directory" in leader
+    assert other == ""
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["CartPole-v1"]
+    leader, other = both(tmp_path, "resume", "runs/CartPole-v1", "generations=2", "target_fitness=null")
+    assert "resuming runs/CartPole-v1 after generation 1" in leader
+    assert other == ""
+    events = [event["event"] for event in read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")]
+    assert events.count("run") == events.count("resumed") == 1
+    assert events.count("generation") == 2
+
+
+def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
+    """In all processes, and nobody writes."""
+    leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL, "--dry-run")
+    assert "nothing was trained" in leader
+    assert other == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_is_chosen_by_measuring_is_chosen_for_all(tmp_path: Path) -> None:
+    """Sizes that are left open are those that the leading process found."""
+    leader, _ = both(
+        tmp_path, "train", "--env", "CartPole-v1", "schedule.max_seconds=3", "schedule.generations=1", *SMALL[2:4]
+    )
+    assert "members, each a network" in leader
+    assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "stopped"
