@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +16,7 @@ from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, ST
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.team_members import TeamMembers
 from evogrpo.agents.members.control.team_settings import TeamSettings
-from evogrpo.agents.members.devices import device_of
+from evogrpo.agents.members.devices import autocast_of, device_of
 from evogrpo.agents.members.members import Members, Settings
 from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
@@ -135,7 +134,7 @@ def _open_language(
         start=None if values.get("adapter") is None else read_adapter(values["adapter"]),
         source=values.get("source"),
         device=device_of(accelerator, values.get("device")),
-        autocast=nullcontext if accelerator is None else accelerator.autocast,
+        autocast=autocast_of(accelerator),
         observation_space=given[0],
         action_space=given[1],
     )

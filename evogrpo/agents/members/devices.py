@@ -1,5 +1,8 @@
 """Where members compute."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from accelerate import Accelerator
 
@@ -22,6 +25,14 @@ def device_of(accelerator: Accelerator | None, device: str | torch.device | None
         raise ValueError(f"an accelerator chooses the device: leave out device={str(device)!r}")
     chosen: torch.device = accelerator.device
     return chosen
+
+
+def autocast_of(accelerator: Accelerator | None) -> Callable[[], AbstractContextManager[None]]:
+    """Return what makes the context that passes run in: none where an accelerator leaves the precision alone."""
+    if accelerator is None or accelerator.mixed_precision == "no":
+        return nullcontext
+    autocast: Callable[[], AbstractContextManager[None]] = accelerator.autocast
+    return autocast
 
 
 def check_one_process(accelerator: Accelerator | None) -> None:

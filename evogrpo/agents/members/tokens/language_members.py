@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from evogrpo.agents.checkpoints.stored_base import base_files, check_base, named_base, saved_base, tensors_file
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.banks import DEFAULT, Banks
-from evogrpo.agents.members.devices import device_of
+from evogrpo.agents.members.devices import autocast_of, device_of
 from evogrpo.agents.members.members import CheckpointFiles, TextRequest
 from evogrpo.agents.members.tokens.experiences import Experiences, as_batch, as_completions, asked_rows, prompt_tokens
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
@@ -410,7 +410,7 @@ class LanguageMembers:
             start=StoredAdapter(lora_config=lora, tensors=constants) if constants else None,
             source=record["source"],
             device=device_of(accelerator, device),
-            autocast=nullcontext if accelerator is None else accelerator.autocast,
+            autocast=autocast_of(accelerator),
         )
         members.bank.micro_batch_tokens = record["micro_batch_tokens"]
         return members
