@@ -157,7 +157,7 @@ def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
         rows.append((summary.words.untrained, score_text(before.mean, before.standard_error)))
     rows.append(("test", _test_text(summary)))
     rows.append(("stored in", "nowhere: the folder best is missing" if found.stored is None else str(found.stored)))
-    rows.append(("ended", summary.stopped or "not yet, or its process ended without a word, as when it is killed"))
+    rows.append(("ended", summary.ending))
     values = member.hyperparameters.to_json()
     set_values = ", ".join(f"{name} {number_text(value)}" for name, value in values.items() if value is not None)
     rows.append(("hyperparameters", set_values))

@@ -95,6 +95,8 @@ def go_on(chosen: argparse.Namespace) -> int:
         _check_memory(prepared, chosen)
         with working(console, "reading the members"):
             evolution = resume_run(prepared, resumable, run_dir, allow_changed_data=chosen.allow_changed_data)
+        if resumable.cut_off:  # and not at work, as the folder was free
+            console.print("its last process ended without a word, as when it is killed")
         for change in evolution.changed_data:
             say_warning(f"changed since the run began: {change}")
         with fitting_threads(one=prepared.one_thread):

@@ -80,6 +80,11 @@ class RunSummary:
         return self.words.fitness.replace("validation", self.split)
 
     @property
+    def ending(self) -> str:
+        """How the run ended, in words; untrusted."""
+        return self.stopped or "not yet, or its process ended without a word, as when it is killed"
+
+    @property
     def title(self) -> str:
         """The task and, where there is one, the model; untrusted."""
         return " · ".join(str(self.facts[name]) for name in ("task", "model") if self.facts.get(name)) or "run"

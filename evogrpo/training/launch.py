@@ -124,6 +124,7 @@ class Resumable:
         step: Learning steps taken there.
         skipped: Why each newer checkpoint, or the best member, cannot be used.
         ignored: What was changed in the stored configuration to no effect, in words.
+        cut_off: Whether its last process ended without a word: it was killed, or ended behind Python's back.
         ended: If nothing is left to do under this schedule, which limit says so; else None.
     """
 
@@ -133,6 +134,7 @@ class Resumable:
     step: int
     skipped: tuple[CheckpointError, ...]
     ignored: tuple[str, ...]
+    cut_off: bool
     ended: str | None
 
 
@@ -179,6 +181,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         step=progress.step,
         skipped=saved.skipped,
         ignored=ignored,
+        cut_off=_last_event(run_dir) not in (None, "stopped"),
         ended=ended if tested and progress.generation > 0 and progress.step_in_generation == 0 else None,
     )
 
@@ -251,6 +254,11 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
                 "else would make it another run; start that with `evogrpo train`"
             )
     return limits, rest
+
+
+def _last_event(run_dir: Path) -> str | None:
+    events = read_journal(run_dir / JOURNAL) if (run_dir / JOURNAL).exists() else []
+    return str(events[-1]["event"]) if events else None
 
 
 def _tested(run_dir: Path) -> bool:

@@ -15,6 +15,8 @@ from evogrpo.cli import main
 from evogrpo.evolution import Tournament
 from evogrpo.exits import exits_answered
 from evogrpo.persistence.journal import read_journal
+from evogrpo.reporting.html import html_page
+from evogrpo.reporting.summary import summarise
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import QUICK, shared_model, shared_tokenizer, tiny_env, tiny_population
 
@@ -160,6 +162,20 @@ def test_a_handler_of_the_programs_own_may_end_it(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
+def write_task(rewards):
+    """Write a configuration with this module of rewards into the working directory."""
+    Path("mine.py").write_text(rewards)
+    Path("rows.jsonl").write_text("".join(f'{{"question": "{n}", "answer": "{n}"}}\n' for n in range(60)))
+    shared_model().save_pretrained("model")
+    shared_tokenizer().save_pretrained("model")
+    Path("c.yaml").write_text(
+        "{model: model, population: {size: 2}, agent: {max_output_tokens: 8}, hyperparameters: {group_size: 4},"
+        " schedule: {generations: 3, steps_per_generation: 1, samples_per_step: 8},"
+        " logging: {tensorboard: false}, task: {dataset: {train: rows.jsonl}, reward: 'mine.py:score', form: agilerl,"
+        " validation_size: 8, test_size: 8}}"
+    )
+
+
 @pytest.mark.parametrize(
     ("where", "end"),
     [("module", "import os; os._exit(0)"), ("module", "raise SystemExit"), ("reward", "import os; os._exit(0)")],
@@ -167,15 +183,38 @@ def test_a_handler_of_the_programs_own_may_end_it(tmp_path):
 def test_no_command_ends_with_success_because_code_of_the_users_ended_it(end, where, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     call = f"    {end}\n" if where == "reward" else "    return 0.0\n"
-    Path("mine.py").write_text(f"{end if where == 'module' else ''}\ndef score(completion, answer, question):\n{call}")
-    Path("rows.jsonl").write_text("".join(f'{{"question": "{n}", "answer": "{n}"}}\n' for n in range(60)))
-    shared_model().save_pretrained("model")
-    shared_tokenizer().save_pretrained("model")
-    Path("c.yaml").write_text(
-        "model: model\nschedule: {generations: 1}\nagent: {max_output_tokens: 8}\n"
-        "task: {dataset: {train: rows.jsonl}, reward: 'mine.py:score', form: agilerl, test_size: 8}\n"
-    )
+    write_task(f"{end if where == 'module' else ''}\ndef score(completion, answer, question):\n{call}")
     assert status_of(lambda: os._exit(main(["train", "c.yaml"]))) in (1, 2)
     said = capfd.readouterr().err
     assert "error: " in said
     assert "exit" in said.lower()
+
+
+BEHIND = """
+import ctypes, pathlib
+calls = 0
+def score(completion, answer, question):
+    global calls
+    calls += 1
+    if calls > 60 and not pathlib.Path("mended").exists():
+        ctypes.CDLL(None)._exit(0)
+    return len(set(completion)) / 8
+"""
+
+
+def test_of_a_process_that_ended_behind_pythons_back_the_records_say_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_task(BEHIND)
+    # Nobody inside a process can help that it ends so; its records can tell.
+    assert status_of(lambda: os._exit(main(["train", "c.yaml", "--run-dir", "run"]))) == 0
+    capsys.readouterr()
+    assert main(["best", "run"]) == 0
+    assert "not yet, or its process ended without a word" in " ".join(capsys.readouterr().out.split())
+    page = html_page(summarise(read_journal("run/journal.jsonl")))
+    assert "Stopped: not yet, or its process ended without a word" in page
+    Path("mended").touch()
+    capsys.readouterr()
+    assert main(["resume", "run"]) == 0
+    assert "its last process ended without a word, as when it is killed" in capsys.readouterr().out
+    assert main(["best", "run"]) == 0
+    assert "without a word" not in capsys.readouterr().out

@@ -27,8 +27,7 @@ def outcome(summary: RunSummary) -> str:
     if summary.changed_data:
         lead += " Questions, rewards or environment were changed on the way (see below): fitness before and after"
         lead += " cannot be compared."
-    if summary.stopped is not None:
-        lead += f" Stopped: {summary.stopped}."
+    lead += f" Stopped: {summary.ending}."
     cards, words = [], summary.words
     questions = "" if summary.baseline is None else f"{summary.baseline.questions} {words.questions}"
     if summary.baseline is not None:
