@@ -49,6 +49,7 @@ exclude_patterns = [
     "**/runs",
 ]
 language = "en"
+smartquotes_action = "D"  # quotes are those of values
 
 # --- pages
 

@@ -1,8 +1,13 @@
 """The commands, read off their argument parsers."""
 
 import argparse
+import re
+import textwrap
 
 from evogrpo.cli.arguments import make_parser
+
+_EVERYWHERE = ("help", "traceback")
+"""What every command has, and the page says once."""
 
 
 def page(parser: argparse.ArgumentParser | None = None) -> str:
@@ -12,9 +17,18 @@ def page(parser: argparse.ArgumentParser | None = None) -> str:
 
 
 def _command(name: str, parser: argparse.ArgumentParser) -> str:
-    usage = " ".join(parser.format_usage().removeprefix("usage: ").split())
-    rows = [f"{_called(each)}\n: {_told(each)}" for each in parser._actions if each.help is not argparse.SUPPRESS]
-    return "\n\n".join([f"## evogrpo {name}", parser.description or "", f"```text\n{usage}\n```", *rows])
+    usage = "\n".join(textwrap.wrap(_usage(parser), 78, subsequent_indent="    ", break_on_hyphens=False))
+    rows = [f"{_called(each)}\n: {_told(each)}" for each in parser._actions if each.dest not in _EVERYWHERE]
+    about = re.sub(r"(?<!\S)(--[\w-]+)", r"`\1`", parser.description or "")
+    return "\n\n".join([f"## evogrpo {name}", about, f"```text\n{usage}\n```", *rows])
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    """Return the usage on one line, in which options and their values stay together."""
+    text = " ".join(parser.format_usage().removeprefix("usage: ").split())
+    for option in ("[-h] ", "[--traceback] "):
+        text = text.replace(option, "")
+    return text
 
 
 def _called(action: argparse.Action) -> str:

@@ -5,6 +5,7 @@ docstrings, and ranges are found by trying values.
 """
 
 import dataclasses
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -255,13 +256,17 @@ def _accepts(section: Section, name: str) -> Callable[[float], bool]:
 
 def page() -> str:
     """Return Markdown for all keys."""
-    parts = []
+    parts: list[str] = []
+    named: set[str] = set()  # keys of several records, such as those of all tasks, are found at the first
     for section in sections():
         place = f" (`{section.path}`)" if section.path else ""
         parts += [f"## {section.title}{place}", section.lead]
         for key in keys(section):
             default = "must be given" if key.default is None else f"default {key.default}"
-            parts.append(f"`{key.path}`\n: {key.kind[:1].upper()}{key.kind[1:]}; {default}. {key.description}")
+            anchor = re.sub(r"\W+", "-", key.path)
+            called = f"`{key.path}`" if key.path in named else f"[`{key.path}`]{{#{anchor}}}"
+            named.add(key.path)
+            parts.append(f"{called}\n: {key.kind[:1].upper()}{key.kind[1:]}; {default}. {key.description}")
     return "\n\n".join(part for part in parts if part)
 
 

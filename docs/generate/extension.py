@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.statemachine import StringList
+from ipython_pygments_lexers import IPython3Lexer
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -31,6 +32,7 @@ class Generated(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return the part, parsed."""
+        self.env.note_reread()  # the page may be as it was while the code is not
         what, *rest = self.arguments
         text = f"```{{eval-rst}}\n{names.page(rest[0])}\n```" if what == "names" else PAGES[what]()
         inside = nodes.section()
@@ -42,10 +44,13 @@ class Generated(SphinxDirective):
 
 def _docstring(app: Sphinx, what: str, name: str, thing: Any, options: Any, lines: list[str]) -> None:
     lines[:] = as_markup(lines)
+    if what in ("property", "attribute") and any(":" in line for line in lines[:1]):
+        lines.insert(0, "\\")  # else napoleon takes what stands before the colon for a type
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Tell Sphinx."""
     app.add_directive("generated", Generated)
+    app.add_lexer("python", IPython3Lexer)  # cells of notebooks may hold commands, such as !evogrpo
     app.connect("autodoc-process-docstring", _docstring, priority=400)  # before napoleon reads its sections
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -26,6 +26,8 @@ from evogrpo.training.configuration.reading import CONFIG_FILE
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.display.console import make_console
 
+_LEAST_WIDTH = 30
+"""Characters that a line of the tree has at least, however deep it stands."""
 _WIDEST = 60
 """Most characters of a setting's value in a table."""
 
@@ -38,7 +40,7 @@ def lineage(chosen: argparse.Namespace) -> int:
         return _print_json(console, tree.to_json())
     evolving = list(summarise(events).evolvable)
     for line in tree_lines(tree, every=chosen.every):
-        _print_line(console, _tree_text(line, tree, evolving))
+        _print_line(console, "│ " * line.indent, _tree_text(line, tree, evolving))
     if tree.winner is None:
         console.print("no member was evaluated yet")
     return OK
@@ -49,8 +51,7 @@ def best(chosen: argparse.Namespace) -> int:
     console, found = make_console(), read_winner(chosen.run_dir)
     if chosen.as_json:
         return _print_json(console, found.to_json())
-    for name, value in _winner_rows(found):
-        console.print(Text.assemble((f"{name:<18} ", "dim"), printable(value)), soft_wrap=not console.is_terminal)
+    _print_rows(console, _winner_rows(found))
     table = _table("from step", "steps", "samples a step", *_changing(found))
     begins = 0
     for stage in found.stages:
@@ -100,7 +101,7 @@ def compare(chosen: argparse.Namespace) -> int:
 
 def _tree_text(line: TreeLine, tree: FamilyTree, evolving: Sequence[str]) -> Text:
     mark = ("★ ", "bold") if line.wins else ("· ", "dim")
-    text = Text.assemble(("│ " * line.indent, "dim"), mark)
+    text = Text.assemble(mark)
     if len(line.members) == 1:
         return text.append_text(_member_text(line.members[0], tree, evolving, wins=line.wins))
     names = " ".join(f"#{member.index}" for member in line.members)
@@ -143,6 +144,20 @@ def _life_text(won: MemberReport | None, lived: Sequence[MemberReport]) -> str:
 
 
 # ---- the winner
+
+
+def _print_rows(console: Console, rows: Sequence[tuple[str, str]]) -> None:
+    """Print what is known, each thing beside its name; a log has a line for each."""
+    if not console.is_terminal:
+        for name, value in rows:
+            console.print(Text.assemble((f"{name:<18} ", "dim"), printable(value)), soft_wrap=True)
+        return
+    table = Table.grid(padding=(0, 1, 0, 0))
+    table.add_column(style="dim", no_wrap=True, min_width=18)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, Text(printable(value)))
+    console.print(table)
 
 
 def _winner_rows(found: WinnerReport) -> list[tuple[str, str]]:
@@ -249,12 +264,15 @@ def _table(*heads: str) -> Table:
     return table
 
 
-def _print_line(console: Console, text: Text) -> None:
-    """Print one line whole; on a terminal it ends where that ends."""
-    if console.is_terminal:
-        console.print(text, no_wrap=True, overflow="ellipsis")
-    else:
-        console.print(text, soft_wrap=True)
+def _print_line(console: Console, bars: str, text: Text) -> None:
+    """Print a line of the tree; on a terminal that is too narrow for it, it goes on below its beginning."""
+    if not console.is_terminal:
+        console.print(Text(bars).append_text(text), soft_wrap=True)
+        return
+    first, *others = text.wrap(console, max(_LEAST_WIDTH, console.width - len(bars) - 4))
+    console.print(Text.assemble((bars, "dim"), first), soft_wrap=True)
+    for other in others:
+        console.print(Text.assemble((f"{bars}    ", "dim"), other), soft_wrap=True)
 
 
 def _print_json(console: Console, values: Mapping[str, Any]) -> int:

@@ -64,8 +64,9 @@ def test_every_page_of_the_site_is_in_its_menu():
         (ROOT if entry.startswith("/") else page.parent) / entry.strip("/")
         for page in lists
         for block in re.findall(r"```\{toctree\}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-        for entry in block.split()
-        if not entry.startswith(":")
+        for line in block.splitlines()
+        if line and not line.startswith(":")
+        for entry in [re.sub(r"^.*<(.+)>$", r"\1", line)]
     }
     pages = {page.with_suffix("") for page in PAGES if "docs" in page.parts}
     assert pages - {index.with_suffix("")} <= named

@@ -115,7 +115,7 @@ def test_every_command_and_every_option_is_told():
         assert f"## evogrpo {name}\n" in page
         for action in parser._actions:
             assert action.help, f"evogrpo {name}: {action.dest} says nothing of itself"
-            assert all(f"`{option}" in page for option in action.option_strings)
+            assert action.dest in commands._EVERYWHERE or all(f"`{option}" in page for option in action.option_strings)
 
 
 @pytest.mark.parametrize("package", names.PACKAGES)

@@ -124,6 +124,8 @@ class RunDisplay:
         head = f"Generation {report.generation}{'' if total is None else f' of {total}'}"
         spent = f"{duration_text(report.seconds)} · {processed(report, self.words)}"
         facts = f" · step {report.step} · {spent}"
+        if len(head) + len(facts) > width:  # a single word on a line of its own says little
+            facts = facts.removesuffix(" processed")
         shown: list[RenderableType] = [Text.assemble((head, "bold"), (facts, "dim"))]
         evolving = list(self._evolution.population.space) or SHOWN_IF_NOTHING_EVOLVES
         best = self._evolution.progress.best

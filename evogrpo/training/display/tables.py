@@ -121,8 +121,8 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
     if member.parent is not None and member.born == report.generation - 1:
         moves = ", ".join(f"{name} {_move(old, new)}" for name, (old, new) in member.changes.items())
         brief = "new" if member.back_to is None else "back"
-        origin = brief if short else origin_text(member.parent, member.back_to)
-        notes.append(f"{origin}{f': {moves}' if moves else ''}")
+        # Where there is little room, the lines on selection below the table tell what changed.
+        notes.append(brief if short else f"{origin_text(member.parent, member.back_to)}{f': {moves}' if moves else ''}")
     return Text((" " if short else " · ").join(notes))
 
 
