@@ -53,7 +53,11 @@ def forged(record: dict[str, Any], rng: np.random.Generator) -> tuple[Any, str]:
 
 def put_in(folder: Path, name: str, record: Any) -> None:
     """Put a record into a checkpoint in the place of its own, with the hash that makes it look like its own."""
-    content = json.dumps(record).encode()
+    put_bytes(folder, name, json.dumps(record).encode())
+
+
+def put_bytes(folder: Path, name: str, content: bytes) -> None:
+    """Likewise for the content of any of its files."""
     (folder / name).write_bytes(content)
     manifest = json.loads((folder / MANIFEST_NAME).read_text())
     manifest["files"][name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}

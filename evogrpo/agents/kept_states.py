@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from evogrpo.agents.members.banks import Banks
 from evogrpo.evolution.kept import Kept, KeptKey
 
 State = Mapping[str, Tensor]
@@ -64,20 +65,26 @@ class KeptStates:
         return [kept.to_json() for kept in self.seen]
 
     @classmethod
-    def restored(cls, record: list[Mapping[str, Any]], tensors: State, parts: tuple[str, ...]) -> Self:
+    def restored(cls, record: list[Mapping[str, Any]], tensors: State, banks: Banks) -> Self:
         """Build from what `to_json` returned and the tensors of a checkpoint.
 
         Args:
             record: As returned.
             tensors: By name, others among them.
-            parts: What a learner state consists of.
+            banks: Where members could go back to the states; they are as before afterwards.
 
         Raises:
             KeyError: If a tensor is missing.
+            ValueError: If a state is none that a member could have.
         """
         states = cls()
         for kept in map(Kept.from_json, record):
-            states.keep(kept, {part: tensors[f"{_prefix(kept.key)}{part}"] for part in parts})
+            states.keep(kept, {part: tensors[f"{_prefix(kept.key)}{part}"] for part in banks.parts})
+        if states:
+            held = banks.state(0)
+            for key in states._states:
+                banks.load_state(0, states.state(key))
+            banks.load_state(0, held)
         return states
 
 

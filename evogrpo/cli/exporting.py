@@ -76,13 +76,15 @@ def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
         if not (best / PEFT_FILES[0]).is_file():
             loading = f"{kind.agent_class}.load({str(best)!r})"
             raise ValueError(f"{best} holds small networks, no adapter: load them with {loading}")
+        with readable(best / PEFT_FILES[0]):
+            named = json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]
         checked = _checked(run_dir, best, base)
     make_folder(folder)
     for name in PEFT_FILES:
         write_synced(folder / name, (best / name).read_bytes())
     console.print(Text(f"member #{index} is in {folder}, an adapter of {base}; {checked}"), soft_wrap=True)
     loading = f"peft.PeftModel.from_pretrained(base_model, {str(folder)!r})"
-    if json.loads((best / PEFT_FILES[0]).read_text())["base_model_name_or_path"]:
+    if named:
         loading = f"peft.AutoPeftModelForCausalLM.from_pretrained({str(folder)!r})"
     console.print(Text.assemble(("load it with ", "dim"), (loading, "cyan")), soft_wrap=True)
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gymnasium import spaces
+from safetensors.torch import load_file, save
 
 import evogrpo
-from benchmarking.soaking.forging import forged, put_in
+from benchmarking.soaking.forging import forged, put_bytes, put_in
 from evogrpo import GRPO, MultiAgentGRPO, Tournament
 from evogrpo.cli import main
 from evogrpo.persistence.generations import generation_folder
@@ -130,6 +131,29 @@ def test_commands_answer_forged_records(runs, tmp_path, capsys):
         put_in(folder / "best", "agent.json", {**record, "shared": shared, "member": {"index": []}})
         assert main(["export", str(folder), str(tmp_path / "adapter")]) == 2
         assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_tensors_that_no_member_could_have_are_refused(runs, tmp_path):
+    """Of members, of states that are kept, and of finalists, in every way in which they can be wrong."""
+    given = {"env": cart_pole(validation_size=10), "progress": False}
+    tensors = load_file(generation_folder(runs["networks"], 2) / "population.safetensors")
+    firsts = {name.split(" ")[0]: name for name in sorted(tensors) if name.endswith("weights")}
+    assert sorted(firsts) == ["0.weights", "1.weights", "2.weights", "finalist:", "kept"]
+    wrong = {
+        "halved": lambda t: t[: len(t) // 2].clone(),
+        "double": lambda t: t.double(),
+        "one": lambda t: t[0].clone(),
+    }
+    for name in firsts.values():
+        for how, change in {"gone": None, **wrong}.items():
+            folder = Path(shutil.copytree(runs["networks"], tmp_path / f"{name} {how}"))
+            shutil.rmtree(generation_folder(folder, 1))
+            others = {each: tensor for each, tensor in tensors.items() if each != name}
+            if change is not None:
+                others[name] = change(tensors[name])
+            put_bytes(generation_folder(folder, 2), "population.safetensors", save(others))
+            with pytest.raises(CheckpointError):
+                evogrpo.resume(folder, **given)
 
 
 # ---- sizes that a record declares and nothing holds

@@ -82,7 +82,7 @@ def read_adapter(folder: str | Path) -> StoredAdapter:
         record = json.loads((place / CONFIG).read_text())
         tensors = load_file(place / TENSORS)
         config = _config(record)
-    except (SafetensorError, UnicodeDecodeError, json.JSONDecodeError, TypeError, AttributeError) as error:
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         cause = (str(error).splitlines() or [""])[0]
         raise ValueError(f"the adapter in {folder} cannot be read ({type(error).__name__}: {cause})") from error
     check_supported(config)
