@@ -180,6 +180,11 @@ def _patience() -> float:
     return minutes
 
 
+def restarted() -> bool:
+    """Return whether the launcher has started this program again, because a process of it had ended."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")
+
+
 @cache
 def processes() -> Processes:
     """Return the processes of this program: those that a launcher has started, else this one alone.

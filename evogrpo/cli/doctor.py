@@ -7,6 +7,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from rich.text import Text
 from evogrpo.cli.arguments import FAILED, OK
 from evogrpo.installing import extra_command, package_command, reinstall_command
 from evogrpo.policies.devices import process_memory
+from evogrpo.processes import processes
 from evogrpo.training.display.console import make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
@@ -123,6 +125,16 @@ def check_torch() -> Iterator[Finding]:
         yield Finding(what="threads", state="note", detail=f"{threads} of {cores} cores are used", remedy=remedy)
 
 
+def check_processes() -> Iterator[Finding]:
+    """Let every process say where it is, where a launcher has started several."""
+    from evogrpo.training.kinds.founding import choose_device
+
+    crew = processes()
+    if crew.size > 1:
+        for rank, place in enumerate(crew.all(f"{socket.gethostname()}, device {choose_device(None)}")):
+            yield Finding(what="process", state="ok", detail=f"{rank} of {crew.size}: {place}")
+
+
 def check_memory() -> Iterator[Finding]:
     """Look at the memory that is there for the process."""
     size = process_memory()
@@ -205,6 +217,7 @@ CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
     check_python,
     check_packages,
     check_torch,
+    check_processes,
     check_memory,
     check_model,
     check_folders,

@@ -7,10 +7,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from evogrpo.agents.members.spread.places import Places
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.history.words import words_of
 from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
 from evogrpo.objective import Objective
+from evogrpo.processes import processes
 from evogrpo.text import count_text, counted, duration_text, number_text, printable
 from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import AnyConfig
@@ -31,9 +33,20 @@ def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, prese
         "objective": _objective(config.agent.objective),
         "schedule": _schedule(config),
         "run directory": str(run_dir),
+        **_layout(config.population.size),
         **config.task.facts(),
     }
     _show(console, rows)
+
+
+def _layout(members: int) -> dict[str, str]:
+    """Say how many members each process has, where there are several."""
+    crew = processes()
+    if crew.size == 1:
+        return {}
+    places = Places(members, crew.size, crew.rank)
+    shares = [str(places.first_of(rank + 1) - places.first_of(rank)) for rank in range(crew.size)]
+    return {"processes": f"{crew.size}, with {', '.join(shares)} members"}
 
 
 def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool) -> None:

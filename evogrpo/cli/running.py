@@ -7,6 +7,7 @@ import signal
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.exits import ProgramEndError
 from evogrpo.persistence.generations import latest_complete
 from evogrpo.policies.devices import fitting_threads
-from evogrpo.processes import processes
+from evogrpo.processes import ProcessError, processes, restarted
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
@@ -37,6 +38,10 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
     """Start a run, or only say what it would be."""
     console = make_console()
     wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
+    if wanted is not None and restarted() and latest_complete(wanted).folder is not None:
+        console.print(f"started again by the launcher, so the run in {wanted} goes on", soft_wrap=True)
+        again: dict[str, Any] = {"run_dir": wanted, "overrides": [], "generations": None, "allow_changed_data": False}
+        return go_on(argparse.Namespace(**{**vars(chosen), **again}))
     with ExitStack() as stack:
 
         def free_folder() -> Path | None:
@@ -115,42 +120,46 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     display = RunDisplay(console, evolution)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    resume_line = command("resume", run_dir)
     try:
         with stopping_on_signals(evolution.stopping, _announce) as signals, display, clean_warnings(console):
             for report in evolution.reports():
                 display.show(report)
     except KeyboardInterrupt:
         say_error("aborted; what was learned since the newest checkpoint is lost")
-        if latest_complete(run_dir).folder is not None:  # else there is nothing to go on from
-            show_command(console, "go on", resume_line)
+        _show_way_on(console, run_dir)
         return INTERRUPTED
-    except (RewardError, StrategyError, AllFailedError, ProgramEndError) as error:
+    except (RewardError, StrategyError, AllFailedError, ProgramEndError, ProcessError) as error:
         console.print()
         say_error(f"{error}{user_line(error.__cause__) if error.__cause__ else ''}")
         # A mended reward function, or environment, is another one.
-        changed = isinstance(error, RewardError | ProgramEndError)
-        mended = command("resume", run_dir, "--allow-changed-data") if changed else resume_line
-        if not isinstance(error, AllFailedError):  # which would only fail again
-            show_command(console, "once mended", mended)
+        if isinstance(error, RewardError | ProgramEndError):
+            show_command(console, "once mended", command("resume", run_dir, "--allow-changed-data"))
+        elif not isinstance(error, AllFailedError):  # which would only fail again
+            _show_way_on(console, run_dir, "go on" if isinstance(error, ProcessError) else "once mended")
         return FAILED
     except Exception as error:
         if latest_complete(run_dir).folder is None:
             say_error(f"nothing of this run was saved yet: once that is mended, remove {run_dir} and start it again")
         elif isinstance(error, OSError):  # a full disk, say: the run is what it was
-            show_command(console, "go on", resume_line)
+            _show_way_on(console, run_dir)
         else:  # most often what members act in, and once mended that is another one
             show_command(console, "once mended", command("resume", run_dir, "--allow-changed-data"))
         raise
     display.say_end()
     if not evolution.result.complete:
-        show_command(console, "go on", resume_line)
+        _show_way_on(console, run_dir)
         return 128 + (signals[0] if signals else signal.SIGTERM)  # that of another process
     if not processes().leads:
         return OK
     console.print()
     show_ending(console, run_dir, evolution.progress.generation, evolution.schedule)
     return OK
+
+
+def _show_way_on(console: Console, run_dir: Path, when: str = "go on") -> None:
+    """Say how the run goes on from its newest checkpoint, if it has one."""
+    if latest_complete(run_dir).folder is not None:
+        show_command(console, when, command("resume", run_dir))
 
 
 def _announce() -> None:

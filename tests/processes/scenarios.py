@@ -104,7 +104,8 @@ def too_many(folder: str) -> None:
     step_run(Path(folder), size=1)
 
 
-def commanded(folder: str, *words: str) -> None:
-    """Run a command of `evogrpo` in a folder."""
+def commanded(folder: str, restarts: int, *words: str) -> None:
+    """Run a command of `evogrpo` in a folder, as a launcher does that has started it so often before."""
     os.chdir(folder)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
     sys.exit(main(words))

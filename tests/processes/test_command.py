@@ -17,8 +17,8 @@ SMALL = (
 )
 
 
-def both(folder: Path, *words: str) -> list[str]:
-    ends = launch(2, folder / "logs", commanded, str(folder), *words).ended(60)
+def both(folder: Path, *words: str, restarts: int = 0) -> list[str]:
+    ends = launch(2, folder / "logs", commanded, str(folder), restarts, *words).ended(60)
     assert [status for status, _ in ends] == [0, 0], ends
     return [said for _, said in ends]
 
@@ -41,8 +41,28 @@ def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
     """In all processes, and nobody writes."""
     leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL, "--dry-run")
     assert "nothing was trained" in leader
+    assert "2, with 2, 1 members" in leader
     assert other == ""
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> None:
+    """With the folder named, it is the same command; without a restart it is refused, as ever."""
+    words = ("train", "--env", "CartPole-v1", *SMALL, "--run-dir", "run")
+    both(tmp_path, *words)
+    ends = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words).ended(60)
+    assert ends[0][0] == 2
+    assert "already holds a run" in ends[0][1]
+    leader, _ = both(tmp_path, *words, restarts=1)
+    assert "started again by the launcher, so the run in run goes on" in leader
+    assert "nothing is left to do" in leader
+
+
+def test_every_process_says_where_it_is(tmp_path: Path) -> None:
+    """As `evogrpo doctor` tells."""
+    launched = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, "doctor").ended(60)
+    assert "0 of 2: " in launched[0][1]
+    assert "1 of 2: " in launched[0][1]
 
 
 def test_what_is_chosen_by_measuring_is_chosen_for_all(tmp_path: Path) -> None:
