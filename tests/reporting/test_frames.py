@@ -149,9 +149,10 @@ def test_nonsense_is_refused_by_place(tmp_path, values):
         read_run(written(tmp_path / "run", RUN, event))
 
 
+@pytest.mark.parametrize("number", [2**63, 10**30])
 @pytest.mark.parametrize("name", ["index", "slot", "tokens", "born"])
-def test_numbers_that_no_run_counts_to_are_refused(tmp_path, name):
-    event = generation(1, member(0, 0) | {name: 10**30}, best=10**30 if name == "index" else 0)
+def test_numbers_that_no_run_counts_to_are_refused(tmp_path, name, number):
+    event = generation(1, member(0, 0) | {name: number}, best=number if name == "index" else 0)
     with pytest.raises(ValueError, match="no run counts to"):
         read_run(written(tmp_path / "run", RUN, event))
 

@@ -273,7 +273,7 @@ def _frame(pd: Any, name: str, rows: Sequence[Mapping[str, Any]], also: Iterable
     for column, kind in types.items():
         try:
             columns[column] = pd.Series([_cell(kind, row.get(column), pd) for row in rows], dtype=kind)
-        except OverflowError as error:
+        except (OverflowError, TypeError) as error:  # pandas says one or the other, by how much there is too much
             raise ValueError(f"{column!r:.80} in {name} holds a number that no run counts to: {REMEDY}") from error
     frame: DataFrame = pd.DataFrame(columns)
     return frame
