@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,10 @@ from evogrpo import GRPO, resume
 from evogrpo.persistence.generations import generation_folder
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.training.saved import open_run
+
+FORGERIES = 10
+"""How many times each record is forged in one trial."""
 
 LIMIT_SECONDS = 10.0
 """How long a run may take to stop when it is asked to."""
@@ -38,12 +43,11 @@ class Soak:
     def __init__(self, folder: Path) -> None:
         self.folder, self.counts, self.failures, self.slowest_stop = folder, Counter[str](), list[str](), 0.0
         self.finished = {seed: folder / f"finished-{seed}" for seed in range(world.SEEDS)}
-        self._outcomes, self._seconds = dict[int, tuple[object, ...]](), 0.0
+        self._outcomes = dict[int, tuple[object, ...]]()
         for seed, place in self.finished.items():
-            began = time.monotonic()
             world.begin(place, seed).finish()
-            self._seconds = max(self._seconds, time.monotonic() - began)
             self._outcomes[seed] = world.outcome(place)
+        self._events = world.events_in(self.finished[0])
 
     def try_once(self, kind: str, number: int, rng: np.random.Generator) -> None:
         """Make one trial, and note what must not be."""
@@ -58,9 +62,12 @@ class Soak:
             shutil.rmtree(place, ignore_errors=True)
             place.with_suffix(".errors").unlink(missing_ok=True)
 
-    def moment(self, rng: np.random.Generator) -> float:
-        """Draw how many seconds into a run something happens."""
-        return float(rng.random() * 1.2 * self._seconds)
+    def wait_for_moment(self, place: Path, child: int, rng: np.random.Generator) -> None:
+        """Wait until a process has recorded so many events more, drawn at random, and a moment longer."""
+        wanted = world.events_in(place) + int(rng.integers(self._events))
+        while world.events_in(place) < wanted and world.is_running(child):
+            time.sleep(0.002)
+        time.sleep(float(rng.random()) * 0.2)
 
     def start(self, place: Path, seed: int, file_bytes: int | None = None) -> int:
         """Begin a run, or go on with it, in a process of its own."""
@@ -84,7 +91,7 @@ def killed(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None
     """Kill a run several times, at any moment."""
     for _ in range(int(rng.integers(1, 5))):
         child = soak.start(place, seed)
-        time.sleep(soak.moment(rng))
+        soak.wait_for_moment(place, child, rng)
         os.kill(child, signal.SIGKILL)
         status = world.wait(child)
         assert status in (-signal.SIGKILL, world.ENDED), f"status {status}: {soak.said(place)}"
@@ -98,7 +105,7 @@ def stopped(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> Non
     # Whoever started the soak may have had it ignored, as nohup does, and what is ignored stops no run.
     signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     child = soak.start(place, seed)
-    time.sleep(soak.moment(rng))
+    soak.wait_for_moment(place, child, rng)
     asked = time.monotonic()
     os.kill(child, number)
     status = world.wait(child)
@@ -126,13 +133,14 @@ def full(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
 def raced(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> None:
     """Let two processes have one folder, one of which is perhaps put to sleep for a while."""
     first = soak.start(place, seed)
-    time.sleep(soak.moment(rng) * int(rng.integers(2)))
+    if rng.integers(2):  # else both begin at the same moment
+        soak.wait_for_moment(place, first, rng)
     asleep = bool(rng.integers(2))
     if asleep:
         os.kill(first, signal.SIGSTOP)
     other = soak.start(place, seed)
     if asleep:
-        time.sleep(soak.moment(rng) / 2)
+        soak.wait_for_moment(place, other, rng)
         os.kill(first, signal.SIGCONT)
     statuses = sorted(str(world.wait(child)) for child in (first, other))
     for status in statuses:
@@ -175,20 +183,36 @@ def forging(soak: Soak, place: Path, seed: int, rng: np.random.Generator) -> Non
     shutil.copytree(soak.finished[seed], place)
     newest = generation_folder(place, world.GENERATIONS)
     shutil.rmtree(generation_folder(place, world.GENERATIONS - 1))
-    ours = (newest, "population.json") if rng.integers(2) else (place / "best", "agent.json")
-    record, said = forged(json.loads((ours[0] / ours[1]).read_text()), rng)
-    put_in(*ours, record)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for load in (lambda: GRPO.load(place / "best"), lambda: _longer(place)):
-            try:
-                load()
-            except CheckpointError:
-                soak.counts["forged records: refused with a CheckpointError"] += 1
-            except Exception as error:
-                raise AssertionError(f"{said}: {type(error).__name__}: {error!s:.300}") from error
-            else:
-                soak.counts["forged records: loaded, and trained on"] += 1
+    originals = {folder: json.loads((folder / name).read_text()) for folder, name in _records(place, newest)}
+    for _ in range(FORGERIES):
+        for folder, name in _records(place, newest):
+            record, said = forged(originals[folder], rng)
+            put_in(folder, name, record)
+            load = partial(_opened, place) if folder == newest else partial(GRPO.load, folder)
+            _answered(soak, load, said)
+        put_in(place / "best", "agent.json", originals[place / "best"])
+    _answered(soak, partial(_longer, place), said)
+
+
+def _records(place: Path, newest: Path) -> tuple[tuple[Path, str], ...]:
+    return (newest, "population.json"), (place / "best", "agent.json")
+
+
+def _answered(soak: Soak, load: Callable[[], object], said: str) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            load()
+    except CheckpointError:
+        soak.counts["forged records: refused with a CheckpointError"] += 1
+    except Exception as error:
+        raise AssertionError(f"{said}: {type(error).__name__}: {error!s:.300}") from error
+    else:
+        soak.counts["forged records: loaded, or trained on"] += 1
+
+
+def _opened(place: Path) -> None:
+    open_run(place).restore()
 
 
 def _longer(place: Path) -> None:

@@ -100,6 +100,17 @@ def run_to_the_end(folder: Path, seed: int) -> Callable[[], object]:
     return lambda: begin_or_go_on(folder, seed).finish()
 
 
+def events_in(folder: Path) -> int:
+    """Return how many events a run's journal holds."""
+    journal = folder / "journal.jsonl"
+    return journal.read_bytes().count(b"\n") if journal.exists() else 0
+
+
+def is_running(child: int) -> bool:
+    """Tell whether a process has not ended yet; it stays to be waited for."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
 def wait(child: int, seconds: float = 120.0) -> int | None:
     """Wait until a process has ended; returns its status, negative for a signal, or None if it does not end in time."""
     until = time.monotonic() + seconds
