@@ -1,0 +1,188 @@
+# ---
+# jupyter:
+#   evogrpo:
+#     needs: [mpe2, moviepy, pygame]
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Several agents
+#
+# **The question.** Three agents are to cover three landmarks without bumping into each other. Should they share one
+# policy, or learn one each? And should an agent learn from what it earned itself, or from what the team earned?
+#
+# **You will learn**
+#
+# - how to train several agents in an environment of PettingZoo's parallel API;
+# - what `policies` and `credit` mean, and what they were worth here;
+# - how to watch the result.
+#
+# **It needs** `pip install "evogrpo[video]" mpe2`, one CPU core, about 3 minutes and 1 GB of memory.
+#
+# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=06` in the repository. The other half of the
+# pair, `06_several_agents.py`, is the same as text.
+
+# %%
+import os
+import shutil
+
+import imageio.v3 as imageio
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from IPython.display import Image as Shown
+from mpe2 import simple_spread_v3
+from PIL import Image
+
+from evogrpo import MultiAgentGRPO, PettingZooGroups, Population, evolve, record_video
+from evogrpo.evolution import Fixed
+
+SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
+STEPS, EPISODES = (2, 16) if SHORT else (25, 48)
+torch.set_num_threads(1)  # the networks are tiny: threads would wait for each other
+
+# %% [markdown]
+# ## The game
+#
+# In `simple_spread` an agent sees where it is, and where everybody and everything else is. It may push itself in four
+# directions, or wait. After 25 steps the game is over. The team pays for the distance from each landmark to the agent
+# that is nearest to it, and an agent pays for every collision. So the best return is close to 0, and all returns are
+# negative.
+
+# %%
+GAME = PettingZooGroups(
+    simple_spread_v3.parallel_env,
+    env_kwargs={"N": 3, "max_cycles": 25, "dynamic_rescaling": True},
+    test_size=8 if SHORT else 100,
+)
+print(GAME.agents)
+print(
+    "one sees", GAME.observation_spaces["agent_0"].shape, "numbers and has", GAME.action_spaces["agent_0"].n, "actions"
+)
+
+# %% [markdown]
+# ## Two decisions, four ways
+#
+# - `policies="shared"` is one network for all three. It learns from three times the experience. Since all three would
+#   do the same where they see the same, `agent_ids` tells it whom it acts for. `"independent"` is one network each.
+# - `credit="team"` makes an action worth what *all* agents earn from then on. `"agent"` counts what the agent itself
+#   earns.
+#
+# We train each way with two members in a population. They differ in the actions that they draw, and nothing evolves.
+# All ways play the same starts.
+
+
+# %%
+def population(policies: str, credit: str, size: int = 2) -> Population:
+    return MultiAgentGRPO.population(
+        size,
+        GAME.observation_spaces,
+        GAME.action_spaces,
+        policies=policies,
+        credit=credit,
+        agent_ids=policies == "shared",
+        lr=3e-3,
+        gamma=0.95,
+        batch_size=1024,
+    )
+
+
+runs, curves = {}, {}
+for way in (("shared", "team"), ("shared", "agent"), ("independent", "team"), ("independent", "agent")):
+    run = evolve(
+        population(*way),
+        GAME,
+        strategy=Fixed(),
+        fitness="rollouts",  # members are judged by the episodes that they learn from: nothing is played besides
+        generations=STEPS,
+        steps_per_generation=1,
+        samples_per_step=EPISODES,
+        progress=False,
+    )
+    curves[way] = np.array([[member.fitness for member in generation.members] for generation in run])
+    runs[way] = run
+    test = run.result.test
+    print(f"{way[0]:11} policies, {way[1]:5} credit: {test.after.mean:6.1f} ± {test.after.standard_error:.1f}")
+untrained = test.before
+print(f"untrained: {untrained.mean:6.1f} ± {untrained.standard_error:.1f}")
+
+# %% [markdown]
+# That is the sum over the three agents, on 100 starts that nobody learnt from. The ± is a standard error over these
+# starts. It does not know that another seed would have learnt something else: for that, look at the figure, where the
+# two members of each way are drawn apart.
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained", sharey=True)
+COLOURS = {"team": "tab:green", "agent": "tab:purple"}
+for axis, policies in zip(axes, ("shared", "independent"), strict=True):
+    for credit, colour in COLOURS.items():
+        smooth = np.array([curves[policies, credit][max(0, step - 4) : step + 1].mean(0) for step in range(STEPS)])
+        axis.plot(range(1, STEPS + 1), smooth, color=colour, label=[f"{credit} credit", None])
+    axis.set(title=f"{policies} policies", xlabel=f"learning step ({EPISODES} episodes each)")
+    axis.legend(loc="lower right")
+axes[0].set_ylabel("team's return while learning\n(mean of the last five steps)")
+plt.show()
+
+# %% [markdown]
+# Everybody learns, and the four ways end close together. Three things can be said, and no more:
+#
+# - Shared policies are not worse than independent ones here, with a third of the weights. In the table they are ahead
+#   by a few points. Two members of one way, which differ by nothing but luck, come out about as far apart.
+# - Team credit and own credit cannot be told apart. That may surprise, but in this game half of an agent's reward is
+#   the team's anyway (`local_ratio` is 0.5). Credit matters where one agent's gain is another one's loss, or where an
+#   agent works for something that only others are paid for.
+# - Nobody is near 0, and learning has not ended. 25 steps are few.
+#
+# Mind what is drawn: *fitness* is the team's return whatever the credit is. The metric `reward` is what actions were
+# rewarded by, so under `credit="agent"` it is about a third of that.
+
+# %%
+returns = {way: run.result.test.after.mean for way, run in runs.items()}
+assert SHORT or all(value > untrained.mean + 10 for value in returns.values())
+
+# %% [markdown]
+# ## Watching it
+#
+# `record_video` lets a copy of an agent play and writes an MP4 file. We film the untrained agents and the best ones,
+# from one test start, and put both into one picture that moves.
+
+# %%
+shutil.rmtree("runs/tutorial-06", ignore_errors=True)  # of an earlier time through this notebook
+best = max(returns, key=returns.get)
+start = [GAME.reset_seed("test", 1)]
+films = {}
+for name, agent in {"untrained": population(*best)[0], "trained": runs[best].best}.items():
+    (film,) = record_video(agent, GAME, f"runs/tutorial-06/{name}.mp4", seeds=start)
+    films[name] = imageio.imread(film.path)
+    print(f"{name:9} return {film.episode_return:6.1f} in {film.length} steps")
+line = np.zeros((films["trained"].shape[1], 6, 3), dtype=np.uint8)
+pairs = [
+    Image.fromarray(np.hstack([before, line, after])).resize((560, 280)).quantize(16)
+    for before, after in zip(films["untrained"], films["trained"], strict=True)
+]
+pairs[0].save("runs/tutorial-06/both.gif", save_all=True, append_images=pairs[1:], duration=150, loop=0)
+Shown("runs/tutorial-06/both.gif")
+
+# %% [markdown]
+# Left: untrained. Right: trained. Blue discs are agents, black ones landmarks. For those who read this where pictures
+# do not move, here are four moments of it.
+
+# %%
+figure, axes = plt.subplots(2, 4, figsize=(10, 5.2), layout="constrained")
+for row, (name, frames) in zip(axes, films.items(), strict=True):
+    for axis, step in zip(row, (0, 6, 12, len(frames) - 1), strict=True):
+        axis.imshow(frames[step][::3, ::3])
+        axis.set(xticks=[], yticks=[], title=f"{name}, step {step}")
+plt.show()
+
+# %% [markdown]
+# ## Three things to try
+#
+# 1. Leave out `agent_ids` for the shared policy. Agents that see the same then do the same. How much is lost?
+# 2. Let evolution decide: `credit` does not evolve, but the learning rate and `gamma` do. Give `population` an
+#    `hp_config=HyperparameterConfig(lr=..., gamma=...)` and leave out `strategy=Fixed()`.
+# 3. Make them rivals: `mpe2.simple_tag_v3` has predators and a prey. Use `policies="prefix"` and `credit="agent"`, and
+#    read what evogrpo warns of if you keep `credit="team"`.
