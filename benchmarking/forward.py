@@ -24,7 +24,7 @@ from torch import Tensor
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.models import load_base
-from evogrpo.records import Batch, Rows, TokenInputs
+from evogrpo.records import Batch, Rollout, Rows, TokenInputs
 
 PARTS = ("sampling", "learning", "both")
 Seconds = dict[str, float]
@@ -63,12 +63,9 @@ def make_bank(precision: str, slow: bool, arguments: argparse.Namespace) -> Adap
     return bank
 
 
-def one_step(bank: AdapterBank, rows: Rows) -> Seconds:
-    """Sample and learn once, and return the processor seconds of both."""
-    began = time.process_time()
-    rollout = bank.sample(rows)
-    sampled = time.process_time()
-    batch = Batch(
+def as_batch(rows: Rows, rollout: Rollout) -> Batch:
+    """Turn completions into experience."""
+    return Batch(
         inputs=TokenInputs(
             prompts=rows.prompts,
             prompt_ids=rows.prompt_ids,
@@ -83,12 +80,24 @@ def one_step(bank: AdapterBank, rows: Rows) -> Seconds:
         member_ids=rows.member_ids,
         sampler_log_probs=rollout.log_probs,
     )
-    advantages = torch.linspace(-1.0, 1.0, len(rows))
+
+
+def learn(bank: AdapterBank, batch: Batch) -> None:
+    """Take one optimizer step for every member, on a policy gradient with made-up advantages."""
+    advantages = torch.linspace(-1.0, 1.0, len(batch))
 
     def loss(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
         return -(advantages[chosen, None] * log_probs).sum(1)
 
     bank.update(batch, loss, {slot: Hyperparameters(lr=1e-7) for slot in range(bank.size)})
+
+
+def one_step(bank: AdapterBank, rows: Rows) -> Seconds:
+    """Sample and learn once, and return the processor seconds of both."""
+    began = time.process_time()
+    rollout = bank.sample(rows)
+    sampled = time.process_time()
+    learn(bank, as_batch(rows, rollout))
     learnt = time.process_time()
     return {"sampling": sampled - began, "learning": learnt - sampled, "both": learnt - began}
 

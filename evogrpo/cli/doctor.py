@@ -135,6 +135,20 @@ def check_processes() -> Iterator[Finding]:
             yield Finding(what="process", state="ok", detail=f"{rank} of {crew.size}: {place}")
 
 
+def check_precision() -> Iterator[Finding]:
+    """Say in what precision base models are held here, where a run leaves that open."""
+    from evogrpo.policies.tokens.engine.precision import PAYS, speed_up
+
+    torch = importlib.import_module("torch")
+    if torch.cuda.is_available():
+        detail = "bfloat16 on the GPU" if torch.cuda.is_bf16_supported() else "float32: the GPU has no bfloat16"
+    else:
+        times = speed_up(576, 1536)  # SmolLM2-135M's widest product
+        detail = f"products are {times:.1f} times as fast in bfloat16"
+        detail = f"bfloat16, {detail}" if times >= PAYS else f"float32, {detail} and {PAYS:.0f} would pay"
+    yield Finding(what="precision", state="ok", detail=f"auto is {detail}")
+
+
 def check_memory() -> Iterator[Finding]:
     """Look at the memory that is there for the process."""
     size = process_memory()
@@ -218,6 +232,7 @@ CHECKS: "tuple[Callable[[], Iterator[Finding]], ...]" = (
     check_packages,
     check_torch,
     check_processes,
+    check_precision,
     check_memory,
     check_model,
     check_folders,

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 LEAST_ROOM, MOST_TIMES = 2**26, 100
 """What a stored record may ask for: so many bytes, and so many times what its tensors take."""
 
+Precision = Literal["auto", "float32", "bfloat16"]
+"""In what a frozen base may be held; see `evogrpo.policies.tokens.engine.precision.choose_precision`."""
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it
 

@@ -155,7 +155,8 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
             "train`; one started by evolve() in Python goes on with evogrpo.resume()"
         )
     limits, rest = _split_overrides(overrides)
-    config = parse_config(override(read_yaml_file(run_dir / CONFIG_FILE), rest))
+    stored = {"precision": None, **read_yaml_file(run_dir / CONFIG_FILE)}  # earlier versions did not say
+    config = parse_config(override(stored, rest))
     saved = open_run(run_dir)
     ignored = check_unchanged(
         saved.record.get("config"),

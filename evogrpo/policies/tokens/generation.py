@@ -110,16 +110,18 @@ def _choose(
         if said is not None:
             logits = penalise_repetition(logits, said[part], options.repetition_penalty)
         scaled = scaled_logits(logits, heat, banned, end_ids)
-        best = scaled.max(1)
         if bool(greedy.all()):
-            tokens[part] = best.indices
+            tokens[part] = scaled.argmax(1)
             continue
+        # Where the largest is costs three times as much as how large it is.
+        best = scaled.argmax(1) if bool(greedy.any()) else None
+        largest = scaled.amax(1)
         if not options.whole:
             scaled = truncate(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-        weights = scaled.sub_(best.values[:, None]).exp_()
+        weights = scaled.sub_(largest[:, None]).exp_()
         drawn = invert_cumulative(weights, uniforms[part])
         drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
-        tokens[part] = torch.where(greedy, best.indices, drawn)
+        tokens[part] = drawn if best is None else torch.where(greedy, best, drawn)
         chance = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
         log_probs[part] = torch.where(greedy, 0.0, chance.log())
     return tokens, log_probs

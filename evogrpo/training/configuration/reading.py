@@ -17,6 +17,7 @@ from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLPar
 from evogrpo.hyperparameters.synonyms import counterpart
 from evogrpo.objective.searching import space_to_search
 from evogrpo.persistence.durable import replace_file
+from evogrpo.policies.devices import Precision
 from evogrpo.training.configuration.automatic import IMPLIED, SIZES, found_by_evolution, without_auto
 from evogrpo.training.configuration.own_strategies import named_strategy
 from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
@@ -94,6 +95,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     parsed = {
         "model": typed(str | None, values.get("model"), "model"),
         "device": typed(str | None, values.get("device"), "device"),
+        "precision": typed(Precision | None, values.get("precision", "auto"), "precision"),
         "seed": typed(int, values.get("seed", 0), "seed"),
         "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),
         "run_id": typed(str | None, values.get("run_id"), "run_id"),

@@ -19,6 +19,7 @@ from evogrpo.hyperparameters import (
     whole_between,
 )
 from evogrpo.objective import Objective
+from evogrpo.policies.devices import Precision
 from evogrpo.training.completions import CompletionsFormat, check_completions
 from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.typed import plain
@@ -155,6 +156,9 @@ class Config(Generic[TaskT, AgentT]):
         task: What is asked and how it is rewarded, or the environment that is played.
         schedule: How long and at what cost.
         device: Such as "cpu" or "cuda"; null = for a model a GPU if there is one, for small networks the CPU.
+        precision: Of a base model's weights: "float32", "bfloat16", or "auto" for bfloat16 where a short probe shows
+            that it pays, which is settled when the run begins. Adapters, moments and losses are in float32 in any case.
+            null in runs of earlier versions: float32 on the CPU and bfloat16 elsewhere.
         seed: Root of every random stream.
         run_dir: Where records go; null = a new folder under runs/.
         hyperparameters: The first member's; everyone's where nothing evolves.
@@ -176,6 +180,7 @@ class Config(Generic[TaskT, AgentT]):
     task: TaskT
     schedule: Schedule
     device: str | None = None
+    precision: Precision | None = "auto"
     seed: int = 0
     run_dir: str | None = None
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)

@@ -149,7 +149,7 @@ def forecast_of(
                 rows=config.population.size * max(samples, rounds.validation),
                 adapter=adapter,
                 longest=longest,
-                precision=FLOAT if device == "cpu" else 2,
+                precision=2 if config.precision == "bfloat16" else FLOAT,
             ),
             kept=kept_size(config.strategy, config.population.size, state_size(adapter)),
         ),

@@ -1,11 +1,13 @@
 """Runs of language models that answer questions: members are LoRA adapters on one frozen base."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from peft import LoraConfig
+from transformers import PreTrainedModel
 
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.members.tokens.language_members import LanguageMembers
@@ -16,12 +18,14 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.objective import Objective
+from evogrpo.policies.tokens.engine.precision import choose_precision
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids, context_of
 from evogrpo.policies.tokens.engine.token_model import check_context
 from evogrpo.policies.tokens.lora import check_supported, lora_from_json
 from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
 from evogrpo.policies.tokens.stored_adapters import read_adapter
 from evogrpo.policies.tokens.targets import Trained, trained_by
+from evogrpo.processes import processes
 from evogrpo.text import counted
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
@@ -45,7 +49,7 @@ class PreparedLanguage:
     """Everything about a run of language models that can be had without loading weights.
 
     Attributes:
-        config: The configuration.
+        config: The configuration, its precision settled.
         model: Its base model.
         outline: The base model's tokenizer and architecture.
         env: Where members act.
@@ -73,7 +77,7 @@ class PreparedLanguage:
         config = self.config
         told = self.trained.told(self.outline.model)
         return {
-            "model": f"{self.model} on {self.device}",
+            "model": f"{self.model} on {self.device} in {config.precision}",
             **({"adapters": f"train {told}"} if told else {}),
             "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve(self.env)}",
             "population": f"{counted(config.population.size, 'member')}, each a LoRA adapter of "
@@ -93,7 +97,7 @@ class PreparedLanguage:
             self.config.population.size,
             self.env.observation_space,
             self.env.action_space,
-            actor_network=load_base(self.model, device=self.device).model,
+            actor_network=self._base(),
             pad_token_id=self._pad_token_id,
             **({"adapter": self.config.agent.adapter} if self.config.agent.adapter else {"lora_config": self.lora}),
             source=self.model,
@@ -103,7 +107,12 @@ class PreparedLanguage:
 
     def restore(self, saved: Saved) -> tuple[Population, Progress]:
         """Load the base model and the members of a stored run."""
-        return saved.restore(load_base(self.model, device=self.device).model)
+        return saved.restore(self._base())
+
+    def _base(self) -> PreTrainedModel:
+        """Load the base model in the precision that `LanguageKind.prepare` settled."""
+        assert self.config.precision is not None
+        return load_base(self.model, dtype=getattr(torch, self.config.precision), device=self.device).model
 
     @property
     def _pad_token_id(self) -> int:
@@ -171,9 +180,10 @@ class LanguageKind:
         check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
         check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
         check_context(context, env.longest_prompt + config.agent.max_output_tokens)
+        precision = processes().led(choose_precision(config.precision, outline.model, device))
         return PreparedLanguage(
             trial=trial,
-            config=config,
+            config=replace(config, precision=precision),
             model=config.model,
             outline=outline,
             env=env,

@@ -252,9 +252,14 @@ def parameters_of(state: Mapping[str, torch.Tensor]) -> int:
 
 
 def refuse_words(config: AnyConfig) -> None:
-    """Refuse with a ValueError a model and completions, where members play."""
+    """Refuse with a ValueError a model, its precision and completions, where members play."""
     if config.model is not None:
         raise ValueError(f"model must be left out where task.{config.task.key} is given, got {config.model!r}")
+    if config.precision not in ("auto", None):
+        raise ValueError(
+            f"precision must be left out where task.{config.task.key} is given, as small networks are in float32, got "
+            f"{config.precision!r}"
+        )
     if config.logging.completions:
         raise ValueError(
             f"logging.completions must be 0 where task.{config.task.key} is given, as there are none, got "

@@ -33,6 +33,22 @@ class Pieces(NamedTuple):
     scale: float
 
 
+class Joined(NamedTuple):
+    """What acts on modules that read one input, laid out for many passes without gradient.
+
+    Attributes:
+        sizes: Tokens of each of s segments, one after another.
+        a: `[s, modules * r, in]`.
+        b: `[s, out, r]` of each module, None where nothing acts.
+        scale: Factor on B A x.
+    """
+
+    sizes: list[int]
+    a: Tensor
+    b: list[Tensor | None]
+    scale: float
+
+
 class LowRankAdapters:
     """The adapters of all members, to be routed to the rows of forward passes.
 
@@ -71,6 +87,21 @@ class RoutedAdapters:
     def __init__(self, adapters: LowRankAdapters, segments: tuple[_Segment, ...]) -> None:
         self._adapters, self._segments = adapters, segments
         self._rows = sum(segment.rows for segment in segments)
+        self._joined: dict[tuple[str, ...], tuple[Tensor, list[Tensor | None]]] = {}
+
+    def joined(self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype) -> Joined | None:
+        """Return what acts on modules of which so many tokens of all rows are given, made once; None = nothing does."""
+        if modules not in self._joined:
+            known = [self._adapters.targets.get(name) for name in modules]
+            if not any(known):
+                return None
+            every, slots = self._adapters.weights, [segment.slot for segment in self._segments]
+            a = torch.cat([target.a(every)[slots] for target in known if target is not None], 1).to(dtype)
+            self._joined[modules] = (
+                a,
+                [None if target is None else target.b(every)[slots].to(dtype) for target in known],
+            )
+        return Joined(self._sizes(tokens), *self._joined[modules], self._adapters.scale)
 
     def pieces(self, module: str, tokens: int) -> Pieces | None:
         """Return what acts on a module of which so many tokens of all rows are given; None where nothing does."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from evogrpo.policies.tokens.weights.low_rank import Pieces, RoutedAdapters
+from evogrpo.policies.tokens.weights.low_rank import Joined, Pieces, RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import View
 
 Named = tuple[str, nn.Linear]
@@ -28,13 +28,36 @@ def projected(
     """
     if view is None:
         return _Linears.apply(x, [layer for _, layer in layers], [None] * len(layers))  # type: ignore[no-any-return]
+    if isinstance(view, RoutedAdapters) and not torch.is_grad_enabled():
+        outputs = [linear(x, layer.weight, layer.bias) for _, layer in layers]
+        joined = view.joined(tuple(name for name, _ in layers), len(x), x.dtype)
+        if joined is not None:
+            _add_joined(x, outputs, joined)
+        return outputs
     if isinstance(view, RoutedAdapters):
         pieces = [view.pieces(name, len(x)) for name, _ in layers]
         leaves = [leaf for piece in pieces if piece is not None for leaf in piece.leaves]
         return _Linears.apply(x, [layer for _, layer in layers], pieces, *leaves)  # type: ignore[no-any-return]
     whole = x.unflatten(0, (rows, -1))
-    outputs = ((name, linear(whole, layer.weight, layer.bias)) for name, layer in layers)
-    return [(view(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in outputs]
+    own = ((name, linear(whole, layer.weight, layer.bias)) for name, layer in layers)
+    return [(view(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
+
+
+def _add_joined(x: Tensor, outputs: Sequence[Tensor], joined: Joined) -> None:
+    """Add scale * (x A^T) B^T to what several layers made of `x`: one product with all of their A."""
+    sizes, a, bs, scale = joined
+    acting = [(out, b) for out, b in zip(outputs, bs, strict=True) if b is not None]
+    rank = acting[0][1].shape[2]
+    if len(set(sizes)) == 1:
+        low = torch.bmm(x.view(len(sizes), -1, x.shape[1]), a.mT)
+        for part, (out, b) in zip(low.split(rank, 2), acting, strict=True):
+            out.view(len(sizes), -1, out.shape[1]).baddbmm_(part, b.mT, alpha=scale)
+        return
+    parts = [out.split(sizes) for out, _ in acting]
+    for number, rows in enumerate(x.split(sizes)):
+        lows = (rows @ a[number].mT).split(rank, 1)
+        for low, part, (_, b) in zip(lows, parts, acting, strict=True):
+            part[number].addmm_(low, b[number].mT, alpha=scale)
 
 
 class _Linears(torch.autograd.Function):

@@ -1,0 +1,61 @@
+"""In which precision a frozen base is held: as asked for, or in bfloat16 where a short probe shows that this pays."""
+
+import statistics
+import time
+from functools import cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from evogrpo.policies.devices import Precision
+from evogrpo.policies.tokens.engine.direct.reading import anatomy, switched_off
+from evogrpo.policies.tokens.engine.probes import find_decoder
+
+Chosen = Literal["float32", "bfloat16"]
+SMALL = 20_000_000  # parameters, below which products are not what takes the time
+PAYS = 2.0  # how much faster products have to be, for what lies between them takes longer
+TOKENS, ROUNDS = 256, 5
+
+
+def choose_precision(wanted: Precision | None, model: PreTrainedModel, device: str) -> Chosen:
+    """Return the precision of a base's weights; adapters, moments and losses are in float32 anyway.
+
+    Args:
+        wanted: "auto" for bfloat16 where it pays: on a GPU that computes in it; on a CPU whose products are `PAYS`
+            times as fast in it, for a model of more than `SMALL` parameters that is computed by the direct pass. None
+            for what was used before there was a choice: float32 on a CPU and bfloat16 elsewhere.
+        model: The base, or its outline.
+        device: Where it will be.
+    """
+    if wanted == "float32" or wanted == "bfloat16":
+        return wanted
+    if not device.startswith("cpu"):
+        return "bfloat16" if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else "float32"
+    small = sum(weights.numel() for weights in model.parameters()) < SMALL
+    if wanted is None or small or switched_off() or anatomy(model, find_decoder(model)) is None:
+        return "float32"
+    text = model.config.get_text_config()
+    return "bfloat16" if speed_up(int(text.hidden_size), int(text.intermediate_size)) >= PAYS else "float32"
+
+
+@cache
+def speed_up(width_in: int, width_out: int) -> float:
+    """Return how many times as fast the CPU's products are in bfloat16 as in float32: 1 where it has no units for them.
+
+    A median of a few pairs that take turns, so that other work on the machine slows both; under a second.
+    """
+    if not torch.cpu._is_amx_tile_supported():
+        return 1.0
+    rng = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(TOKENS, width_in, generator=rng), torch.randn(width_out, width_in, generator=rng)
+    both = [(x.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    pairs = [[_seconds(*each) for each in both] for _ in range(1 + ROUNDS)]
+    return statistics.median(slow / fast for slow, fast in pairs[1:])
+
+
+def _seconds(x: Tensor, weight: Tensor) -> float:
+    began = time.perf_counter()
+    torch.nn.functional.linear(x, weight)
+    return time.perf_counter() - began

@@ -1,0 +1,112 @@
+"""The precision of a run's base model: chosen when it begins, said, recorded, and kept when it goes on."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig
+
+from evogrpo.cli import main
+from evogrpo.policies.tokens.engine.precision import PAYS, choose_precision, speed_up
+from evogrpo.training import launch
+from evogrpo.training.launch import read_resumable
+from tests.cli.project import prepare
+from tests.tiny_models import COMMON, tiny_model
+
+WIDE = COMMON | {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+
+
+def outline(kind, **sizes):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(kind(**sizes))
+
+
+@pytest.fixture(scope="module")
+def trained_once(project, tmp_path_factory):
+    """Train one generation in bfloat16; returns the run's folder, which tests do not change."""
+    folder = tmp_path_factory.mktemp("precision") / "run"
+    less = [
+        "schedule.generations=1",
+        "schedule.steps_per_generation=1",
+        "population.size=2",
+        "logging.tensorboard=false",
+    ]
+    arguments = ["--run-dir", str(folder), *less, "precision=bfloat16"]
+    assert main(["train", str(project / "tiny.yaml"), *arguments]) == 0
+    return folder
+
+
+@pytest.fixture
+def trained(trained_once, here):
+    """Return a copy of a run's folder."""
+    return Path(shutil.copytree(trained_once, "run"))
+
+
+def precision_of(config):
+    """Return the type of the weights that a run of this configuration would load."""
+    population = prepare(config).population()
+    return next(population.members.bank.base.model.parameters()).dtype
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16"])
+def test_what_is_asked_for_is_taken(wanted, device):
+    assert choose_precision(wanted, tiny_model(), device) == wanted
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", "float32"), ("mps", "bfloat16")])
+def test_where_nothing_was_recorded_it_is_what_it_was(device, chosen):
+    assert choose_precision(None, outline(LlamaConfig, **WIDE), device) == chosen
+
+
+def test_by_default_a_cpu_takes_bfloat16_where_products_gain_enough_for_what_lies_between(monkeypatch):
+    monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
+    gains = speed_up(512, 2048) >= PAYS
+    assert choose_precision("auto", outline(LlamaConfig, **WIDE), "cpu") == ("bfloat16" if gains else "float32")
+    assert gains <= torch.cpu._is_amx_tile_supported()
+    for other in (tiny_model(), outline(GemmaConfig, **WIDE)):  # small, or run by transformers
+        assert choose_precision("auto", other, "cpu") == "float32"
+    monkeypatch.setenv("EVOGRPO_SLOW", "1")
+    assert choose_precision("auto", outline(LlamaConfig, **WIDE), "cpu") == "float32"
+
+
+def test_it_is_said_before_a_run_and_recorded_in_it(project, trained, capsys):
+    stored = yaml.safe_load((trained / "config.yaml").read_text())
+    assert stored["precision"] == "bfloat16"
+    for chosen in ("auto", "float32", "bfloat16"):
+        capsys.readouterr()
+        assert main(["train", str(project / "tiny.yaml"), "--dry-run", f"precision={chosen}"]) == 0
+        assert f"on cpu in {'float32' if chosen == 'auto' else chosen}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_goes_on_as_it_began(trained, capsys):
+    path = trained / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    assert precision_of(read_resumable(trained, ["generations=2"]).config) == torch.bfloat16
+    path.write_text(yaml.safe_dump(stored | {"precision": "float32"}))
+    assert main(["resume", "run", "--generations", "2"]) == 2
+    assert "precision 'bfloat16' -> 'float32'" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_of_an_earlier_version_goes_on_as_it_was(trained, monkeypatch):
+    path = trained / "config.yaml"
+    stored = yaml.safe_load(path.read_text())
+    del stored["precision"]
+    path.write_text(yaml.safe_dump(stored))
+    saved = launch.open_run(trained)
+    del saved.record["config"]["precision"]
+    monkeypatch.setattr(launch, "open_run", lambda folder: saved)
+    assert precision_of(read_resumable(trained).config) == torch.float32
+
+
+@pytest.mark.parametrize("value", ["float16", "bf16", "8"])
+def test_another_is_refused_with_those_that_there_are(project, here, value, capsys):
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", f"precision={value}"]) == 2
+    assert "value of precision" in capsys.readouterr().err
+
+
+def test_small_networks_have_none(here, capsys):
+    assert main(["train", "--env", "CartPole-v1", "--dry-run", "precision=bfloat16"]) == 2
+    assert "small networks are in float32" in " ".join(capsys.readouterr().err.split())
