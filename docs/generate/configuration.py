@@ -22,7 +22,7 @@ from evogrpo.hyperparameters import MOST_SEED, Hyperparameters, RLParameter
 from evogrpo.objective import Optimizer
 from evogrpo.objective.switches import Switches
 from evogrpo.policies.control.architecture import MOST_LAYERS, MOST_UNITS, ArchitectureLimits, NetworkConfig
-from evogrpo.policies.tokens.lora import lora_from_json
+from evogrpo.policies.tokens.lora import check_supported, lora_from_json
 from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, WrapperSection
 from evogrpo.training.configuration.question_tasks import DatasetFiles
@@ -110,7 +110,7 @@ def sections() -> list[Section]:
         Section(path="agent", title="What language models share", record=LanguageAgent,
                 others=(CommonOptions, Options), beside={"min_output_tokens": {"max_output_tokens": MOST_TOKENS}}),
         Section(path="agent.lora", title="The adapters of language models", record=LoraSettings,
-                opens=lambda record: lora_from_json(dataclasses.asdict(record))),
+                opens=lambda record: check_supported(lora_from_json(dataclasses.asdict(record)))),
         Section(path="agent", title="What small networks share", record=NetworkAgent, others=(CommonOptions,)),
         Section(path="agent.network", title="The network that members start with", record=NetworkConfig),
         Section(path="agent.evolve_network", title="How networks may change", record=ArchitectureLimits,

@@ -49,8 +49,10 @@ def picture(session: str, prompt: str) -> str:
     console = Console(record=True, width=WIDTH, file=io.StringIO(), highlight=False)
     console.print(Text(f"$ {prompt}", "bold"))
     for line in excerpt(lines):
-        console.print(line, soft_wrap=True)
-    return console.export_svg(title=prompt, theme=SVG_EXPORT_THEME, unique_id="session")
+        console.print(line, no_wrap=True, overflow="ellipsis")
+    drawn = console.export_svg(title=prompt, theme=SVG_EXPORT_THEME, unique_id="session")
+    # A picture asks nobody for a font: each text has its length, and any font of fixed width will do.
+    return re.sub(r"\s*@font-face \{.*?\}(?=\s)", "", drawn, flags=re.DOTALL)
 
 
 def main() -> None:

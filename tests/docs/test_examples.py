@@ -7,11 +7,13 @@ in the page, in a comment above it: `<!-- not run: why -->`.
 
 import re
 import shlex
+import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from docs.generate import session
 from evogrpo.cli.arguments import make_parser
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml
@@ -154,3 +156,17 @@ def test_pages_are_looked_at():
     found = [(why, kind) for page in PAGES for why, kind, _ in blocks(page)]
     assert sum(kind == "python" and not why for why, kind in found) > 20
     assert sum(kind == "python" and bool(why) for why, kind in found) < 10
+
+
+def test_a_session_is_drawn_with_its_beginning_and_its_end_and_asks_for_nothing():
+    tables = [f"\x1b[1mGeneration {number} of 4\x1b[0m\nslot member\n\n" for number in range(1, 5)]
+    steps = [f"step {number}/4  <reward>\n" for number in range(1, 5)]
+    told = "run directory\n\n" + "".join(map("".join, zip(steps, tables, strict=True))) + "Test: & more\n"
+    drawn = session.picture(told, "evogrpo demo")
+    text = "".join(ET.fromstring(drawn).itertext()).replace("\xa0", " ")
+    assert "$ evogrpo demo" in text
+    assert [number for number in range(1, 5) if f"Generation {number} of 4" in text] == [1, 4]
+    assert "step 4/4  <reward>" in text
+    assert "2 generations later" in text
+    assert "Test: & more" in text
+    assert not re.search(r"url\((?!#)|@import|@font-face", drawn)

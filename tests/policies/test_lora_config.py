@@ -142,3 +142,9 @@ def test_fresh_adapters_have_pefts_distribution_and_start_as_the_base(initialisa
         assert abs(float(values.mean())) < 5 * float(values.std()) / math.sqrt(values.numel())
     assert torch.equal(flat, initial_weights(targets, config, seed=0))
     assert not torch.equal(flat, initial_weights(targets, config, seed=1))
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.0, math.inf, math.nan, "32"])
+def test_a_scale_at_which_an_adapter_would_do_nothing_is_refused(value):
+    with pytest.raises(ValueError, match="lora_alpha must be a finite number above 0"):
+        check_supported(lora(lora_alpha=value))

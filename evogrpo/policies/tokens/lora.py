@@ -105,8 +105,11 @@ def check_supported(config: LoraConfig) -> None:
         )
     if not isinstance(config.r, int) or config.r < 1:
         raise ValueError(f"lora_config.r must be a whole number of at least 1, got {config.r!r}")
-    if not isinstance(config.lora_alpha, int | float) or not math.isfinite(config.lora_alpha):
-        raise ValueError(f"lora_config.lora_alpha must be a finite number, got {config.lora_alpha!r}")
+    if not isinstance(config.lora_alpha, int | float) or not 0 < config.lora_alpha < math.inf:
+        raise ValueError(
+            f"lora_config.lora_alpha must be a finite number above 0, got {config.lora_alpha!r}: at 0 an adapter would "
+            "change nothing"
+        )
     if config.target_modules is None:
         raise ValueError(
             "lora_config.target_modules must say what to adapt, got None: use 'all-linear', a list of module names or "
