@@ -37,7 +37,7 @@ def _study(chosen: argparse.Namespace, storage: str) -> None:
             name, trials = export_study(chosen.run_dir, storage, chosen.study)
     except ImportError as error:
         raise ValueError(str(error)) from error
-    console.print(Text(printable(f"{counted(trials, 'trial')} are in the study {name} of {storage}")), soft_wrap=True)
+    console.print(Text(printable(f"the study {name} of {storage} has {counted(trials, 'trial')}")), soft_wrap=True)
 
 
 def _schedule(chosen: argparse.Namespace, file: Path) -> None:
@@ -47,7 +47,7 @@ def _schedule(chosen: argparse.Namespace, file: Path) -> None:
     schedule = HyperparameterSchedule.read(chosen.run_dir)
     schedule.write(file)
     stages, steps = len(schedule.stages), sum(stage.steps for stage in schedule.stages)
-    words = f"{counted(stages, 'stage')} over {counted(steps, 'learning step')} are in {file}"
+    words = f"{file} has {counted(stages, 'stage')} over {counted(steps, 'learning step')}"
     console.print(Text(printable(words)), soft_wrap=True)
     show_command(console, "replay it", command("replay", file))
 

@@ -16,7 +16,7 @@ NAMES: Mapping[str, str] = {
     "loss": "mean loss over the optimizer steps",
     "learning_rate": "of the last optimizer step, schedule included",
     "grad_norm": "mean 2-norm of the gradient before clipping",
-    "reward": "mean reward of the samples to which one applies",
+    "reward": "mean reward of the samples to which one applies; under credit agent of one agent, not of the team",
     "reward_std": "mean over groups of the sample standard deviation of rewards",
     "frac_reward_zero_std": "fraction of groups whose rewards are all equal",
     "rewards/<function>/mean": "mean of one reward function, before its weight",
