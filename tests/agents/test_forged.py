@@ -88,7 +88,7 @@ def test_whatever_an_agents_record_says_loading_it_answers(agents, kind, number,
     assert refused >= number / 2
 
 
-@pytest.mark.parametrize(("kind", "number"), [("networks", 12), ("language", 4)])
+@pytest.mark.parametrize(("kind", "number"), [("networks", 8), ("language", 4)])
 def test_whatever_a_runs_record_says_resuming_it_answers_or_goes_on(runs, kind, number, tmp_path):
     given = {"env": tiny_env(), "actor_network": tiny_model()}
     if kind == "networks":

@@ -17,7 +17,7 @@ def soak(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["kill", "journal"])
 def test_a_trial_is_counted_and_leaves_nothing(soak, kind):
-    soak.try_once(kind, 0, generator(0, "soak", 0))
+    soak.try_once(kind, 0, generator(0, "soak", 2))  # which is one kill
     assert soak.failures == []
     assert soak.counts[f"trials: {kind}"] == 1
     assert not (soak.folder / "trial-0").exists()

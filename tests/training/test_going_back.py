@@ -33,8 +33,7 @@ def whole(tmp_path_factory):
 
 def test_killed_while_a_state_is_kept_it_ends_as_if_never_killed(whole, tmp_path):
     """A real kill, -9; in the run that goes on a member goes back to what was kept before."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.tiny_training"])
+    context = multiprocessing.get_context("fork")  # children start at once, with everything imported
     folder, journal = tmp_path / "run", tmp_path / "run" / "journal.jsonl"
 
     def generations():

@@ -216,8 +216,7 @@ def test_what_resuming_needs_to_know_is_in_the_folder(whole):
 
 def test_killed_at_random_moments_and_restarted_it_ends_as_if_never_killed(whole, tmp_path):
     """Real kills, -9, of a process that trains; every restart goes on where the last complete generation is."""
-    context = multiprocessing.get_context("forkserver")  # children start at once, with everything imported
-    context.set_forkserver_preload(["tests.tiny_training"])
+    context = multiprocessing.get_context("fork")  # children start at once, with everything imported
     delays = random.Random(0)
     kills, finished, patience = 0, 0, 1.0
     while kills < 8 or not finished:
