@@ -9,6 +9,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from evogrpo.persistence.durable import open_plain
+
 try:
     import fcntl
 except ImportError:  # Windows: nobody is kept out there
@@ -104,7 +106,7 @@ def _held_by_this_process(path: Path) -> Claim | None:
 
 def _locked(path: Path, folder: Path) -> int:
     """Return a descriptor of the file, on which this process has the lock."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
     if fcntl is None:
         return descriptor
     try:

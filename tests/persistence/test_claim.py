@@ -75,12 +75,18 @@ def test_what_is_let_go_of_is_free(tmp_path, let_go):
     subprocess.run([sys.executable, "-c", HOLD, str(tmp_path)], env=ENVIRONMENT, check=True)
 
 
-def test_a_link_in_the_place_of_the_lock_is_not_followed(tmp_path):
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_what_lies_in_the_place_of_the_lock_is_not_followed_or_taken_for_one(tmp_path, kind):
     folder = tmp_path / "run"
     folder.mkdir()
     (tmp_path / "precious").write_text("kept")
-    (folder / LOCK).symlink_to(tmp_path / "precious")
-    with pytest.raises(OSError, match=r"symbolic link"):
+    if kind == "link":
+        (folder / LOCK).symlink_to(tmp_path / "precious")
+    elif kind == "pipe":
+        os.mkfifo(folder / LOCK)
+    else:
+        (folder / LOCK).mkdir()
+    with pytest.raises(OSError, match=r"\.lock is no plain file"):
         Claim(folder)
     assert (tmp_path / "precious").read_text() == "kept"
 
