@@ -3,7 +3,7 @@
     pip install "gymnasium[box2d]" optuna "ray[tune]"
     python benchmarking/hpo_study.py run                 # what is missing; goes on where it stopped
     python benchmarking/hpo_study.py run --tasks CartPole-v1 --arms evogrpo random-search --seeds 0 1 2
-    python benchmarking/hpo_study.py table               # of what there is
+    python benchmarking/hpo_study.py table               # of what there is; --seeds 0 1 2 and the like narrow it
     python benchmarking/hpo_study.py figure
 
 `hpo/PROTOCOL.md` says what is compared, how and why, and was fixed before the first counted run. Every run is a line of
@@ -99,18 +99,25 @@ def one(task: str, start: str, arm: str, seed: int) -> dict[str, Any]:
     return record
 
 
+def told(chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the recorded runs among those chosen."""
+    named = zip((chosen.tasks, chosen.starts, chosen.arms, chosen.seeds), range(4), strict=True)
+    wished = [(place, values) for values, place in named if values]
+    return [run for key, run in done(chosen.results).items() if all(key[place] in values for place, values in wished)]
+
+
 def table(chosen: argparse.Namespace) -> None:
     """Print the tables of what has been recorded."""
     from benchmarking.hpo.analysis import tables
 
-    print(tables(list(done(chosen.results).values())))
+    print(tables(told(chosen)))
 
 
 def figure(chosen: argparse.Namespace) -> None:
     """Draw what has been recorded."""
     from benchmarking.hpo.analysis import draw
 
-    print(draw(list(done(chosen.results).values()), chosen.out))
+    print(draw(told(chosen), chosen.out))
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

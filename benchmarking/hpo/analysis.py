@@ -33,9 +33,9 @@ def tables(runs: Runs) -> str:
 
 
 def _scores(runs: Runs, start: str, key: str) -> str:
-    tasks = _tasks(start)
+    tasks = _tasks(runs, start)
     rows = []
-    for arm in ARMS_OF[start]:
+    for arm in _arms(runs, start):
         cells, all_scores = [], {}
         for task in tasks:
             values = _values(runs, arm, task, key)
@@ -48,10 +48,10 @@ def _scores(runs: Runs, start: str, key: str) -> str:
 
 
 def _costs(runs: Runs, start: str) -> str:
-    rows = []
-    for arm in ARMS_OF[start]:
+    rows, tasks = [], _tasks(runs, start)
+    for arm in _arms(runs, start):
         cells = []
-        for task in _tasks(start):
+        for task in tasks:
             own = [run for run in runs if (run["arm"], run["task"]) == (arm, task)]
             if not own:
                 cells.append("")
@@ -60,18 +60,17 @@ def _costs(runs: Runs, start: str) -> str:
             seconds = np.median([run["seconds"] for run in own])
             cells.append(f"{cost:,.0f}, {100 * np.mean(shares):.0f} % evaluations, {seconds:.0f} s")
         rows.append([arm, *cells])
-    return _markdown(["arm", *_tasks(start)], rows)
+    return _markdown(["arm", *tasks], rows)
 
 
 def _beaten(runs: Runs, start: str) -> str:
     """Return, for each candidate and each other arm, the mean over tasks of P(candidate > arm), with its interval."""
-    rows = []
-    for arm in ARMS_OF[start]:
+    rows, tasks = [], _tasks(runs, start)
+    for arm in _arms(runs, start):
         cells = []
         for candidate in CANDIDATES:
             pairs = {
-                task: (_values(runs, candidate, task, "score"), _values(runs, arm, task, "score"))
-                for task in _tasks(start)
+                task: (_values(runs, candidate, task, "score"), _values(runs, arm, task, "score")) for task in tasks
             }
             pairs = {task: pair for task, pair in pairs.items() if all(map(len, pair))}
             same = arm == candidate or not pairs
@@ -118,8 +117,14 @@ def _values(runs: Runs, arm: str, task: str, key: str) -> np.ndarray:
     return np.array([run[key] for run in runs if (run["arm"], run["task"]) == (arm, task)], dtype=np.float64)
 
 
-def _tasks(start: str) -> list[str]:
-    return [task for task in (*PLAYED, *WRITTEN) if start in STARTS_OF[task]]
+def _tasks(runs: Runs, start: str) -> list[str]:
+    there = {run["task"] for run in runs}
+    return [task for task in (*PLAYED, *WRITTEN) if start in STARTS_OF[task] and task in there]
+
+
+def _arms(runs: Runs, start: str) -> list[str]:
+    there = {run["arm"] for run in runs}
+    return [arm for arm in ARMS_OF[start] if arm in there]
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -135,9 +140,9 @@ def draw(runs: Runs, out: Path) -> Path:
     from matplotlib import pyplot as plt
 
     there = [run for run in runs if run["start"] == "unknown"]
-    tasks = [task for task in _tasks("unknown") if any(run["task"] == task for run in there)]
+    tasks = _tasks(there, "unknown")
     figure, axes = plt.subplots(1, len(tasks), figsize=(2.3 * len(tasks) + 1.6, 4.6), sharey=True, squeeze=False)
-    arms = list(reversed(ARMS_OF["unknown"]))
+    arms = list(reversed(_arms(there, "unknown")))
     for axis, task in zip(axes[0], tasks, strict=True):
         for place, arm in enumerate(arms):
             values = [TASKS[task].normalised(value) for value in _values(there, arm, task, "score")]

@@ -1,0 +1,164 @@
+"""What it costs to share out a population: one process with two threads against two processes with one, at equal work.
+
+    python benchmarking/scale.py                  # SmolLM2, small networks, and the exchange itself
+    python benchmarking/scale.py --kinds networks --rounds 5 --processes 4
+
+Both arms train the same population, without selection, and come to the same journal; they take turns, and a round's
+figure is the median learning step of its journal, the first one left out. The ratio is that of their throughputs. The
+exchange is measured between as many processes that do nothing else: how long records take, and learner states of
+several sizes that one process hands to another and to all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+SIZES = (1_000_000, 10_000_000, 100_000_000)
+"""Bytes of the learner states that are handed over."""
+
+
+def words(members: int, folder: str) -> None:
+    """Train language models on sums, 16 completions of 16 tokens each a step."""
+    from evogrpo import GRPO, HuggingFaceGym, evolve
+    from evogrpo.evolution import Fixed
+    from evogrpo.policies.tokens.models import load_base
+
+    base = load_base("smollm2-135m")
+    questions = [
+        {"question": f"What is {a} + {b}?", "answer": str(a + b)} for a in range(10, 60) for b in range(10, 40)
+    ]
+    env = HuggingFaceGym(questions, tokenizer=base.tokenizer, reward_fn=_ends_with)
+    population = GRPO.population(
+        members,
+        actor_network=base.model,
+        pad_token_id=base.tokenizer.pad_token_id,
+        max_output_tokens=16,
+        min_output_tokens=16,
+        group_size=8,
+    )
+    evolve(
+        population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=5,
+        samples_per_step=16, validation_questions=2, test_questions=0,
+    ).finish()  # fmt: skip
+
+
+def networks(members: int, folder: str) -> None:
+    """Train small networks on CartPole, 32 episodes each a step."""
+    from evogrpo import GRPO, GymnasiumGroups, evolve
+    from evogrpo.evolution import Fixed
+
+    env = GymnasiumGroups("CartPole-v1")
+    population = GRPO.population(
+        members, env.observation_space, env.action_space, lr=5e-3, group_size=8, batch_size=256, update_epochs=2
+    )
+    evolve(
+        population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=25,
+        samples_per_step=32, validation_questions=2, test_questions=0,
+    ).finish()  # fmt: skip
+
+
+def exchange(_: int, folder: str) -> None:
+    """Measure what the processes tell each other; the first writes it down."""
+    import torch
+
+    from evogrpo.processes import processes
+
+    crew = processes()
+    found = {"records of 10 kB, all to all": _seconds(lambda: crew.all("x" * 10_000), crew.now)}
+    for size in SIZES:
+        state = {"weights": torch.zeros(size // 4)} if crew.leads else None
+        to_all = partial(crew.spread_tensors, state, source=0)
+        to_one = partial(crew.pass_tensors, state, source=0, target=crew.size - 1)
+        for whom, work in (("all", to_all), ("one", to_one)):
+            found[f"{size / 1e6:.0f} MB to {whom}"] = _seconds(work, crew.now)
+    if crew.leads:
+        Path(folder, "exchange.json").write_text(json.dumps(found))
+
+
+KINDS: dict[str, Callable[[int, str], None]] = {"words": words, "networks": networks}
+
+
+def _ends_with(completion: str, answer: str, question: str) -> float:
+    return float(answer in completion)
+
+
+def _seconds(work: Callable[[], object], now: Callable[[], float], times: int = 5) -> float:
+    """Return the median seconds of a piece of work that all processes do."""
+    took = []
+    for _ in range(times):
+        began = now()
+        work()
+        took.append(now() - began)
+    return statistics.median(took)
+
+
+def launch(kind: str, processes: int, threads: int, members: int, folder: Path) -> None:
+    """Do a piece of work in so many processes of so many threads."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
+    own = os.environ | meeting | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, __file__, "work", kind, str(members), str(folder)]
+    running = [subprocess.Popen(command, env=own | {"RANK": str(rank)}) for rank in range(processes)]
+    if sum(process.wait() != 0 for process in running):
+        raise SystemExit(f"{kind} failed in {processes} processes")
+
+
+def step_seconds(folder: Path) -> float:
+    """Return the median learning step of a run, the first left out."""
+    events = [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+    seconds: list[float] = [event["seconds"] for event in events if event["event"] == "step"]
+    return statistics.median(seconds[1:])
+
+
+def compare(chosen: argparse.Namespace) -> None:
+    """Print the ratios, and what the exchange takes."""
+    for kind in chosen.kinds:
+        ratios = []
+        for number in range(chosen.rounds):
+            with tempfile.TemporaryDirectory() as place:
+                took = {}
+                for count, threads in ((1, chosen.processes), (chosen.processes, 1)):
+                    folder = Path(place, str(count))
+                    launch(kind, count, threads, chosen.members, folder)
+                    took[count] = step_seconds(folder)
+            ratios.append(took[1] / took[chosen.processes])
+            print(
+                f"{kind}, round {number + 1}: {took[1]:.3g} s a step in one process with {chosen.processes} threads, "
+                f"{took[chosen.processes]:.3g} s in {chosen.processes} with one",
+                flush=True,
+            )
+        print(f"{kind}: throughput of {chosen.processes} processes / one: {statistics.median(ratios):.2f}", flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        launch("exchange", chosen.processes, 1, 0, Path(place))
+        for what, seconds in json.loads(Path(place, "exchange.json").read_text()).items():
+            print(f"{what}: {1e3 * seconds:.2f} ms")
+
+
+def main(given: Sequence[str]) -> None:
+    """Compare, or do one process's share."""
+    if given[:1] == ["work"]:
+        _, kind, members, folder = given
+        {**KINDS, "exchange": exchange}[kind](int(members), folder)
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    compare(parser.parse_args(given))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
