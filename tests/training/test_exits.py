@@ -196,25 +196,22 @@ calls = 0
 def score(completion, answer, question):
     global calls
     calls += 1
-    if calls > 60 and not pathlib.Path("mended").exists():
+    if calls > int(pathlib.Path("after").read_text()):
         ctypes.CDLL(None)._exit(0)
     return len(set(completion)) / 8
 """
 
 
-def test_of_a_process_that_ended_behind_pythons_back_the_records_say_so(tmp_path, monkeypatch, capsys):
+def test_of_a_process_that_ended_behind_pythons_back_the_records_say_so(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     write_task(BEHIND)
+    Path("after").write_text("60")
     # Nobody inside a process can help that it ends so; its records can tell.
     assert status_of(lambda: os._exit(main(["train", "c.yaml", "--run-dir", "run"]))) == 0
-    capsys.readouterr()
     assert main(["best", "run"]) == 0
-    assert "not yet, or its process ended without a word" in " ".join(capsys.readouterr().out.split())
+    assert "not yet, or its process ended without a word" in " ".join(capfd.readouterr().out.split())
     page = html_page(summarise(read_journal("run/journal.jsonl")))
     assert "Stopped: not yet, or its process ended without a word" in page
-    Path("mended").touch()
-    capsys.readouterr()
-    assert main(["resume", "run"]) == 0
-    assert "its last process ended without a word, as when it is killed" in capsys.readouterr().out
-    assert main(["best", "run"]) == 0
-    assert "without a word" not in capsys.readouterr().out
+    Path("after").write_text("3")
+    assert status_of(lambda: os._exit(main(["resume", "run"]))) == 0
+    assert "its last process ended without a word, as when it is killed" in capfd.readouterr().out
