@@ -37,6 +37,7 @@ KNOWN = {
     "llama, keys for every head": LlamaConfig(**COMMON | EACH_ITS_OWN),
     "llama, wide heads": LlamaConfig(**COMMON | {"head_dim": 16, "num_key_value_heads": 1}),
     "llama, linear": LlamaConfig(**COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+    "llama, a window that it has not": LlamaConfig(**COMMON, sliding_window=3, layer_types=["sliding_attention"] * 2),
     "llama 3": LlamaConfig(**COMMON, rope_parameters=LLAMA3),
     "mistral, window": MistralConfig(**COMMON, sliding_window=5),
     "mistral": MistralConfig(**COMMON, sliding_window=None),
@@ -65,6 +66,12 @@ def known_to(model, **settings):
         return base.direct
 
 
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    """Compare, however the suite is run."""
+    monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
+
+
 @pytest.fixture
 def both(monkeypatch):
     """Build the same bank twice: on the direct pass and on transformers'."""
@@ -80,7 +87,6 @@ def both(monkeypatch):
                 assert bank.base.direct is direct
         return fast, slow
 
-    monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
     return build
 
 
@@ -137,7 +143,7 @@ def test_below_the_first_adapter_there_is_no_backward_pass(both):
 
 
 def test_long_sequences_take_a_kernel_that_keeps_no_scores(both, monkeypatch):
-    monkeypatch.setattr(attention, "FOLDED_KEYS", 6)
+    monkeypatch.setattr(attention, "FOLDED", 0)
     fast, slow = both(built(KNOWN["qwen2, some windows"]))
     assert_same(fast, slow, make_rows(range(SIZE)))
 
@@ -190,6 +196,14 @@ def own_layer(model):
     model.model.layers[0].mlp.up_proj.__class__ = Odd
 
 
+def own_tensors(model):
+    class Odd(torch.Tensor):
+        pass
+
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Odd), requires_grad=False)
+
+
 def hooked(model):
     model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: None)
 
@@ -214,7 +228,7 @@ def test_what_is_not_known_stays_with_transformers_silently(config):
         assert not known_to(built(config))
 
 
-@pytest.mark.parametrize("change", [own_layer, hooked, replaced])
+@pytest.mark.parametrize("change", [own_layer, own_tensors, hooked, replaced])
 def test_whatever_is_attached_to_a_model_is_run(change):
     model = tiny_model("llama")
     assert known_to(model)
@@ -231,6 +245,18 @@ def test_what_is_attached_later_is_run_as_well():
     assert called
     with bank.base.working():
         assert bank.base.direct
+
+
+def test_layers_that_a_config_leaves_out_are_left_out(both):
+    model = built(KNOWN["qwen3"])
+    model.config.num_hidden_layers = 1
+    assert_same(*both(model, lora_config=lora(target_modules=r".*layers\.0\..*_proj")), make_rows(range(SIZE)))
+
+
+def test_mixed_precision_around_it_stays_with_transformers_too():
+    bank = different_members(tiny_model("llama"), SIZE)
+    with torch.autocast("cpu", dtype=torch.bfloat16), bank.base.working():
+        assert not bank.base.direct
 
 
 def test_mixed_precision_stays_with_transformers():

@@ -131,7 +131,8 @@ class CausalModel:
         try:
             self._working = True
             with frozen(self.model), grouped_attention(self.device):
-                self._direct = self._known if self.autocast is nullcontext and untouched(self.decoder) else None
+                mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(self.device.type)
+                self._direct = None if mixed or not untouched(self.decoder) else self._known
                 changed = self._changed if self._direct is None else {}
                 handles.extend(module.register_forward_hook(self._hook(name)) for name, module in changed.items())
                 yield

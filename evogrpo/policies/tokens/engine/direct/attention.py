@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-FOLDED_KEYS = 1024  # beyond this the scores, which are kept for the backward pass, take more memory than all else
+FOLDED = 4
+"""Most keys for each of a head's dimensions: scores are kept for the backward pass, and would take the most memory."""
 
 
 class Shared(NamedTuple):
@@ -57,7 +58,7 @@ def attended(
     """
     kv, n, wide, d = q.shape
     length = k.shape[2] + (0 if shared is None else shared.keys.shape[2])
-    if t == 1 or (q.device.type == "cpu" and length <= FOLDED_KEYS):
+    if t == 1 or (q.device.type == "cpu" and length <= FOLDED * d):
         own = () if shared is None else (shared.keys, shared.values)
         runs = None if shared is None else shared.runs
         out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, *own)

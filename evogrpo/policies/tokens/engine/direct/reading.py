@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, Qwen3Model
 
 from evogrpo.policies.tokens.engine.direct.linears import Named
@@ -13,6 +13,7 @@ from evogrpo.policies.tokens.engine.direct.linears import Named
 KNOWN = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 ROPES = ("default", "linear", "llama3", "yarn")
 PRECISIONS = (torch.float32, torch.bfloat16)
+DEVICES = ("cpu", "cuda", "meta")
 
 
 def switched_off() -> bool:
@@ -73,22 +74,25 @@ def anatomy(model: PreTrainedModel, decoder: nn.Module) -> Anatomy | None:
     if type(decoder) not in KNOWN:
         return None
     config: Any = decoder.config
-    kinds = {(weights.dtype, weights.device) for weights in decoder.parameters()}
+    kinds = {(weights.dtype, weights.device, type(weights), type(weights.data)) for weights in decoder.parameters()}
+    dtype, device, *types = next(iter(kinds))
     if (
         config.hidden_act != "silu"
         or config.rope_parameters.get("rope_type") not in ROPES
         or "partial_rotary_factor" in config.rope_parameters
         or len(kinds) != 1
-        or next(iter(kinds))[0] not in PRECISIONS
+        or dtype not in PRECISIONS
+        or device.type not in DEVICES
+        or types != [nn.Parameter, Tensor]  # others, such as quantised ones, compute in their own way
         or any(not _plain(module, decoder) for module in decoder.modules())
     ):
         return None
     names = {module: name for name, module in model.named_modules()}
-    layers: Any = decoder.layers
+    layers: Any = decoder.layers[: config.num_hidden_layers]  # type: ignore[index]  # a list of modules
     first = layers[0].self_attn
     return Anatomy(
         decoder=decoder,
-        layers=tuple(_layer(layer, names, _window(config, number)) for number, layer in enumerate(layers)),
+        layers=tuple(_layer(layer, names, _window(decoder, number)) for number, layer in enumerate(layers)),
         heads=(config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads),
         width=first.head_dim,
         scaling=first.scaling,
@@ -112,11 +116,13 @@ def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     )
 
 
-def _window(config: Any, number: int) -> int | None:
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and kinds[number] != "sliding_attention":
-        return None
-    window: int | None = getattr(config, "sliding_window", None)
+def _window(decoder: nn.Module, number: int) -> int | None:
+    """Return a layer's window: Llama has none whatever its config holds, Mistral one for all layers."""
+    config: Any = decoder.config
+    slides = type(decoder) is MistralModel or (
+        type(decoder) is not LlamaModel and config.layer_types[number] == "sliding_attention"
+    )
+    window: int | None = config.sliding_window if slides else None
     return window
 
 
