@@ -129,7 +129,7 @@ class Saved:
             progress.finalists = KeptStates.restored(
                 self.record["progress"].get("finalists", []),
                 {name.removeprefix(FINALIST): value for name, value in finalists.items()},
-                population.members.banks,
+                population.crew.members.banks,
             )
             if self.best is not None:
                 progress.best = _read_best(*self.best, digest_of(self.folder.parents[1] / BEST))

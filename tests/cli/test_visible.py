@@ -155,7 +155,7 @@ TRAPS = (
     "yaml",
     "matplotlib",
     "tensorflow",
-    "mine",
+    "my_trap",
 )
 
 
@@ -189,7 +189,7 @@ def test_only_commands_that_run_code_of_the_users_look_for_it_in_the_working_dir
         assert str(here) not in sys.path
         assert not trapped.exists()
         capsys.readouterr()
-    main(["train", "--env", "mine:Nothing-v0", "--dry-run"])
+    main(["train", "--env", "my_trap:Nothing-v0", "--dry-run"])
     assert str(here) in sys.path
     sys.path.remove(str(here))
     assert trapped.exists()

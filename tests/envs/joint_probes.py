@@ -109,7 +109,10 @@ class Remembering(Probe):
 
 
 class Unseeded(Favours):
-    """Shows targets that no seed decides."""
+    """Shows targets that no seed decides; so many that two episodes are not alike by chance."""
+
+    def __init__(self):
+        super().__init__(steps=20)
 
     def show(self):
         self.np_random = np.random.default_rng()

@@ -196,6 +196,7 @@ def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(
 
     env = tiny_env(reward_fn=patient)
     if (child := os.fork()) == 0:
+        signal.signal(number, signal.SIG_DFL)  # nohup has it ignored
         list(evolve(tiny_population(2), env, run_dir=tmp_path / "run", **QUICK))
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -180,7 +180,7 @@ def restore_population(
         population = Population(agents, members, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = _next_index(record["next_index"], population)
         # Earlier versions kept no states.
-        population.kept = KeptStates.restored(record.get("kept", []), tensors, members.banks)
+        population.kept = KeptStates.restored(record.get("kept", []), tensors, population.crew.members.banks)
     return population
 
 
