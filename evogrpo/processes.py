@@ -1,7 +1,8 @@
 """Several processes that train one population: who they are, and how they tell each other what they found.
 
 Every process runs the same program and takes the same decisions, as all of them read the same numbers. What each has
-computed for itself is exchanged at few places, all of them here.
+computed for itself is exchanged at few places, all of them here. Processes of one program believe each other: torch
+pickles what they exchange.
 """
 
 import atexit

@@ -157,7 +157,8 @@ def draw(runs: Runs, out: Path) -> Path:
         axis.set_title(task, fontsize=9)
         axis.set_xlim(min(-0.1, axis.get_xlim()[0]), max(1.1, axis.get_xlim()[1]))
     axes[0][0].set_yticks(range(len(arms)), arms, fontsize=8)
-    figure.supxlabel("normalised test score: 0 = untrained, 1 = solved; dots are runs", fontsize=9)
+    scale = "normalised test score: 0 = untrained, 1 = solved; dots are runs"
+    figure.supxlabel(f"{scale}; orange: the candidates, blue: what they have to beat", fontsize=9)
     figure.tight_layout()
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out, dpi=150)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import Members
-from evogrpo.agents.members.spread.places import Places
 from evogrpo.agents.members.spread.spread_members import Examinee, SpreadMembers
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.merging import merged
@@ -74,8 +73,8 @@ class SpreadCrew(Crew):
         self.processes, self._places = members.processes, members.places
 
     def _here(self, learners: Sequence[Learner]) -> list[Learner]:
-        places: Places = self._places
-        return [replace(learner, slot=places.place(learner.slot)) for learner in learners if learner.slot in places.own]
+        first, own = self._places.own.start, self._places.own
+        return [replace(learner, slot=learner.slot - first) for learner in learners if learner.slot in own]
 
     def collect(
         self,
