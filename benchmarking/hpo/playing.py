@@ -153,7 +153,7 @@ def with_factor(space: HyperparameterConfig, factor: float) -> HyperparameterCon
 
 @cache
 def _base() -> Any:
-    return load_base("smollm2-135m")
+    return load_base("smollm2-135m", dtype=torch.bfloat16)  # PROTOCOL.md says why
 
 
 def first_values(task: Task, arm: Arm, start: Start, seed: int) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PLAYED = ("CartPole-v1", "Acrobot-v1", "Pendulum-v1", "LunarLander-v3", "FrozenLake-v1")
-WRITTEN = ("two_digit_sums", "digit_chains")
+WRITTEN = ("two_digit_sums", "number_sequences")
 
 SEEDS: dict[str, int] = dict.fromkeys(PLAYED, 10) | dict.fromkeys(WRITTEN, 3)
 

@@ -1,6 +1,7 @@
 """The built-in arithmetic tasks."""
 
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from evogrpo.envs import TASKS
 from evogrpo.envs.prompts.arithmetic import (
     accuracy,
-    digit_chain_questions,
     final_number,
+    sequence_questions,
     two_digit_questions,
     two_digit_sums,
 )
@@ -37,20 +38,21 @@ def test_every_answer_is_right_and_every_question_distinct_even_with_terms_excha
     assert len(seen) == 8190
 
 
-def test_chains_are_right_begin_with_a_digit_and_each_occurs_once_in_whatever_order():
-    tables = digit_chain_questions(0, 64, 256)
-    assert {split: len(rows) for split, rows in tables.items()} == {"train": 5170, "validation": 64, "test": 256}
+def test_sequences_go_on_by_the_same_step_and_each_occurs_once():
+    tables = sequence_questions(0, 64, 256)
+    assert {split: len(rows) for split, rows in tables.items()} == {"train": 769, "validation": 64, "test": 256}
     seen = set()
     for row in (row for rows in tables.values() for row in rows):
-        problem = re.fullmatch(r"State the final answer to .* problem: (\d( [+-] \d){3}) =", row["question"])[1]
-        terms = [int(term.replace(" ", "")) for term in re.findall(r"(?:^|[+-] )\d", problem)]
-        assert len(terms) == 4
-        assert sum(terms) == int(row["answer"])
-        seen.add(tuple(sorted(terms)))
-    assert len(seen) == 5490
-    assert digit_chain_questions(0, 64, 256) == tables != digit_chain_questions(1, 64, 256)
-    with pytest.raises(ValueError, match="together less than 5490"):
-        digit_chain_questions(0, 5000, 490)
+        asked = re.fullmatch(r"State the next number of this sequence: (\d+, \d+, \d+, \d+)", row["question"])[1]
+        numbers = [*map(int, asked.split(", ")), int(row["answer"])]
+        steps = {after - before for before, after in pairwise(numbers)}
+        assert len(steps) == 1
+        assert 2 <= min(steps) <= 12
+        seen.add(tuple(numbers))
+    assert len(seen) == 1089
+    assert sequence_questions(0, 64, 256) == tables != sequence_questions(1, 64, 256)
+    with pytest.raises(ValueError, match="together less than 1089"):
+        sequence_questions(0, 1000, 89)
 
 
 def test_held_out_questions_are_like_training_questions():
@@ -123,7 +125,7 @@ def test_endless_digits_are_no_answer_and_no_error():
 
 
 def test_the_task_is_declared_and_builds(tokenizer, encode):
-    assert list(TASKS) == ["two_digit_sums", "digit_chains"]
+    assert list(TASKS) == ["two_digit_sums", "number_sequences"]
     task = TASKS["two_digit_sums"]
     assert "\n" not in task.description
     env = task.build(tokenizer, seed=4, validation_size=8, test_size=16)

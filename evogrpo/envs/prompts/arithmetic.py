@@ -1,7 +1,6 @@
-"""The built-in tasks: sums and differences, of two-digit numbers and of four digits, worded as reasoning-gym does."""
+"""The built-in tasks: sums and differences of two-digit numbers, worded as reasoning-gym does, and number sequences."""
 
 import re
-from itertools import combinations_with_replacement
 from typing import Any
 
 from evogrpo.envs.groups import SPLITS, Split
@@ -65,43 +64,37 @@ def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict
         a, b, sign = terms[number]
         if exchange[number]:
             a, b = b, a
-        rows.append(_row(f"{a} {'+' if sign > 0 else '-'} {b}", a + sign * b))
+        problem = f"{a} {'+' if sign > 0 else '-'} {b}"
+        question = f"State the final answer to the following arithmetic problem: {problem} ="
+        rows.append({"question": question, "answer": str(a + sign * b)})
     return _split(rows, validation_size, test_size)
 
 
-def digit_chain_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
-    """Return all questions of the task `digit_chains`, split by a seeded shuffle.
+def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+    """Return all questions of the task `number_sequences`, split by a seeded shuffle.
 
-    Four digits from 1 to 9 are added and subtracted. Each set of signed digits occurs once, in an order drawn by the
-    seed that begins with one that is added: no held-out question is a training question with its terms exchanged.
+    Four numbers rise by the same step, and the fifth is asked for. Every first number from 1 to 99 occurs once with
+    every step from 2 to 12.
 
     Args:
-        seed: Seed of the split and of the order of terms.
+        seed: Seed of the split.
         validation_size: Questions in the validation split.
         test_size: Questions in the test split.
 
     Returns:
-        Rows with the columns question and answer per split; 5490 in all.
+        Rows with the columns question and answer per split; 1089 in all.
 
     Raises:
         ValueError: If a size is not positive or leaves no training question.
     """
-    rng = generator(seed, "digit_chains")
-    digits = [digit for digit in range(-9, 10) if digit]
-    chains = [chain for chain in combinations_with_replacement(digits, 4) if max(chain) > 0]
+    rng = generator(seed, "number_sequences")
+    sequences = [[first + step * place for place in range(5)] for first in range(1, 100) for step in range(2, 13)]
     rows = []
-    for number in rng.permutation(len(chains)):
-        others = [int(term) for term in rng.permutation(chains[number])]
-        first = next(term for term in others if term > 0)
-        others.remove(first)
-        problem = " ".join([str(first), *(f"{'+' if term > 0 else '-'} {abs(term)}" for term in others)])
-        rows.append(_row(problem, first + sum(others)))
+    for number in rng.permutation(len(sequences)):
+        *shown, answer = sequences[number]
+        question = f"State the next number of this sequence: {', '.join(map(str, shown))}"
+        rows.append({"question": question, "answer": str(answer)})
     return _split(rows, validation_size, test_size)
-
-
-def _row(problem: str, answer: int) -> dict[str, str]:
-    question = f"State the final answer to the following arithmetic problem: {problem} ="
-    return {"question": question, "answer": str(answer)}
 
 
 def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
@@ -129,11 +122,11 @@ def two_digit_sums(
     return _environment(two_digit_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
 
 
-def digit_chains(
+def number_sequences(
     tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
 ) -> HuggingFaceGym:
     """Return the task as an environment; its reward is `accuracy`, its arguments those of `two_digit_sums`."""
-    return _environment(digit_chain_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
+    return _environment(sequence_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
 
 
 def _environment(

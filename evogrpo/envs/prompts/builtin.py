@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from evogrpo.envs.prompts.arithmetic import digit_chains, two_digit_sums
+from evogrpo.envs.prompts.arithmetic import number_sequences, two_digit_sums
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.templates import Tokenizer
 
@@ -36,9 +36,9 @@ TASKS: Mapping[str, Task] = MappingProxyType(
             description="sums and differences of two two-digit numbers; reward 1 if the last number is the answer",
             build=two_digit_sums,
         ),
-        "digit_chains": Task(
-            description="sums and differences of four digits; reward 1 if the last number is the answer",
-            build=digit_chains,
+        "number_sequences": Task(
+            description="the next of four numbers that rise by the same step; reward 1 if the last number is it",
+            build=number_sequences,
         ),
     }
 )
