@@ -24,7 +24,7 @@ def run(seed: int, fixed: bool, folder: Path) -> None:
     else:
         words = ["demo", "--seed", str(seed), "--run-dir", str(folder), *(["--fixed"] if fixed else [])]
     with (folder.with_suffix(".log")).open("a") as log:
-        command = [sys.executable, "-m", "evogrpo.cli", *words]
+        command = [sys.executable, "-m", "evogrpo", *words]
         subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT)
 
 

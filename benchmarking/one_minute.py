@@ -111,7 +111,7 @@ def run_evogrpo(name: str, task: Task, seed: int, folder: Path) -> dict[str, Any
     words = [f"{'minigrid:' if task.id.startswith('MiniGrid') else ''}{task.id}", *task.overrides, f"seed={seed}"]
     options = [text for wrapper in task.wrappers for text in ("--wrapper", wrapper)]
     run_dir = folder / "runs" / f"{name}-{seed}".replace(", ", "-").replace(" ", "-")
-    command = [sys.executable, "-m", "evogrpo.cli", "train", "--env", *words, *options]
+    command = [sys.executable, "-m", "evogrpo", "train", "--env", *words, *options]
     began, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([*command, f"schedule.max_seconds={SECONDS}", "--run-dir", str(run_dir)], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -41,7 +41,7 @@ ASIDE = (*CLOCK, "version", "run_id", "digest")
 DTYPES = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32, "U8": np.uint8}
 FURTHER = 10  # differences of a run that are listed
 
-CLI = ("-m", "evogrpo.cli")
+CLI = ("-c", "raise SystemExit(__import__('evogrpo.cli', fromlist=['main']).main())")  # older checkouts too
 PROMPTS = (
     *CLI,
     "demo",

@@ -207,7 +207,7 @@ schedule: {generations: 3, steps_per_generation: 2, samples_per_step: 16, valida
 """
 Path("my.yaml").write_text(configuration, encoding="utf-8")
 # !evogrpo train my.yaml --run-dir runs/tutorial-08/one > my.log 2>&1
-# !torchrun --nproc-per-node 2 -m evogrpo.cli train my.yaml --run-dir runs/tutorial-08/two > my.log 2>&1
+# !torchrun --nproc-per-node 2 -m evogrpo train my.yaml --run-dir runs/tutorial-08/two > my.log 2>&1
 one, two = (read_run(f"runs/tutorial-08/{name}").members for name in ("one", "two"))
 print(one[["generation", "member", "parent", "fitness"]].tail(4).to_string(index=False))
 assert one.member.tolist() == two.member.tolist(), "the same members were born"

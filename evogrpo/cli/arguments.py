@@ -3,7 +3,10 @@
 import argparse
 import difflib
 import importlib
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +23,10 @@ _EXIT_CODES = (
 )
 
 
+_WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
+_NAME, _OPTION = re.compile(r"[\w-]+"), re.compile(r"(?<!\w)--[\w-]+")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code.
 
@@ -29,8 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     chosen, rest = parser.parse_known_args(arguments)
     # argparse takes positional arguments in one go; overrides may also follow options.
-    if rest and ("overrides" not in chosen or any(text.startswith("-") for text in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    unknown = rest if "overrides" not in chosen else [text for text in rest if text.startswith("-")]
+    if unknown:
+        _refuse(chosen, unknown[0])
     if rest:
         chosen.overrides = [*chosen.overrides, *rest]
     # Only now: help needs none of it.
@@ -76,10 +84,34 @@ def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers with what was typed in view, and short."""
+    """Answers with what was typed in view, short, and on a terminal within its width."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(printable(shorten(message, 500)))
+        if typed := _WRONG_CHOICE.match(message):
+            names = _NAME.findall(typed[2])
+            near = _meant(typed[1], names) or f"; there are {', '.join(names)}"
+            message = f"there is no command {shorten(typed[1], 80)!r}{near}"
+        message = printable(shorten(message, 500))
+        if sys.stderr.isatty():
+            message = textwrap.fill(message, shutil.get_terminal_size().columns - len(f"{self.prog}: error: "))
+        super().error(message)
+
+
+def _refuse(chosen: argparse.Namespace, typed: str) -> NoReturn:
+    """Refuse an argument that a command does not take, with the option that is meant perhaps."""
+    parser: argparse.ArgumentParser = chosen.parser
+    if not typed.startswith("-"):
+        parser.error(f"one argument too many: {typed!r}")
+    option, _, value = typed.partition("=")
+    near = _meant(option, _OPTION.findall(parser.format_help()))
+    if not near and "overrides" in chosen:
+        near = f"; settings are written without dashes, such as {option.strip('-') or 'seed'}={value or 'VALUE'}"
+    parser.error(f"there is no option {option}{near or f'; `{parser.prog} --help` lists them'}")
+
+
+def _meant(typed: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -312,5 +344,5 @@ def _command(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(), epilog=_EXIT_CODES
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
-    parser.set_defaults(command=command, opens=False, own_code=False)
+    parser.set_defaults(command=command, parser=parser, opens=False, own_code=False)
     return parser

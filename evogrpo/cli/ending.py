@@ -24,7 +24,7 @@ _OTHER_LIMITS = ("max_timesteps", "max_tokens", "max_seconds", "target_fitness")
 def command(*words: str | Path) -> str:
     """Return a command line to copy, quoted for the shell."""
     # Inside a virtual environment that was not activated, the bare name would not be found.
-    program = "evogrpo" if shutil.which("evogrpo") else f"{sys.executable} -m evogrpo.cli"
+    program = "evogrpo" if shutil.which("evogrpo") else f"{sys.executable} -m evogrpo"
     return f"{program} {shlex.join(map(str, words))}"
 
 

@@ -34,8 +34,9 @@ def tasks(chosen: argparse.Namespace) -> int:
 
     console = make_console()
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
+    width = max(map(len, TASKS))
     for name, task in TASKS.items():
-        console.print(Text.assemble(("  " + name, "cyan"), f"  {task.description}"))
+        console.print(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"))
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
     if not is_installed():

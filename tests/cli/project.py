@@ -57,7 +57,7 @@ def command(*arguments: str | Path, cwd: Path, **environment: str) -> "subproces
     """Start `evogrpo` in a process of its own."""
     settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
     return subprocess.Popen(
-        [sys.executable, "-m", "evogrpo.cli", *map(str, arguments)],
+        [sys.executable, "-m", "evogrpo", *map(str, arguments)],
         cwd=cwd,
         env=settings,
         stdout=subprocess.PIPE,

@@ -30,12 +30,36 @@ def test_reports_are_drawn_without_torch(tmp_path):
     assert "torch" not in loaded
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["train", "c.yaml", "--dryrun"], ["tasks", "more"]])
-def test_a_malformed_command_line_is_a_usage_error(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["trian"], "there is no command 'trian'; did you mean train?"),
+        (["xyz"], "there is no command 'xyz'; there are demo, train, resume, "),
+        (["train", "c.yaml", "--dryrun"], "evogrpo train: error: there is no option --dryrun; did you mean --dry-run?"),
+        (["train", "--steps=3"], "no option --steps; settings are written without dashes, such as steps=3"),
+        (["report", "-q", "x"], "no option -q; `evogrpo report --help` lists them"),
+        (["tasks", "more"], "evogrpo tasks: error: one argument too many: 'more'"),
+        (["lineage", "run", "two\x1b[31m"], r"one argument too many: 'two\x1b[31m'"),
+    ],
+)
+def test_a_malformed_command_line_is_a_usage_error_that_says_what_was_meant(arguments, said, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     assert exit_.value.code == 2
-    assert "usage: evogrpo" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "usage: evogrpo" in error
+    assert said in error
+
+
+def test_a_usage_error_fits_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with pytest.raises(SystemExit):
+        main(["train", "--learning-rate=3"])
+    lines = capsys.readouterr().err.splitlines()[3:]
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 60
 
 
 @pytest.mark.parametrize(
@@ -68,7 +92,7 @@ def test_a_traceback_is_there_for_the_asking(here):
 def test_commands_to_copy_work_in_an_environment_that_is_not_activated(monkeypatch, tmp_path):
     assert command("resume", "a run") == "evogrpo resume 'a run'"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert command("resume", "run") == f"{sys.executable} -m evogrpo.cli resume run"
+    assert command("resume", "run") == f"{sys.executable} -m evogrpo resume run"
 
 
 @pytest.mark.parametrize("name", ["resume", "report", "export", "video"])

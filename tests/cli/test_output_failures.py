@@ -32,7 +32,7 @@ def test_a_full_disk_behind_the_output_does_not_end_the_run(project, here):
     arguments = ["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]
     with open("/dev/full", "w") as full:
         process = subprocess.run(
-            [sys.executable, "-m", "evogrpo.cli", *arguments],
+            [sys.executable, "-m", "evogrpo", *arguments],
             env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             cwd=here,
             stdout=full,

@@ -172,7 +172,7 @@ def trapped(here):
 
 def test_commands_that_look_import_nothing_from_the_working_directory(here, trapped):
     process = subprocess.run(
-        [sys.executable, "-m", "evogrpo.cli", "tasks"],
+        [sys.executable, "-m", "evogrpo", "tasks"],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         cwd=here,
         capture_output=True,

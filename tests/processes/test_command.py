@@ -1,4 +1,4 @@
-"""`torchrun -m evogrpo.cli ...`: one run, in one folder, told once."""
+"""`torchrun -m evogrpo ...`: one run, in one folder, told once."""
 
 from pathlib import Path
 

@@ -33,11 +33,11 @@ class Task:
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         "two_digit_sums": Task(
-            description="sums and differences of two two-digit numbers; reward 1 if the last number is the answer",
+            description="sums and differences of two two-digit numbers; reward 1 if the last number is right",
             build=two_digit_sums,
         ),
         "number_sequences": Task(
-            description="the next of four numbers that rise by the same step; reward 1 if the last number is it",
+            description="the next of four numbers that rise by the same step; reward 1 if the last number is right",
             build=number_sequences,
         ),
     }

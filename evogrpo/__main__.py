@@ -1,4 +1,4 @@
-"""`python -m evogrpo.cli` is the same as `evogrpo`."""
+"""`python -m evogrpo` is the same as `evogrpo`."""
 
 import sys
 from pathlib import Path
