@@ -1,6 +1,5 @@
 """What constructor arguments build: the one place where kinds of members differ."""
 
-import warnings
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +38,7 @@ from evogrpo.hyperparameters import (
 from evogrpo.objective import Objective
 from evogrpo.objective.searching import space_to_search
 from evogrpo.policies.tokens.stored_adapters import read_adapter
+from evogrpo.remarks import remark
 
 OptionsT = TypeVar("OptionsT", Options, TeamOptions)
 
@@ -226,7 +226,7 @@ def chosen_founders(
         )
     founders, moved = like_earlier(given, first, space or HyperparameterConfig(), samples)
     for words in moved:
-        warnings.warn(f"founders: {words}", UserWarning, stacklevel=3)
+        remark(f"founders: {words}")
     return founders
 
 

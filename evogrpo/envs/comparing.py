@@ -1,9 +1,9 @@
 """Whether a run goes on in the environment that it began in: the same questions, prompts, rewards and arguments."""
 
-import warnings
 from collections.abc import Mapping
 
 from evogrpo.envs.groups import Fingerprinted, GroupEnvironment
+from evogrpo.remarks import remark
 
 
 def fingerprint_of(env: GroupEnvironment) -> dict[str, str] | None:
@@ -32,11 +32,9 @@ def check_same_data(stored: Mapping[str, str] | None, env: GroupEnvironment, *, 
         reason = (
             f"{type(env).__name__} has no fingerprint()" if found is None else "the checkpoint does not say what it was"
         )
-        warnings.warn(
+        remark(
             f"whether the run goes on with the questions and rewards (or the environment) that it began with is not "
-            f"checked: {reason}",
-            UserWarning,
-            stacklevel=4,
+            f"checked: {reason}"
         )
         return ()
     differences = tuple(

@@ -1,13 +1,13 @@
 """Evolving hyperparameters that cannot matter: found before a run starts, so that it can say so once."""
 
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.kinds import LOSS_TYPES
 from evogrpo.objective.compatibility import highest, lowest, possible
 from evogrpo.objective.objective import Objective
+from evogrpo.remarks import remark
 
 CLIPS = ("clip_coef", "clip_low", "clip_high")
 
@@ -79,7 +79,7 @@ def warn_neutral(
         shared=shared,
     )
     for reason in found.values():
-        warnings.warn(reason, stacklevel=4)
+        remark(reason)
 
 
 def _several_steps(members: Sequence[Hyperparameters], space: HyperparameterConfig, samples_per_step: int) -> bool:

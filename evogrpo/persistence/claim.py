@@ -4,12 +4,12 @@ import errno
 import json
 import os
 import socket
-import warnings
 import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from evogrpo.persistence.durable import open_plain
+from evogrpo.remarks import remark
 
 try:
     import fcntl
@@ -122,10 +122,10 @@ def _locked(path: Path, folder: Path) -> int:
             raise ValueError(
                 f"{folder} is in use by {holder}: wait until it has ended, stop it, or name another run directory"
             ) from None
-        warnings.warn(
+        remark(
             f"this file system cannot lock files ({error.strerror}): make sure that only one process writes into "
             f"{folder}",
-            stacklevel=4,
+            together=False,
         )
         return descriptor
     os.close(descriptor)

@@ -1,6 +1,5 @@
 """Starting a run from Python, and opening one again."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from evogrpo.evolution.fitness_config import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
+from evogrpo.remarks import remark
 from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.display.console import console_for
@@ -150,7 +150,7 @@ def resume(
     console = console_for(progress)
     saved = open_run(run_dir, go_on=True)
     for error in saved.skipped:
-        warnings.warn(f"skipped what cannot be used: {error}", UserWarning, stacklevel=2)
+        remark(f"skipped what cannot be used: {error}")
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)

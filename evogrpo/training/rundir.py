@@ -2,7 +2,6 @@
 
 import hashlib
 import uuid
-import warnings
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, late
 from evogrpo.persistence.journal import Journal, latest_generations, read_journal
 from evogrpo.persistence.manifest import MANIFEST_NAME
 from evogrpo.persistence.placement import stored_at
+from evogrpo.remarks import remark
 from evogrpo.training.charts import layout
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.own_strategies import strategy_record
@@ -237,7 +237,7 @@ class RunDir:
             yield self.logging.tensorboard and not self._unlogged
         except OSError as error:  # curves are not worth a run
             self._unlogged = True
-            warnings.warn(f"nothing more is logged for TensorBoard: {error.strerror or error}", stacklevel=4)
+            remark(f"nothing more is logged for TensorBoard: {error.strerror or error}", together=False)
 
     def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:

@@ -1,6 +1,5 @@
 """From rewards to advantages, in the order of `Objective`: every member's from its own rows and statistics."""
 
-import warnings
 from dataclasses import replace
 
 import torch
@@ -14,6 +13,7 @@ from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.kinds import LOSS_TYPES, STEP_ADVANTAGES
 from evogrpo.objective import Objective
 from evogrpo.records import Batch
+from evogrpo.remarks import remark
 
 
 def refuse_whole_completions(objective: Objective) -> None:
@@ -163,8 +163,8 @@ def _warn_of_equal_steps(kind: str, batch: Batch) -> None:
     group, count = numbered(batch.group_ids)
     differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
     if differ and len(given) and bool(given.min() == given.max()):
-        warnings.warn(
+        remark(
             f"every step earned {float(given[0]):g}, so advantage 'process', which compares single steps, is 0 "
             "everywhere and nothing is learnt: choose 'return_to_go_timestep' or 'outcome'",
-            stacklevel=2,
+            together=False,
         )

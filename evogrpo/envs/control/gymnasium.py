@@ -1,7 +1,6 @@
 """GymnasiumGroups: groups of episodes of any Gymnasium environment, all members' at once."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
@@ -27,6 +26,7 @@ from evogrpo.envs.control.trees import leaf_spaces
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.records import Actor
+from evogrpo.remarks import remark
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
@@ -321,10 +321,10 @@ class GymnasiumGroups(SeededGroups):
         cut = played.truncated & (played.lengths == self.max_episode_steps)
         if self.cut_off and cut.any() and not self._said_cut_off:
             self._said_cut_off = True
-            warnings.warn(
+            remark(
                 f"an episode of {self.name} was cut off after {self.max_episode_steps:,} steps, as neither the "
                 "environment nor anybody else sets a limit: set max_episode_steps to what suits it",
-                stacklevel=2,
+                together=False,
             )
         return played
 

@@ -1,7 +1,6 @@
 """Three disjoint, deduplicated splits of prompt datasets: train, validation (selection) and test (reported once)."""
 
 import hashlib
-import warnings
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Any, Protocol
 
 from evogrpo.envs.groups import SPLITS, Split
 from evogrpo.envs.identity import canonical
+from evogrpo.remarks import remark
 
 DEFAULT_SIZES: Mapping[Split, int] = {"validation": 64, "test": 256}
 HELD_OUT = 0.2
@@ -239,4 +239,4 @@ def _warn(filtered: Mapping[Split, Filtered]) -> None:
         for split in SPLITS
         if (counts := told[split]) != Filtered()
     ]
-    warnings.warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})", UserWarning, stacklevel=5)
+    remark(f"rows were left out of the prompt datasets ({'; '.join(parts)})")

@@ -4,7 +4,6 @@ import hashlib
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from evogrpo.installing import package_command
+from evogrpo.remarks import remark
 
 try:
     import fcntl
@@ -48,7 +48,7 @@ def convert_gguf(path: Path) -> Path:
     if folder.is_dir():
         if _intact(folder):
             return folder
-        warnings.warn(f"the converted model in {folder} is damaged; converting {path.name} again", stacklevel=2)
+        remark(f"the converted model in {folder} is damaged; converting {path.name} again")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone(cache_folder()) as alone:
         if folder.is_dir() and _intact(folder):  # another process was at it meanwhile

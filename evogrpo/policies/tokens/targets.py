@@ -1,7 +1,6 @@
 """Which layers of a model members train: those that a LoraConfig adapts, less what cannot be trained or exported."""
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakSet
@@ -15,6 +14,7 @@ from evogrpo.policies.tokens.engine.borrowing import frozen
 from evogrpo.policies.tokens.engine.probes import logits_of
 from evogrpo.policies.tokens.exports import as_peft_loads
 from evogrpo.policies.tokens.lora import Target, adapts_all, find_targets
+from evogrpo.remarks import remark
 
 STACKED = "no linear layers, but stacks of weights, as fused experts are"
 NOT_LINEAR = "no plain linear layer that sees every token"
@@ -72,7 +72,7 @@ def tell_left_out(trained: Trained, model: nn.Module) -> None:
     told = trained.told(model)
     if told and model not in _TOLD:
         _TOLD.add(model)
-        warnings.warn(f"adapters train {told}", stacklevel=4)
+        remark(f"adapters train {told}")
 
 
 def _in_a_row(targets: Iterable[Target]) -> tuple[Target, ...]:

@@ -1,6 +1,5 @@
 """Replaying what evolution found: a hyperparameter schedule as a file, and one fresh agent trained under it."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from evogrpo.history.schedules import FoundSchedule, found_schedule
 from evogrpo.hyperparameters import MOST_COUNTED, refuse_unknown, whole_between
 from evogrpo.persistence.durable import make_folder, write_synced
 from evogrpo.persistence.journal import read_journal
+from evogrpo.remarks import remark
 from evogrpo.training.configuration.reading import CONFIG_FILE, override, parse_config, parse_space
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
@@ -90,11 +90,9 @@ class HyperparameterSchedule:
         found = found_schedule(events)
         began = next(event for event in events if event["event"] == "run")
         if found.networks:
-            warnings.warn(
+            remark(
                 f"the network of member #{found.member.index} changed on the way ({'; '.join(found.networks)}), which "
-                "a schedule of hyperparameters does not hold: a replay keeps the network that the run began with",
-                UserWarning,
-                stacklevel=3,
+                "a schedule of hyperparameters does not hold: a replay keeps the network that the run began with"
             )
         config = run_dir / CONFIG_FILE
         values = read_yaml_file(config) if config.is_file() else None
@@ -171,11 +169,9 @@ class HyperparameterSchedule:
         started = {name: getattr(first, name) for name in space}
         kept = {n: p for n, p in space.items() if started[n] is None or p.closest(started[n]) == started[n]}
         if values.get("experience", "own") != "own":
-            warnings.warn(
+            remark(
                 "members of that run learnt from each other's samples, which one agent cannot: a replay learns from "
-                "its own alone",
-                UserWarning,
-                stacklevel=2,
+                "its own alone"
             )
         values |= {
             "experience": "own",

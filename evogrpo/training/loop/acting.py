@@ -17,13 +17,13 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
+from evogrpo.remarks import remark
 from evogrpo.training.loop.assessment.finals import second_set
 from evogrpo.training.loop.assessment.measuring import Measured, measure
 from evogrpo.training.loop.assessment.rollouts import rollouts_of
 from evogrpo.training.loop.budget import overstepped
 from evogrpo.training.loop.clock import Clock, OutOfTime
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.loop.remarks import remark
 from evogrpo.training.loop.shared import sources_of
 from evogrpo.training.loop.stopping import PATIENCE_SECONDS, Stopping
 from evogrpo.training.schedule import Schedule

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 
 from evogrpo.records import LearnReport
+from evogrpo.remarks import remark
 from evogrpo.text import number_text
-from evogrpo.training.loop.remarks import remark
 
 STEPS = 3
 """Learning steps that are looked at."""

@@ -18,6 +18,7 @@ from evogrpo.history.records import BaselineReport, GenerationReport, Report, St
 from evogrpo.history.results import Result
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
+from evogrpo.remarks import remark
 from evogrpo.text import counted
 from evogrpo.training.charts import generation_curves, step_curves
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
@@ -30,7 +31,6 @@ from evogrpo.training.loop.clock import OutOfTime
 from evogrpo.training.loop.equal_rewards import EqualRewards
 from evogrpo.training.loop.planning import Planning, StrategyError
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.loop.remarks import remark
 from evogrpo.training.loop.reports.observing import (
     baseline_report,
     description_of,

@@ -1,6 +1,5 @@
 """Members that are small networks: played by a Gymnasium environment, one action at a time."""
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -30,6 +29,7 @@ from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
 from evogrpo.records import Acted, Batch, Experience, ObservationInputs
+from evogrpo.remarks import remark
 
 
 class NetworkMembers:
@@ -208,10 +208,10 @@ class NetworkMembers:
             masks = [action_mask] if count is None else _rows_of(action_mask, m)
         elif self.masked and not self._said_masked:
             self._said_masked = True
-            warnings.warn(
+            remark(
                 "this agent learnt where some actions are illegal, and was told which: without action_masks=info"
                 "['action_mask'] it may choose what it never tried, and does not act as it was tested",
-                stacklevel=4,
+                together=False,
             )
         acted = self.networks.act(
             arrays,

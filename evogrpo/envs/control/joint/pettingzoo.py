@@ -1,6 +1,5 @@
 """PettingZooGroups: groups of joint episodes of any parallel PettingZoo environment, all members' at once."""
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from copy import copy
@@ -28,6 +27,7 @@ from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.records import Actor
+from evogrpo.remarks import remark
 
 _LANES = 64
 
@@ -260,7 +260,8 @@ class PettingZooGroups(SeededGroups):
         if self._wanted_limit is None and (played.lengths >= self._last_step).any():
             self._warn(
                 f"a joint episode of {self.name} was cut off after {self._last_step:,} steps, as neither the "
-                "environment nor anybody else sets a limit: set max_episode_steps to what suits it"
+                "environment nor anybody else sets a limit: set max_episode_steps to what suits it",
+                together=False,
             )
         return played
 
@@ -296,10 +297,10 @@ class PettingZooGroups(SeededGroups):
         if found is not None:
             self._warn(f"in {self.name}, {found.advice(learning=team_credit, fitness=self.scoring.by_default)}")
 
-    def _warn(self, words: str) -> None:
+    def _warn(self, words: str, *, together: bool = True) -> None:
         if words not in self._said:
             self._said.add(words)
-            warnings.warn(words, stacklevel=3)
+            remark(words, together=together)
 
     def stage(self, **env_kwargs: Any) -> Stage:
         """Return one such environment that a single player plays for all agents.

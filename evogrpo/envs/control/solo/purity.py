@@ -1,7 +1,6 @@
 """Whether an environment's episodes are functions of their reset seeds and actions, and whether it is random after."""
 
 import random
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import numpy as np
 from evogrpo.envs.control.solo.refusals import misshapen
 from evogrpo.envs.control.solo.replays import Difference, Moment, first_difference, replay
 from evogrpo.envs.control.solo_lanes import SerialLanes
+from evogrpo.remarks import remark
 
 MakeToTry = Callable[[bool], "gymnasium.Env[Any, Any]"]
 """(whether it gets other noise after reset) -> a new environment."""
@@ -93,7 +93,7 @@ def choose_conduct(
     if seen.difference is not None:
         anew = None if remake else _try(make, spaces, True, by_turns)
         mended = anew is not None and anew.difference is None
-        warnings.warn(_warning(name, seen, mended=mended, given=remake is not None), stacklevel=3)
+        remark(_warning(name, seen, mended=mended, given=remake is not None))
         if anew is not None and mended and remake is None:
             chosen, seen = True, anew
     return Conduct(remake=chosen, reseed_noise=seen.noisy if reseed_noise is None else reseed_noise)

@@ -2,7 +2,6 @@
 
 import math
 import numbers
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward, RewardError
 from evogrpo.envs.prompts.rewards.step_rewards import LARGEST, StepRewards, learnable
 from evogrpo.envs.prompts.rewards.verifiers.calling import CallFailedError, InProcess, Job, Outcome, Runner, said, shown
+from evogrpo.remarks import remark
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,7 +84,7 @@ def evaluate(
         )
     if failures:
         first = failures[min(failures)]
-        warnings.warn(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", stacklevel=2)
+        remark(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", together=False)
     return Evaluated(rewards=total, components=components, steps=steps)
 
 

@@ -1,6 +1,5 @@
 """A frozen causal language model of transformers as a TokenModel: prefix-shared passes that leave it as it was."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -28,6 +27,7 @@ from evogrpo.policies.tokens.engine.probes import (
 )
 from evogrpo.policies.tokens.engine.token_model import Decoding
 from evogrpo.policies.tokens.weights.weights import Route, View
+from evogrpo.remarks import remark
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
 
@@ -104,10 +104,9 @@ class CausalModel:
             self.shares_prefix = self._probe_prefix()
             self._known = self._probe_direct()
         if not self.shares_prefix:
-            warnings.warn(
+            remark(
                 f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
-                "again for every completion, and sampling recomputes the whole sequence for every token",
-                stacklevel=3,
+                "again for every completion, and sampling recomputes the whole sequence for every token"
             )
 
     @property
@@ -327,9 +326,8 @@ class CausalModel:
         passes = DirectPasses(parts, self._changed)
         if agrees(passes):
             return passes
-        warnings.warn(
+        remark(
             f"{type(self.model).__name__} is run by transformers' own passes, which take longer: the direct ones give "
-            "other numbers",
-            stacklevel=4,
+            "other numbers"
         )
         return None

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness
+from evogrpo.remarks import remark
 from evogrpo.text import score_text
 from evogrpo.training.loop.assessment.measuring import Measured
-from evogrpo.training.loop.remarks import remark
 
 Z = 4.0
 """Standard errors that both means must lie apart: it is looked after every generation."""
