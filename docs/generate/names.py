@@ -28,9 +28,8 @@ PACKAGES = (
 SEAMS = {
     "evogrpo.training.loop.iteration": ("Run",),
     "evogrpo.history.results": ("Result", "BestMember"),
-    "evogrpo.history.records": (
-        "GenerationReport", "MemberReport", "StepReport", "MemberStep", "BaselineReport", "TestReport", "Example",
-    ),
+    "evogrpo.history.records": ("GenerationReport", "MemberReport", "BaselineReport", "TestReport"),
+    "evogrpo.history.steps": ("StepReport", "MemberStep", "Example"),
     "evogrpo.history.estimates": ("Estimate", "EvaluationCost"),
     "evogrpo.reporting.shown": ("RunReport",),
     "evogrpo.reporting.told.frames": ("RunFrames",),

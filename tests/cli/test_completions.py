@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from evogrpo.history.records import Example
+from evogrpo.history.steps import Example
 from evogrpo.training.display.completions_table import completions_table, one_line, shortened
 from evogrpo.training.display.console import make_console
 

@@ -10,7 +10,7 @@ from docs.generate.docstrings import as_markup, entries
 from docs.generate.tried import real_range, whole_range
 from evogrpo.agents.learning.metrics import NAMES
 from evogrpo.cli.arguments import make_parser
-from evogrpo.history.records import StepReport
+from evogrpo.history.steps import StepReport
 from evogrpo.training.configuration.reading import _sections
 from evogrpo.training.loop.run import Evolution
 from tests.tiny_steps import step_run

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from evogrpo.history.checked_fields import JournalFields
-from evogrpo.history.records import BaselineReport, Example, GenerationReport, StepReport, TestReport
+from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
+from evogrpo.history.steps import Example, StepReport
 from evogrpo.persistence.journal import read_journal
 from tests.tiny_training import finish, tiny_run
 

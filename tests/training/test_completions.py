@@ -10,7 +10,7 @@ import pytest
 from evogrpo import Objective, evolve
 from evogrpo.agents.learning.step import learn
 from evogrpo.envs.groups import SPLITS
-from evogrpo.history.records import Example
+from evogrpo.history.steps import Example
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.completions import CompletionsLog
 from evogrpo.training.configuration.sections import LoggingConfig

@@ -13,7 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.agents.rollout.collecting import evaluate
 from evogrpo.evolution import Plan
-from evogrpo.history.records import GenerationReport, StepReport, TestReport
+from evogrpo.history.records import GenerationReport, TestReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.claim import LOCK
 from evogrpo.persistence.journal import read_journal
 from tests.tiny_models import tiny_model

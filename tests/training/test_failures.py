@@ -8,7 +8,8 @@ import pytest
 from evogrpo import Tournament
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution import Fixed
-from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.history.records import GenerationReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.journal import read_journal
 from tests.tiny_training import (
     equal_states,

@@ -13,7 +13,8 @@ from evogrpo.evolution import Fitness, FitnessConfig
 from evogrpo.evolution.kept import Kept
 from evogrpo.history.descent import winner_of
 from evogrpo.history.finals import FinalsReport
-from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.history.records import GenerationReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.journal import read_journal
 from evogrpo.reporting.summary import summarise
 from evogrpo.training.charts import generation_curves

@@ -7,7 +7,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import metadata
 from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
 
-from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.history.records import GenerationReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.reports.member_sessions import MemberSessions

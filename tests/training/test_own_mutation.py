@@ -8,7 +8,7 @@ import yaml
 
 from evogrpo import Hyperparameters, Tournament, resume
 from evogrpo.evolution import MutationOnly, TruncationPBT
-from evogrpo.history.records import StepReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.training.configuration.own_strategies import check_resumable
 from evogrpo.training.configuration.reading import load_config, parse_config

@@ -15,7 +15,8 @@ import yaml
 
 from evogrpo import Tournament, evolve, resume
 from evogrpo.evolution import Fixed
-from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.history.records import GenerationReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.journal import read_journal
 from evogrpo.reporting.family import ancestors, winner

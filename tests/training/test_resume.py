@@ -10,7 +10,8 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.evolution import Choice, Plan, Stateless
-from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.history.records import GenerationReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
 from evogrpo.persistence.claim import LOCK
 from evogrpo.persistence.generations import generation_folder

@@ -6,7 +6,8 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Fixed
-from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.history.records import GenerationReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.loop.planning import StrategyError

@@ -4,7 +4,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import evolve
-from evogrpo.history.records import StepReport
+from evogrpo.history.steps import StepReport
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.loop.progress import Progress

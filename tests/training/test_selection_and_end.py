@@ -6,7 +6,8 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.evolution import Fixed, Mutation, Stateless
-from evogrpo.history.records import GenerationReport, StepReport, TestReport
+from evogrpo.history.records import GenerationReport, TestReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.schedule import Schedule

@@ -10,7 +10,8 @@ import torch
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.agents.members.control.network_settings import STEPWISE
 from evogrpo.evolution import Fixed
-from evogrpo.history.records import GenerationReport, StepReport
+from evogrpo.history.records import GenerationReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.checkpoint import read_checkpoint
 from evogrpo.persistence.journal import read_journal
 from evogrpo.reporting.summary import summarise

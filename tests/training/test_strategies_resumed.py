@@ -3,7 +3,7 @@
 import pytest
 
 from evogrpo.evolution import PB2, IteratedRestarts, MultiFrequency, Narrowing, SuccessiveHalving, Tournament
-from evogrpo.history.records import StepReport
+from evogrpo.history.steps import StepReport
 from evogrpo.training.saved import open_run
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import equal_states, final_states, finish, story

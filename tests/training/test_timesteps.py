@@ -4,7 +4,8 @@ import pytest
 
 from evogrpo import evolve
 from evogrpo.cli.arguments import main
-from evogrpo.history.records import GenerationReport, StepReport, TestReport
+from evogrpo.history.records import GenerationReport, TestReport
+from evogrpo.history.steps import StepReport
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.display.pace import Pace

@@ -1,6 +1,7 @@
 """What members wrote: of every generation's best member one completion, of the last generation all that were kept."""
 
-from evogrpo.history.records import Example, GenerationReport
+from evogrpo.history.records import GenerationReport
+from evogrpo.history.steps import Example
 from evogrpo.markup import escape, folded
 from evogrpo.reporting.summary import RunSummary
 from evogrpo.text import number_text, shorten

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.history.records import Example
+from evogrpo.history.steps import Example
 from evogrpo.text import number_text, printable
 
 SHOWN = 3

@@ -13,8 +13,9 @@ from rich.text import Text
 
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
-from evogrpo.history.records import GenerationReport, Report, StepReport
+from evogrpo.history.records import GenerationReport, Report
 from evogrpo.history.records import TestReport as TestOutcome
+from evogrpo.history.steps import StepReport
 from evogrpo.history.words import Words, evaluated, processed, second_look, verdict, words_of
 from evogrpo.tally import Work, heard_by
 from evogrpo.text import count_text, duration_text, score_text

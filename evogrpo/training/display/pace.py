@@ -2,7 +2,8 @@
 
 import time
 
-from evogrpo.history.records import GenerationReport, Report, StepReport
+from evogrpo.history.records import GenerationReport, Report
+from evogrpo.history.steps import StepReport
 from evogrpo.tally import Work
 from evogrpo.training.loop.run import Evolution
 

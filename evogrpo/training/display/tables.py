@@ -6,7 +6,8 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.evolution.fitness import MEASURES
-from evogrpo.history.records import GenerationReport, MemberReport, StepReport
+from evogrpo.history.records import GenerationReport, MemberReport
+from evogrpo.history.steps import StepReport
 from evogrpo.history.words import Words
 from evogrpo.hyperparameters import Value
 from evogrpo.text import (

@@ -53,6 +53,9 @@ class Acting:
         experience: How members learn from each other's samples; None = each from its own.
 
     Attributes:
+        population: As given.
+        progress: As given.
+        fitness: As given.
         schedule: As given, but for fewer validation questions where all of them would take too much of `max_seconds`.
         stopping: Whether a stop has been asked for, and why.
         clock: How much time is left.
@@ -68,7 +71,7 @@ class Acting:
         fitness: FitnessConfig,
         experience: SharedExperience | None = None,
     ) -> None:
-        self._population, self._env, self._progress, self._fitness = population, env, progress, fitness
+        self.population, self.progress, self.fitness, self._env = population, progress, fitness, env
         self._experience = experience
         self._learning_seconds = self.evaluation_seconds = 0.0
         self.schedule = schedule
@@ -101,10 +104,10 @@ class Acting:
 
     def collect(self) -> Collected:
         """Let the members sample what they learn from next."""
-        progress, began = self._progress, self.clock.now()
+        progress, began = self.progress, self.clock.now()
         self._tell_pace()
         with self._abandonable(leaving=self.closing()):
-            collected = self._population.collect(
+            collected = self.population.collect(
                 self._env,
                 step=progress.step,
                 samples_per_step=progress.samples_per_step,
@@ -122,8 +125,8 @@ class Acting:
         if max(self._learning_seconds, collecting) < PATIENCE_SECONDS:
             # Not worth a copy of what everybody has learnt: it ends in time.
             return self._timed_learning(collected)
-        banks = self._population.members.banks
-        before = banks.snapshot([agent.slot for agent in self._population.healthy])
+        banks = self.population.members.banks
+        before = banks.snapshot([agent.slot for agent in self.population.healthy])
         try:
             with self._abandonable(leaving=self.closing()):
                 return self._timed_learning(collected)
@@ -141,22 +144,22 @@ class Acting:
         try:
             return self._evaluate()
         except OutOfTime:
-            if self._progress.best is not None:
+            if self.progress.best is not None:
                 raise
             self._ask_fewer(max(2, self.questions("validation") // 8), "there is no time left for more")
             return self._evaluate()
 
     def can_evaluate(self) -> bool:
         """Whether the generation under way says enough of every healthy member to select by."""
-        slots = [agent.slot for agent in self._population.healthy]
-        return self._fitness.selecting != ROLLOUTS or all(rollouts_of(self._progress, slot) for slot in slots)
+        slots = [agent.slot for agent in self.population.healthy]
+        return self.fitness.selecting != ROLLOUTS or all(rollouts_of(self.progress, slot) for slot in slots)
 
     def overstepped(self) -> str | None:
         """Return in words which limit another learning step and its evaluation would overstep; None if none."""
-        members, questions = len(self._population.healthy), self.questions("validation")
-        asked = {"validation": members, "both": min(members, self._fitness.candidates)}.get(self._fitness.by, 0)
-        samples = members * self._progress.samples_per_step
-        return overstepped(self.schedule, self._progress, samples=samples, answers=asked * questions)
+        members, questions = len(self.population.healthy), self.questions("validation")
+        asked = {"validation": members, "both": min(members, self.fitness.candidates)}.get(self.fitness.by, 0)
+        samples = members * self.progress.samples_per_step
+        return overstepped(self.schedule, self.progress, samples=samples, answers=asked * questions)
 
     def compare(self, state: Mapping[str, Tensor]) -> tuple[Fitness, Fitness, EvaluationCost]:
         """Return what the untrained base and a learner state earn on as many questions of the test as time allows."""
@@ -169,39 +172,39 @@ class Acting:
             remark(f"the test has {questions} questions instead of {asked}, as there is no time left for more")
         began = self.clock.now()
         with self._abandonable(leaving=0.0):
-            before, after, tokens = self._population.compare(
-                state, self._env, "test", questions=questions, config=self._fitness
+            before, after, tokens = self.population.compare(
+                state, self._env, "test", questions=questions, config=self.fitness
             )
         cost = EvaluationCost(tokens=tokens, seconds=self.clock.now() - began)
-        self._progress.add_evaluation(cost)
+        self.progress.add_evaluation(cost)
         return before, after, cost
 
     def final(self, states: Sequence[Mapping[str, Tensor]]) -> tuple[list[Fitness], EvaluationCost]:
         """Return what learner states earn on the second set."""
         self._tell_pace()
-        began, questions = self.clock.now(), second_set(self._env, self._fitness)
+        began, questions = self.clock.now(), second_set(self._env, self.fitness)
         with self._abandonable(leaving=self._testing()):
-            found, tokens = self._population.earned_by(
-                states, self._env, "validation", questions=questions, config=self._fitness
+            found, tokens = self.population.earned_by(
+                states, self._env, "validation", questions=questions, config=self.fitness
             )
         cost = EvaluationCost(tokens=tokens, seconds=self.clock.now() - began)
-        self._progress.add_evaluation(cost)
+        self.progress.add_evaluation(cost)
         return found, cost
 
     def closing(self) -> float:
         """Return how many seconds the end of a run is expected to take: an evaluation and the test."""
-        finals = self._fitness.second_set * min(self._fitness.finalists, self._progress.generation + 1)
+        finals = self.fitness.second_set * min(self.fitness.finalists, self.progress.generation + 1)
         return self.clock.expected(self._asked() * self.questions("validation") + finals) + self._testing()
 
     def _asked(self) -> int:
         """Return the most members that an evaluation asks."""
-        healthy = len(self._population.healthy)
-        return {"validation": healthy, "both": min(healthy, self._fitness.candidates), "rollouts": 0}[self._fitness.by]
+        healthy = len(self.population.healthy)
+        return {"validation": healthy, "both": min(healthy, self.fitness.candidates), "rollouts": 0}[self.fitness.by]
 
     def questions(self, split: Split) -> int:
         """Return how many questions of a held-out split are asked."""
         limit = self.schedule.validation_questions if split == "validation" else self.schedule.test_questions
-        available = self._env.size(split) - (self._fitness.second_set if split == "validation" else 0)
+        available = self._env.size(split) - (self.fitness.second_set if split == "validation" else 0)
         return available if limit is None else min(limit, available)
 
     def _testing(self) -> float:
@@ -213,16 +216,16 @@ class Acting:
     def _base(self, questions: int) -> Fitness:
         began = self.clock.now()
         with self._abandonable(leaving=0.0):
-            found = self._population.baseline(self._env, "validation", questions=questions, config=self._fitness)
+            found = self.population.baseline(self._env, "validation", questions=questions, config=self.fitness)
         seconds = self.clock.now() - began
         self.clock.took_answers(seconds, questions, base=True)
-        self._progress.add_evaluation(EvaluationCost(tokens=found.tokens[0], seconds=seconds))
+        self.progress.add_evaluation(EvaluationCost(tokens=found.tokens[0], seconds=seconds))
         return found.fitness[0]
 
     def _evaluate(self) -> dict[int, Measured]:
         began, questions = self.clock.now(), self.questions("validation")
         with self._abandonable(leaving=self._testing()):
-            measured = measure(self._population, self._env, self._fitness, self._progress, questions=questions)
+            measured = measure(self.population, self._env, self.fitness, self.progress, questions=questions)
         self.evaluation_seconds = self.clock.now() - began
         answers = sum(each.questions for each in measured.values())
         if answers:
@@ -248,8 +251,8 @@ class Acting:
     def _timed_learning(self, collected: Collected) -> dict[int, LearnReport]:
         began = self.clock.now()
         shared = self._experience
-        sources = None if shared is None else sources_of(shared, self._population, collected)
-        learned = self._population.learn(collected.experience, step=self._progress.step, sources=sources, shared=shared)
+        sources = None if shared is None else sources_of(shared, self.population, collected)
+        learned = self.population.learn(collected.experience, step=self.progress.step, sources=sources, shared=shared)
         self._learning_seconds = self.clock.now() - began
         return learned
 
@@ -257,4 +260,4 @@ class Acting:
         """Let the environment know how far training has come."""
         if isinstance(self._env, Paced):
             generations = self.schedule.generations or 0
-            self._env.at_step(self._progress.step, generations * self._progress.steps_per_generation)
+            self._env.at_step(self.progress.step, generations * self.progress.steps_per_generation)

@@ -10,7 +10,7 @@ from evogrpo.agents.kept_states import KeptStates
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation
 from evogrpo.history.estimates import EvaluationCost
-from evogrpo.history.records import Example
+from evogrpo.history.steps import Example
 from evogrpo.hyperparameters import MOST_SAMPLES, whole_between
 from evogrpo.hyperparameters.declared import declared_fields
 from evogrpo.training.schedule import MOST_STEPS

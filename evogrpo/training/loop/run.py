@@ -14,19 +14,20 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.exits import refuse_end
 from evogrpo.history.estimates import EvaluationCost
-from evogrpo.history.records import BaselineReport, GenerationReport, Report, StepReport, TestReport
+from evogrpo.history.records import GenerationReport, Report, TestReport
 from evogrpo.history.results import Result
+from evogrpo.history.steps import StepReport
 from evogrpo.interruption import Interrupted
 from evogrpo.records import LearnReport
 from evogrpo.remarks import remark
 from evogrpo.text import counted
-from evogrpo.training.charts import generation_curves, step_curves
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting
 from evogrpo.training.loop.assessment.blindness import GreedyBlindness
 from evogrpo.training.loop.assessment.crowning import Crown
 from evogrpo.training.loop.assessment.finals import check_second_set
 from evogrpo.training.loop.assessment.rollouts import TooFewStartsError, check_starts, first_step
+from evogrpo.training.loop.book import Book
 from evogrpo.training.loop.clock import OutOfTime
 from evogrpo.training.loop.equal_rewards import EqualRewards
 from evogrpo.training.loop.planning import Planning, StrategyError
@@ -96,7 +97,6 @@ class Evolution:
             check_shared(population)
         self.population, self.env = population, env
         self.strategy, self.fitness = strategy, fitness or FitnessConfig()
-        self.run_dir = run_dir if population.crew.processes.leads else None
         self.progress = progress or Progress(members=len(population))
         schedule.check_counted(plays=population.plays, counted=self.progress.timesteps is not None)
         self.experience = experience
@@ -104,8 +104,9 @@ class Evolution:
             check_starts(population, schedule, experience)
         self.acting = Acting(population, env, schedule, self.progress, self.fitness, experience)
         check_second_set(env, self.fitness)
+        self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
+        self._book = Book(run_dir, self.acting, strategy, self._data, experience)
         self._crown = Crown(population, self.progress, self.fitness, self.run_dir)
-        self._recorded = run_dir  # by the leading process, and known to all
         self._given_up = False
         self._planning = Planning(population, strategy, schedule, self.progress, experience)
         self._description = description or {}
@@ -115,17 +116,17 @@ class Evolution:
         every = generations and generations * schedule.steps_per_generation
         self._blindness = GreedyBlindness()
         self._equal_rewards = EqualRewards(every, taken=self.progress.step)
-        self._data, self.changed_data = fingerprint_of(env), tuple(changed_data)
         check_strategy(strategy)
         if progress is None:
             schedule.warn_neutral(population, shared=experience is not None)
             if run_dir is not None:
                 check_resumable(strategy)
-            population.crew.processes.together(self._create)  # where it is refused, all stop
+            self._book.create()
 
-    def _create(self) -> None:
-        if self.run_dir is not None:
-            self.run_dir.create()
+    @property
+    def run_dir(self) -> RunDir | None:
+        """Where this process writes records; None = nowhere."""
+        return self._book.folder
 
     @property
     def schedule(self) -> Schedule:
@@ -156,12 +157,11 @@ class Evolution:
         except Interrupted:
             clock.tick()
             self._ended = self.stopping.reason or STOPPED
-            self._save(self._ended)
+            self._book.save(self._ended)
         except SystemExit as error:
             refuse_end(error)
         finally:
-            if self.run_dir is not None:
-                self.run_dir.close()
+            self._book.close()
 
     def _reports(self) -> Iterator[Report]:
         self._open()
@@ -179,13 +179,13 @@ class Evolution:
         self.acting.clock.tick()
         self._ended = self.ended()
         if self.acting.clock.is_up or self._given_up:
-            self._save()
+            self._book.save()
             if not self.progress.step:
                 remark(
                     "not one learning step fitted into max_seconds: give it more, or take fewer members or a smaller "
                     f"samples_per_step, now {len(self.population)} and {self.progress.samples_per_step}"
                 )
-        self._record("stopped", reason=self._ended)
+        self._book.event("stopped", reason=self._ended)
 
     def _steps(self) -> Iterator[StepReport]:
         """Take the learning steps of the generation under way, or as many as there is time for."""
@@ -210,7 +210,7 @@ class Evolution:
             report = self._close_step(collected, learned, began)
             clock.took_step(self.acting.clock.now() - began)  # not what whoever has the report does with it
             yield report
-            self._save_between()
+            self._book.save_between()
             self.stopping.check()
 
     def _evaluation(self) -> Iterator[GenerationReport]:
@@ -276,10 +276,10 @@ class Evolution:
         progress = self.progress
         if progress.begun:
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
-            self._record("resumed", generation=progress.generation, step=progress.step, **changed)
+            self._book.event("resumed", generation=progress.generation, step=progress.step, **changed)
             return
-        self._save()
-        self._record(
+        self._book.save()
+        self._book.event(
             "run",
             **self._description,
             **description_of(self.population, self.schedule, self.fitness),
@@ -295,8 +295,8 @@ class Evolution:
             self.acting.clock.end()
             return
         self.acting.clock.tick()
-        self._write(baseline_report(progress.baseline, measure=self.fitness.asking, cost=progress.evaluation))
-        self._save()
+        self._book.report(baseline_report(progress.baseline, measure=self.fitness.asking, cost=progress.evaluation))
+        self._book.save()
 
     def finished(self) -> bool:
         """Tell whether no further generation is to be started; the test split may still wait for its answers."""
@@ -328,24 +328,20 @@ class Evolution:
         except (Exception, SystemExit) as error:
             # Nothing has been learnt since the last step, so this state is worth keeping: most often the user's own
             # reward function raised, and the run goes on once it is mended.
-            self._save(f"{type(error).__name__} while collecting step {self.progress.step}")
+            self._book.save(f"{type(error).__name__} while collecting step {self.progress.step}")
             raise
 
     def _close_step(self, collected: Collected, learned: Mapping[int, LearnReport], began: float) -> StepReport:
         """Count a learning step and record it."""
         self.acting.clock.tick()
-        most = 0 if self.run_dir is None else self.run_dir.completions.most
-        closed = close_step(self.population, self.progress, collected, learned, self.acting.clock.now() - began, most)
+        seconds, most = self.acting.clock.now() - began, self._book.completions
+        closed = close_step(self.population, self.progress, collected, learned, seconds, most)
         if closed.report.step == 0 and not self.fitness.asks:
             self.progress.baseline = first_step(self.progress)
             if self.progress.baseline is not None:
-                self._write(baseline_report(self.progress.baseline, measure=ROLLOUTS, cost=EvaluationCost()))
-        self._write(closed.report)
+                self._book.report(baseline_report(self.progress.baseline, measure=ROLLOUTS, cost=EvaluationCost()))
+        self._book.step(closed)
         self._equal_rewards.look_at(learned)
-        if self.run_dir is not None:
-            self.run_dir.completions.write(closed.report.step, closed.table)
-            measured = {slot: member.metrics for slot, member in closed.report.learned.items()}
-            self.run_dir.log_scalars(closed.report.step, step_curves(measured, plays=self.population.plays))
         return closed.report
 
     def _close_generation(self) -> GenerationReport:
@@ -355,7 +351,7 @@ class Evolution:
         try:
             measured = self.acting.evaluate()
         except (Exception, SystemExit) as error:
-            self._save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
+            self._book.save(f"{type(error).__name__} while evaluating generation {progress.generation + 1}")
             raise
         self.acting.clock.tick()
         self._blindness.look_at(measured)
@@ -367,20 +363,16 @@ class Evolution:
         try:
             plan = None if self.finished() else self._planning.plan()
         except StrategyError:
-            self._write(report)
+            self._book.report(report)
             progress.start_generation()
-            self._save(f"the strategy failed after generation {progress.generation}")
+            self._book.save(f"the strategy failed after generation {progress.generation}")
             raise
         report = replace(report, plan=plan)
-        self._write(report)
-        if self.run_dir is not None:
-            # Under the last learning step: a run that goes on from here purges what stands from the next one on.
-            self.run_dir.log_scalars(progress.step - 1, generation_curves(report.members, self.population.space))
-            self.run_dir.log_members(report, self.population.space)
+        self._book.generation(report)
         progress.start_generation()
         if plan is not None:
             self._planning.carry_out(plan)
-        self._save()
+        self._book.save()
         return report
 
     def _require_healthy(self) -> None:
@@ -388,7 +380,7 @@ class Evolution:
         if not self.population.healthy:
             members = [agent for agent in self.population.agents if not agent.retired]
             reasons = "; ".join(f"member {agent.index}: {agent.failed}" for agent in members)
-            self._record("stopped", reason=f"every member failed ({reasons})")
+            self._book.event("stopped", reason=f"every member failed ({reasons})")
             raise AllFailedError(
                 f"every member failed, so there is nobody to clone ({reasons}). Start a new run "
                 "with lower learning rates or temperatures: resuming this one would only repeat it"
@@ -403,8 +395,8 @@ class Evolution:
             remark("the second set is left out, as no time was left for it: give max_seconds more")
             return
         report = self._crown.decide(second, cost)
-        self._record(report.event, **report.to_json())
-        self._save()
+        self._book.event(report.event, **report.to_json())
+        self._book.save()
 
     def _test(self) -> Iterator[TestReport]:
         """Let the best member ever and the base answer the test split, if there is time."""
@@ -416,33 +408,8 @@ class Evolution:
             remark("the test is left out, as no time was left for it: give max_seconds more")
             return
         self._tested = test_report(best.index, before, after, measure=self.fitness.asking, cost=cost)
-        self._write(self._tested)
-        if self.run_dir is not None:
-            self.run_dir.log_test(self._tested, self.progress.step, self.population.space)
+        self._book.test(self._tested)
         yield self._tested
-
-    # ---- records
-
-    def _write(self, report: BaselineReport | Report) -> None:
-        self._record(report.event, **report.to_json())
-
-    def _record(self, event: str, **fields: Any) -> None:
-        if self.run_dir is not None:
-            self.run_dir.journal(event, **fields)
-
-    def _save_between(self) -> None:
-        """Write a checkpoint amid a generation, where the run is to have them."""
-        every = None if self._recorded is None else self._recorded.logging.checkpoint_steps
-        if every is not None and self.progress.step_in_generation % every == 0:
-            self._save()
-
-    def _save(self, stopped: str | None = None) -> None:
-        with self.population.members.banks.gathered(range(len(self.population))):
-            if self.run_dir is not None:
-                records = self.schedule, self.fitness, self._data, self.experience
-                self.run_dir.save(self.population, self.progress, self.strategy, *records)
-        if stopped is not None:
-            self._record("stopped", reason=stopped)
 
 
 def _closes_a_generation(report: Report) -> TypeGuard[GenerationReport]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
-from evogrpo.history.records import Example, MemberStep, StepReport
+from evogrpo.history.steps import Example, MemberStep, StepReport
 from evogrpo.records import LearnReport
 from evogrpo.training.completions import examples_of, first_of_each
 from evogrpo.training.loop.progress import Progress
