@@ -18,7 +18,7 @@ from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
 from evogrpo.agents.members.devices import check_one_process
 from evogrpo.agents.members.members import TextRequest
-from evogrpo.agents.members.spread.spread_members import places_of, spread_out
+from evogrpo.agents.members.spread.spread_members import check_together, places_of, spread_out
 from evogrpo.agents.opening import checked_size, chosen_founders, founders_samples, open_members, with_space
 from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
@@ -282,10 +282,11 @@ class EvolvableAlgorithm(AgileRLAgent):
         Raises:
             ImportError: If what draws is not installed.
             ValueError: If an argument is out of range, the environment is not one for this agent, or it cannot be drawn
-                or there is no display.
+                or there is no display, or the agent is a member of a population that several processes share out.
         """
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
+        check_together(self.members, "test")  # whose questions are shared out as well: it would wait for the others
         base = self._evaluated == "base"
         with tested_in(env, episodes=episodes, render=render) as (shown, count):
             self.members.check(shown)

@@ -98,8 +98,8 @@ def _checked(run_dir: Path, best: Path, source: str) -> str:
     from evogrpo.agents.checkpoints.stored_base import is_path
     from evogrpo.policies.tokens.exports import check_export
     from evogrpo.policies.tokens.models import load_outline
-    from evogrpo.training.configuration.reading import CONFIG_FILE
     from evogrpo.training.configuration.strict_yaml import read_yaml_file
+    from evogrpo.training.configuration.unchanged import CONFIG_FILE
 
     if (run_dir / CONFIG_FILE).is_file():
         source = str(read_yaml_file(run_dir / CONFIG_FILE).get("model") or source)  # not what code it names

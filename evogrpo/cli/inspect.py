@@ -62,7 +62,8 @@ def tasks(chosen: argparse.Namespace) -> int:
 
 def video(chosen: argparse.Namespace) -> int:
     """Record the run's best member from the first starts of the test split."""
-    from evogrpo.training.configuration.reading import CONFIG_FILE, load_config
+    from evogrpo.training.configuration.reading import load_config
+    from evogrpo.training.configuration.unchanged import CONFIG_FILE
 
     folder: Path = chosen.folder or chosen.run_dir / "videos"
     if chosen.episodes < 1:

@@ -22,8 +22,8 @@ from evogrpo.reporting.told.comparing import ComparedRun, TestDifference, compar
 from evogrpo.reporting.told.tree import FamilyTree, TreeLine, family_tree, tree_lines
 from evogrpo.reporting.told.winning import WinnerReport, interval, read_winner
 from evogrpo.text import changes_text, count_text, counted, duration_text, number_text, printable, score_text
-from evogrpo.training.configuration.reading import CONFIG_FILE
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
+from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.display.console import make_console
 
 _LEAST_WIDTH = 30

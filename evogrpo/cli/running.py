@@ -38,7 +38,7 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
     """Start a run, or only say what it would be."""
     console = make_console()
     wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
-    if wanted is not None and restarted() and latest_complete(wanted).folder is not None:
+    if wanted is not None and restarted() and processes().led(latest_complete(wanted).folder is not None):
         console.print(f"started again by the launcher, so the run in {wanted} goes on", soft_wrap=True)
         again: dict[str, Any] = {"run_dir": wanted, "overrides": [], "generations": None, "allow_changed_data": False}
         return go_on(argparse.Namespace(**{**vars(chosen), **again}))

@@ -19,11 +19,11 @@ from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.processes import processes
 from evogrpo.training.configuration.own_strategies import check_resumable
-from evogrpo.training.configuration.reading import CONFIG_FILE, override, parse_config, write_config
+from evogrpo.training.configuration.reading import override, parse_config, write_config
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file
 from evogrpo.training.configuration.typed import typed
-from evogrpo.training.configuration.unchanged import check_unchanged
+from evogrpo.training.configuration.unchanged import CONFIG_FILE, check_unchanged
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.run import Evolution

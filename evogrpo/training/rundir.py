@@ -31,6 +31,7 @@ from evogrpo.training.charts import layout
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.configuration.unchanged import CONFIG_FILE, is_stored
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.schedule import Schedule
 
@@ -106,6 +107,8 @@ class RunDir:
             )
         # A run that was killed before its founders were saved has left nothing that could be gone on with.
         left_over = [CHECKPOINTS] if left_by_kill(self.path / CHECKPOINTS) else []
+        if is_stored(self.path / CONFIG_FILE):
+            left_over.append(CONFIG_FILE)
         check_new_folder(self.path, "run directory", left_over=left_over)
 
     def create(self) -> None:

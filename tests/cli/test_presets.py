@@ -5,7 +5,8 @@ import pytest
 
 from evogrpo import train
 from evogrpo.cli import main
-from evogrpo.training.configuration.reading import CONFIG_FILE, load_config, override, parse_config
+from evogrpo.training.configuration.reading import load_config, override, parse_config
+from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.front.presets import packaged_values, preset, preset_ids, with_sections
 
 TINY = [

@@ -170,6 +170,26 @@ def test_a_folder_that_is_no_place_for_a_run_is_refused_before_any_work(project,
     assert [path.name for path in here.rglob("*")] == ["taken", "notes"]
 
 
+def test_a_run_killed_once_its_configuration_was_stored_is_begun_anew(here, capsys):
+    """Nothing else of it is there; a configuration of the user's is not touched."""
+    words = ["train", "--env", "CartPole-v1", "population.size=2", "schedule.generations=1"]
+    words += [
+        "schedule.steps_per_generation=1",
+        "task.validation_size=4",
+        "task.test_size=4",
+        "task.max_episode_steps=9",
+    ]
+    assert main([*words, "--run-dir", "first"]) == 0
+    for folder, head in (("killed", ""), ("own", "# by hand\n")):
+        Path(folder).mkdir()
+        Path(folder, "config.yaml").write_text(head + Path("first/config.yaml").read_text())
+    assert main([*words, "--run-dir", "killed"]) == 0
+    assert Path("killed/config.yaml").read_text() != Path("first/config.yaml").read_text()  # its own folder and id
+    capsys.readouterr()
+    assert main([*words, "--run-dir", "own"]) == 2
+    assert "holds config.yaml" in capsys.readouterr().err
+
+
 def test_a_plan_names_the_objective_and_what_is_set(project, here, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     overrides = [

@@ -13,7 +13,8 @@ import torch
 from evogrpo.history.words import words_of
 from evogrpo.persistence.journal import read_journal
 from evogrpo.reporting.summary import summarise
-from evogrpo.training.configuration.reading import CONFIG_FILE, load_config, parse_config, write_config
+from evogrpo.training.configuration.reading import load_config, parse_config, write_config
+from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
 from evogrpo.training.kinds.run_kind import AnyKind, PreparedRun
 from evogrpo.training.launch import read_resumable, resume, start

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from evogrpo.cli import main
@@ -74,10 +75,14 @@ def failing(folder: str) -> None:
 
 
 def stopped(folder: str, step: int) -> None:
-    """Ask one process for a stop after a learning step; the others are told."""
+    """Ask one process for a stop after a learning step; the others are told. It also asks members alone."""
     run = networks(Path(folder))
     for report in run.reports():
         if processes().rank == 1 and getattr(report, "step", None) == step:
+            for agent in run.population:
+                with suppress(ValueError):
+                    agent.test(run.env)
+                    print("a member alone was tested")
             run.stop("enough")
     print(f"ended by {run.result.reason!r} after step {run.progress.step}")
 
@@ -105,7 +110,11 @@ def too_many(folder: str) -> None:
 
 
 def commanded(folder: str, restarts: int, *words: str) -> None:
-    """Run a command of `evogrpo` in a folder, as a launcher does that has started it so often before."""
+    """Run a command of `evogrpo` in a folder, as a launcher does of whose processes so many have ended before.
+
+    The last process is on a machine of its own, whose launcher counts for itself.
+    """
     os.chdir(folder)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts)
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts if last else 0)
     sys.exit(main(words))

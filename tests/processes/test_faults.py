@@ -1,15 +1,25 @@
 """What happens to all processes of a run when one of them fails, is stopped, is killed, or has another clock."""
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import pytest
+from torch.distributed import HashStore
 
+from evogrpo import GRPO
+from evogrpo.agents.members.members import Members
+from evogrpo.agents.members.spread.places import Places
+from evogrpo.agents.members.spread.spread_members import SpreadMembers
 from evogrpo.persistence.journal import read_journal
-from evogrpo.processes import Processes
+from evogrpo.processes import ProcessError, Processes, _agreed_part
 from tests.processes.comparing import assert_same
 from tests.processes.launching import launch
 from tests.processes.scenarios import failing, go_on, killed, limited, networks, stopped, too_many
+from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import finish, resumed_run
 
 
@@ -36,6 +46,7 @@ def test_a_stop_asked_of_one_process_stops_all_at_the_same_step(tmp_path: Path) 
     for status, said in both(stopped, tmp_path / "networks", 2):
         assert status == 0, said
         assert "ended by 'enough' after step 2" in said
+        assert "alone was tested" not in said
     finish(go_on(tmp_path / "networks", 4))
     finish(networks(tmp_path / "straight" / "networks"))
     assert_same(tmp_path / "straight" / "networks", tmp_path / "networks")
@@ -77,6 +88,48 @@ def test_one_process_talks_to_itself() -> None:
     assert alone.now() <= alone.now()
     with pytest.raises(LookupError):
         alone.together(lambda: {}["nothing"])
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+def test_a_member_that_others_hold_too_is_not_tested_alone(slot: int) -> None:
+    """It would wait for processes that ask nothing; nor is the base, whose questions are shared out."""
+    population = step_population(1)
+    members = cast(Members, SpreadMembers(population.members, Places(2, 2, 0), Processes(0, 2)))
+    agent = GRPO._member(members, slot, slot, population[0].hyperparameters)
+    for asked in (agent.test, lambda env: agent.test(env, split="test", episodes=1)):
+        with pytest.raises(ValueError, match=r"2 processes share out .* but test asks one alone: ask the run's best"):
+            asked(cart_pole())
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_processes_that_a_launcher_starts_again_do_not_meet_those_that_were_killed(late: int) -> None:
+    """What these left in the launcher's store, wherever each was, is not taken for what the new ones write."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=20))
+    for number, dead in enumerate(("greeting of 1", "greeting of 2")):
+        store.set(dead, f"dead {number}")
+    store.set("part for dead 1", "old")
+    store.set("old: 2 has come", "")
+
+    def meet(rank: int) -> str:
+        time.sleep(0.1 if rank == late else 0)
+        return _agreed_part(store, rank, 3, until=time.monotonic() + 20)
+
+    with ThreadPoolExecutor(3) as threads:
+        first, second = (list(threads.map(meet, range(3))) for _ in range(2))
+    assert len({*first, "old"}) == 2
+    assert len({*first, *second}) == 2
+
+
+def test_who_does_not_come_is_named() -> None:
+    """By the leading process; the others say that it has not come."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.2))
+    store.set("greeting of 2", "dead")
+    with pytest.raises(ProcessError, match="process 1 of 3 has not come"):
+        _agreed_part(store, 0, 3, until=time.monotonic() + 0.1)
+    with pytest.raises(ProcessError, match="leading process has not come"):
+        _agreed_part(store, 1, 3, until=time.monotonic() + 0.1)
 
 
 @pytest.mark.parametrize(

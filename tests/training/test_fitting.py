@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from evogrpo.training.configuration.reading import CONFIG_FILE, parse_config
+from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
+from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.kinds.network_runs import prepared_in
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.launch import start

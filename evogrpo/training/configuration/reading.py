@@ -32,12 +32,12 @@ from evogrpo.training.configuration.typed import (
     refuse_unknown_keys,
     typed,
 )
+from evogrpo.training.configuration.unchanged import CONFIG_FILE, HEAD
 from evogrpo.training.schedule import Schedule
 
 if TYPE_CHECKING:
     from evogrpo.training.kinds.run_kind import AnyKind
 
-CONFIG_FILE = "config.yaml"
 UNSAID_SCHEDULE = {"generations": 10, "steps_per_generation": 4}
 """The schedule of a configuration that has none."""
 T = TypeVar("T")
@@ -322,6 +322,6 @@ def _absolute_wrapper(given: Any, folder: Path) -> Any:
 
 def write_config(config: AnyConfig, run_dir: Path) -> None:
     """Store a resolved configuration in a run's folder, in one step."""
-    head = f"# The resolved configuration of this run, written by evogrpo {evogrpo.__version__} for `evogrpo resume`.\n"
+    head = f"{HEAD} {evogrpo.__version__} for `evogrpo resume`.\n"
     text = yaml.safe_dump(config.to_json(), sort_keys=False, allow_unicode=True)
     replace_file(run_dir / CONFIG_FILE, (head + text).encode("utf-8"))

@@ -1,11 +1,24 @@
-"""Whether a run's stored configuration still says what the run began with."""
+"""A run's stored configuration: what its file is, and whether it still says what the run began with."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+CONFIG_FILE = "config.yaml"
+"""The file in a run's folder."""
+HEAD = "# The resolved configuration of this run, written by evogrpo"
+"""What it begins with."""
 _FREE = ("run_dir", "model", "device", "logging", "run_id")
 """May change between the parts of a run: where it lies and computes, and what it writes."""
+
+
+def is_stored(path: Path) -> bool:
+    """Whether a file is one that a run wrote, rather than a configuration of the user's."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return file.readline(200).startswith(HEAD)
+    except OSError:
+        return False
 
 
 def check_unchanged(

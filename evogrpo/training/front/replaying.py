@@ -17,9 +17,10 @@ from evogrpo.hyperparameters import MOST_COUNTED, refuse_unknown, whole_between
 from evogrpo.persistence.durable import make_folder, write_synced
 from evogrpo.persistence.journal import read_journal
 from evogrpo.remarks import remark
-from evogrpo.training.configuration.reading import CONFIG_FILE, override, parse_config, parse_space
+from evogrpo.training.configuration.reading import override, parse_config, parse_space
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
+from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.evolve import evolve

@@ -25,7 +25,7 @@ class SpreadBanks(Banks):
     def __init__(self, local: Banks, places: Places, processes: Processes) -> None:
         self._local, self._places, self._processes = local, places, processes
         self._gathered: dict[int, State] = {}
-        super().__init__(local)
+        self._banks = dict(local)  # who has changed is asked of the local ones
 
     @property
     def size(self) -> int:

@@ -41,10 +41,7 @@ class SpreadMembers:
 
     def __getattr__(self, name: str) -> Any:
         if name in _IN_A_LOOP:
-            raise ValueError(
-                f"members that {self.processes.size} processes share out learn in evogrpo.evolve, but {name} asks "
-                "one alone: do it in a program of one process, with the agent that the run has saved"
-            )
+            check_together(self, name)
         return getattr(self.local, name)
 
     def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
@@ -110,6 +107,16 @@ class Examinee:
     def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
         """Answer together; see `answered_together`."""
         return answered_together(self._local, self._processes, env, asked)
+
+
+def check_together(members: object, what: str) -> None:
+    """Refuse with a ValueError to ask something of one member alone, if several processes share out the members."""
+    if isinstance(members, SpreadMembers):
+        raise ValueError(
+            f"members that {members.processes.size} processes share out learn in evogrpo.evolve, but {what} asks one "
+            "alone: ask the run's best, which every process has, or do it in a program of one process, with the agent "
+            "that the run has saved"
+        )
 
 
 def answered_together(members: Members, processes: Processes, env: GroupEnvironment, asked: Asked) -> Answered:
