@@ -10,7 +10,7 @@ from rich.text import Text
 from evogrpo.cli.arguments import OK
 from evogrpo.installing import extra_command
 from evogrpo.text import number_text, printable
-from evogrpo.training.display.console import make_console, working
+from evogrpo.training.display.console import Hung, make_console, working
 
 
 def report(chosen: argparse.Namespace) -> int:
@@ -36,7 +36,7 @@ def tasks(chosen: argparse.Namespace) -> int:
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))
     width = max(map(len, TASKS))
     for name, task in TASKS.items():
-        console.print(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"))
+        console.print(Hung(Text.assemble((f"  {name:{width}}", "cyan"), f"  {task.description}"), width + 4))
     console.print()
     console.print(Text.assemble(("reasoning-gym", "bold"), "   task: {reasoning_gym: NAME, options: {...}}"))
     if not is_installed():
@@ -47,16 +47,15 @@ def tasks(chosen: argparse.Namespace) -> int:
         console.print(Columns([Text(name, "cyan") for name in names], padding=(0, 2), equal=True))
     console.print()
     console.print(Text.assemble(("Gymnasium", "bold"), "   task: {env: ID}, or evogrpo train --env ID"))
-    console.print(Text(f"  {', '.join(native_ids())} vectorised natively; any other environment as it is"))
-    console.print(Text(f"  with --preset, hyperparameters tuned for it: {', '.join(preset_ids())}"))
+    console.print(Hung(Text(f"  {', '.join(native_ids())} vectorised natively; any other environment as it is")))
+    console.print(Hung(Text(f"  with --preset, hyperparameters tuned for it: {', '.join(preset_ids())}")))
     console.print()
-    console.print(
-        Text.assemble(("PettingZoo", "bold"), "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE")
-    )
+    games = "   task: {parallel_env: MODULE}, or evogrpo train --parallel-env MODULE"
+    console.print(Hung(Text.assemble(("PettingZoo", "bold"), games)))
     console.print(Text("  a module with parallel_env, such as mpe2.simple_spread_v3, or MODULE:FUNCTION"))
     console.print()
     own = "   task: {dataset: {train: FILE}, reward: FILE.py:FUNCTION, form: agilerl}"
-    console.print(Text.assemble(("Your own", "bold"), own))
+    console.print(Hung(Text.assemble(("Your own", "bold"), own)))
     return OK
 
 

@@ -5,8 +5,11 @@ import re
 import sys
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from evogrpo.cli import main
+from evogrpo.training.display.console import Hung
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish
 
@@ -59,6 +62,28 @@ def test_records_fit_and_lose_nothing(monkeypatch, run_dir, command):
     assert "\x1b[3" in coloured or "\x1b[2m" in coloured
     assert not re.search(r"\x1b\[(3[0-7]|9[0-7])m", plain)  # bold and dim may stay
     assert "\x1b" not in piped
+
+
+def test_the_tasks_fit_and_further_lines_of_an_entry_are_indented(monkeypatch):
+    lines = CONTROL.sub("", said(monkeypatch, ["tasks"], colour=True)).splitlines()
+    told = [line for line in lines if "pip install" not in line and "reasoning-gym" not in line]
+    assert max(map(len, told)) <= 80, max(told, key=len)
+    heads = ("Built in", "Gymnasium", "PettingZoo", "Your own")
+    assert [line for line in told if line.strip() and not line.startswith((*heads, "  "))] == []
+    assert any(line.startswith("    ") for line in told)
+
+
+@pytest.mark.parametrize("indent", [2, 12])
+@pytest.mark.parametrize("width", [14, 33])
+def test_a_hung_text_loses_nothing_and_stands_clear_of_what_follows(width, indent):
+    stream = io.StringIO()
+    told = "selection: #1 is retired, since nobody was ever further behind than this member"
+    Console(file=stream, width=width).print(Hung(Text(told), indent))
+    first, *rest = stream.getvalue().splitlines()
+    assert " ".join(stream.getvalue().split()).replace(" ", "") == told.replace(" ", "")
+    assert not first.startswith(" ")
+    assert rest
+    assert all(line.startswith(" " * indent) and len(line) <= width for line in rest)
 
 
 @pytest.mark.parametrize(

@@ -373,6 +373,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(here, capsys, w
     assert list(here.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ("my_maze:Maze-v0", "my_maze was imported, and it is to call gymnasium.register(id='Maze-v0'"),
+        ("my_maze:Hall", "my_maze was imported, and it is to call gymnasium.register(id='Hall'"),
+        ("my_maze.py:Maze-v0", "A file is named as Python imports it, here my_maze:Maze-v0"),
+        ("my_maaze:Maze-v0", "No module named 'my_maaze'"),
+    ],
+)
+def test_a_module_that_registers_nothing_of_that_name_is_told_how(here, capsys, monkeypatch, env, said):
+    (here / "my_maze.py").write_text("")
+    monkeypatch.syspath_prepend(here)
+    assert main(["train", "--env", env]) == 2
+    told = capsys.readouterr().err
+    assert f"{env!r} is no environment that Gymnasium knows here" in told
+    assert said in told
+
+
 def test_tasks_names_the_environments_that_are_fast(capsys):
     assert main(["tasks"]) == 0
     assert "Acrobot-v1, CartPole-v1, MountainCar-v0, MountainCarContinuous-v0, Pendulum-v1" in capsys.readouterr().out

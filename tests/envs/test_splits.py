@@ -2,6 +2,7 @@
 
 import warnings
 from array import array
+from pathlib import Path
 
 import datasets
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evogrpo.envs.groups import SPLITS
-from evogrpo.envs.prompts.splits import HELD_OUT, RESERVE, Content, Filtered, Tokenized, check_table, make_splits
+from evogrpo.envs.prompts.splits import HELD_OUT, RESERVE, Content, Filtered, Tokenized, make_splits
+from evogrpo.envs.prompts.tables import check_table
 
 NONE = {"validation": None, "test": None}
 
@@ -162,14 +164,23 @@ def test_a_split_that_ends_up_empty_is_refused():
 
 
 def test_too_few_questions_are_refused():
-    with pytest.raises(ValueError, match="more training rows"):
+    with pytest.raises(ValueError, match=r"where 1 is left .* give at least 3 different questions.*or test_dataset"):
         split({"train": rows("a")})
+    with pytest.raises(ValueError, match=r"^validation questions .* where 1 is left"):
+        split({"train": rows("a", "b", "a")})
+    assert [len(part.rows) for part in split({"train": rows("a", "b", "c")})[0].values()] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"train": [1]}, r"must be one split, got a mapping of \['train'\]"),
+        ({"train": [1]}, r"must be one split, .* got a mapping of \['train'\]: pass one of its values"),
+        ({"question": ["a"], "answer": ["b"]}, "make rows of its columns"),
+        ("questions.csv", r"got 'questions.csv': read a file first"),
+        (Path("questions.jsonl"), "read a file first"),
+        (["a", "b"], r"mapping of columns in every row, got 'a' in row 0: write {'question': ...}"),
+        ([("a", "b")], r"got \('a', 'b'\) in row 0"),
+        ([1], "got 1 in row 0"),
         (iter([1]), "turn a streamed dataset into a list"),
         ([], "at least one row"),
         ([{"prompt": "a"}], r"columns \['question'\], got \['prompt'\].*provide \['question'\]"),

@@ -339,6 +339,8 @@ def test_an_imported_configuration_is_one_of_ours():
     ("name", "content"),
     [
         ("a.csv", '\ufeffquestion,answer\n2+2?,4\n"a, b",x\n'),
+        ("a.csv", "\ufeffquestion;answer\n2+2?;4\na, b;x\n"),
+        ("a.csv", "question\tanswer\n2+2?\t4\na, b\tx\n"),
         ("a.jsonl", '\ufeff{"question": "2+2?", "answer": "4"}\n\n{"question": "a, b", "answer": "x"}\n'),
         ("a.json", '[{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]'),
     ],

@@ -36,6 +36,11 @@ def registered(env: str) -> EnvSpec:
         ImportError: If there is no such module.
     """
     module, _, name = env.rpartition(":")
+    if module.endswith(".py"):
+        raise gymnasium.error.NameNotFound(
+            f"A file is named as Python imports it, here {module.removesuffix('.py')}:{name}, and registers its "
+            "environments by gymnasium.register."
+        )
     if module:
         importlib.import_module(module)
     namespace, plain, version = parse_env_id(name)
@@ -44,8 +49,11 @@ def registered(env: str) -> EnvSpec:
     try:
         return gymnasium.spec(get_env_id(namespace, plain, version))
     except (gymnasium.error.NameNotFound, gymnasium.error.NamespaceNotFound) as error:
+        if module:
+            told = f"{module} was imported, and it is to call gymnasium.register(id='{name}', entry_point=...)."
+            raise type(error)(f"{error} {told}") from error
         first = (namespace or plain).partition("-")[0].lower()
-        packages = [found.name for found in pkgutil.iter_modules() if found.name.lower() == first and not module]
+        packages = [found.name for found in pkgutil.iter_modules() if found.name.lower() == first]
         meant = f"did you mean {packages[0]}:{name}?" if packages else "write MODULE:ID."
         raise type(error)(f"{error} Packages register theirs when they are imported: {meant}") from error
 

@@ -12,7 +12,8 @@ from evogrpo.envs.prompts.rewards.offered import Advance, Logged
 from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight, tried
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward, make_runner
 from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
-from evogrpo.envs.prompts.splits import Content, Questions, Table, Tokenized, check_table, make_splits
+from evogrpo.envs.prompts.splits import Content, Questions, Table, Tokenized, make_splits
+from evogrpo.envs.prompts.tables import check_table
 from evogrpo.envs.prompts.templates import (
     Message,
     Options,

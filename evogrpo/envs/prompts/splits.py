@@ -107,35 +107,6 @@ class Questions:
         )
 
 
-def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
-    """Refuse anything that is not a non-empty table with the given columns; return all that it has.
-
-    Raises:
-        ValueError: With the name of the argument, what was found and what to do.
-    """
-    if isinstance(table, Mapping):
-        raise ValueError(
-            f"{name} must be one split, got a mapping of {list(table)}: pass one of its values (train_dataset also "
-            "takes a mapping of splits with the key train)"
-        )
-    if not hasattr(table, "__len__") or not hasattr(table, "__getitem__"):
-        raise ValueError(
-            f"{name} must have a length and rows by number (a datasets.Dataset or a list of mappings), "
-            f"got {type(table).__name__}: turn a streamed dataset into a list first"
-        )
-    if len(table) == 0:
-        raise ValueError(f"{name} must hold at least one row, got none")
-    names = getattr(table, "column_names", None)
-    present = list(table[0]) if names is None else list(names)
-    missing = [column for column in columns if column not in present]
-    if missing:
-        raise ValueError(
-            f"{name} must have the columns {list(columns)}, got {present}: rename columns to provide {missing} "
-            "(reward_fn, or form: agilerl, reads question and answer; reward_funcs, or form: trl, read prompt)"
-        )
-    return present
-
-
 def make_splits(
     tables: Mapping[Split, Table],
     tokens: Callable[[Split, Table], Tokenized],
@@ -201,6 +172,11 @@ def _drawn(split: Split, left: Mapping[int, tuple[float, bytes]], size: int | No
     order = sorted(depth, key=lambda position: depth[position])
     near = sum(value < HELD_OUT for value, _ in depth.values())
     wanted = max(1, min(DEFAULT_SIZES[split], near)) if size is None else size
+    if len(order) < 2:
+        raise ValueError(
+            f"{split} questions are drawn from train, where {len(order)} is left to hold out and to learn from: "
+            f"give at least 3 different questions (hundreds, to learn something), or {split}_dataset"
+        )
     if not 1 <= wanted < len(order):
         raise ValueError(
             f"{split}_size must be at least 1 and less than the {len(order)} questions left in train, got {wanted}: "

@@ -1,6 +1,7 @@
 """Datasets in the forms people have them in, as rows by number: data frames, arrow tables, several splits at once."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from evogrpo.envs.groups import SPLITS, Split
@@ -52,3 +53,43 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
+    """Refuse anything that is not a non-empty table with the given columns; return all that it has.
+
+    Raises:
+        ValueError: With the name of the argument, what was found and what to do.
+    """
+    if isinstance(table, str | bytes | PathLike):
+        raise ValueError(
+            f"{name} must be rows, got {table!r}: read a file first, JSON lines by [json.loads(line) for line in "
+            "open(path)], a CSV file by list(csv.DictReader(open(path))) or pandas.read_csv(path)"
+        )
+    if isinstance(table, Mapping):
+        if set(columns) <= set(table):
+            remedy = "make rows of its columns, by datasets.Dataset.from_dict or pandas.DataFrame"
+        else:
+            remedy = "pass one of its values (train_dataset also takes a mapping of splits with the key train)"
+        raise ValueError(f"{name} must be one split, row by row, got a mapping of {list(table)}: {remedy}")
+    if not hasattr(table, "__len__") or not hasattr(table, "__getitem__"):
+        raise ValueError(
+            f"{name} must have a length and rows by number (a datasets.Dataset or a list of mappings), "
+            f"got {type(table).__name__}: turn a streamed dataset into a list first"
+        )
+    if len(table) == 0:
+        raise ValueError(f"{name} must hold at least one row, got none")
+    names = getattr(table, "column_names", None)
+    if names is None and not isinstance(table[0], Mapping):
+        raise ValueError(
+            f"{name} must have a mapping of columns in every row, got {table[0]!r:.80} in row 0: write "
+            f"{{{', '.join(f'{column!r}: ...' for column in columns)}}}"
+        )
+    present = list(table[0]) if names is None else list(names)
+    missing = [column for column in columns if column not in present]
+    if missing:
+        raise ValueError(
+            f"{name} must have the columns {list(columns)}, got {present}: rename columns to provide {missing} "
+            "(reward_fn, or form: agilerl, reads question and answer; reward_funcs, or form: trl, read prompt)"
+        )
+    return present

@@ -24,8 +24,8 @@ def read_rows(path: Path) -> Sequence[Any]:
     """Read a prompt dataset: one mapping of columns a row.
 
     Args:
-        path: A .jsonl, .json (a list of objects) or .csv file (every value is text); or a .parquet file, for which
-            the extra `datasets` must be installed.
+        path: A .jsonl, .json (a list of objects) or .csv file (every value is text; values are separated as the names
+            of the columns are); or a .parquet file, for which the extra `datasets` must be installed.
 
     Raises:
         ValueError: If the file is missing, of another kind or not what its name says.
@@ -38,7 +38,9 @@ def read_rows(path: Path) -> Sequence[Any]:
         with path.open(encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
             if path.suffix == ".csv":
                 csv.field_size_limit(2**31 - 1)
-                rows: list[Any] = list(csv.DictReader(file))
+                heading = file.readline()
+                file.seek(0)
+                rows: list[Any] = list(csv.DictReader(file, delimiter=_delimiter(heading)))
             elif path.suffix == ".json":
                 rows = _json(file.read(), str(path))
             else:
@@ -59,6 +61,11 @@ def read_rows(path: Path) -> Sequence[Any]:
                 f"{path} must have as many values in every row as it names columns, but row {number} has not"
             )
     return rows
+
+
+def _delimiter(heading: str) -> str:
+    """Return what separates the names of columns: a comma, or what spreadsheets write where commas are decimal."""
+    return next((mark for mark in ",;\t" if mark in heading), ",")
 
 
 def read_hub(name: str, subset: str | None, split: str, revision: str | None) -> Sequence[Any]:

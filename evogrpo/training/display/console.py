@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -68,6 +69,26 @@ def console_for(progress: bool | None) -> Console | None:
     if notebook.is_jupyter:
         return notebook
     return make_console() if progress or sys.stdout.isatty() else None
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A text whose further lines, where it takes several, are indented.
+
+    Attributes:
+        text: What is said.
+        indent: Columns before every line but the first.
+    """
+
+    text: Text
+    indent: int = 4
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
+        """Render it line by line."""
+        first, *rest = self.text.wrap(console, max(options.max_width - self.indent, 1)) or [self.text]
+        yield first
+        for line in rest:
+            yield Text(" " * self.indent).append_text(line)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from evogrpo.history.words import Words, evaluated, processed, second_look, verd
 from evogrpo.tally import Work, heard_by
 from evogrpo.text import count_text, duration_text, score_text
 from evogrpo.training.display.completions_table import completions_table
+from evogrpo.training.display.console import Hung
 from evogrpo.training.display.pace import Pace
 from evogrpo.training.display.regions import region
 from evogrpo.training.display.tables import generation_table, plan_lines, rewards_text, step_text
@@ -135,7 +136,7 @@ class RunDisplay:
         if best is not None and not kept:
             score = score_text(best.fitness.mean, best.fitness.standard_error)
             shown.append(f"★ is still #{best.index} of generation {best.generation}, {score}: it is kept as the best")
-        shown += plan_lines(report)
+        shown += map(Hung, plan_lines(report))
         table = completions_table(report.examples, report.best.index, width)
         if table is not None:
             shown += ["", table]

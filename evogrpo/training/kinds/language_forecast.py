@@ -88,13 +88,14 @@ class LanguageForecast:
         tokens = f"at most {count_text(self.tokens_per_step)} a learning step"
         if self.tokens is not None:
             tokens += f", {count_text(self.tokens)} in all"
+        steps = counted(most, "step") if fewest == most else f"{fewest} to {counted(most, 'step')}"
         written, form = config.logging.completions, config.logging.completions_format
         return {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {_ids(self.trial.tokens)}",
             "rewards": f"{_earned(self.trial)} for {MADE_UP!r}",
             "samples": samples_row(config, "completions"),
             "groups": self.rounds.groups_row(),
-            "optimizer": f"{fewest if fewest == most else f'{fewest} to {most}'} steps per member and learning step",
+            "optimizer": f"{steps} per member and learning step",
             "steps": self.rounds.steps_row(config, "completions of held-out questions"),
             "tokens": f"{tokens} (prompts of at most {self.longest_prompt}, completions of at most "
             f"{self.longest_completion}; updates included, evaluations left out)",

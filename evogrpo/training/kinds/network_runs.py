@@ -65,7 +65,7 @@ class NetworkForecast:
             "samples": samples_row(config, "episodes"),
             "groups": self.rounds.groups_row(),
             "environment": f"at most {count_text(steps)} steps a learning step, all members, for episodes of {longest}",
-            "optimizer": f"at most {most} steps per member and learning step",
+            "optimizer": f"at most {counted(most, 'step')} per member and learning step",
             "steps": self.rounds.steps_row(config, "episodes from held-out starts"),
             "parameters": f"{count_text(self.parameters)} in each member's network as it starts",
             "memory": memory_row(self.need),
