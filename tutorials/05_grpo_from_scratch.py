@@ -19,7 +19,7 @@
 # - why one of the three cannot learn on CartPole at all;
 # - how to train the same with evogrpo, eight agents at once, and what that costs.
 #
-# **It needs** evogrpo and nothing else, one CPU core, about 2 minutes and 1 GB of memory.
+# **It needs** what [all tutorials](README.md) need, one CPU core, about 2 minutes and 1 GB of memory.
 #
 # **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=05` in the repository. The other half of the
 # pair, `05_grpo_from_scratch.py`, is the same as text.
@@ -300,8 +300,7 @@ assert SHORT or library["outcome"]["return"][-1].mean() < library["return_to_go_
 # The library has seen the zeros too, and says so. And eight agents tell what three seeds could not: after equally many
 # episodes, *return to go* is ahead of *outcome*, and its agents end close together.
 #
-# Now the price: transitions for each
-# second of processor time.
+# Now the price: transitions for each second of processor time.
 
 # %%
 rates = {

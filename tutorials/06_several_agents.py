@@ -20,7 +20,8 @@
 # - what `policies` and `credit` mean, and what they were worth here;
 # - how to watch the result.
 #
-# **It needs** `pip install "evogrpo[video]" mpe2`, one CPU core, about 3 minutes and 1 GB of memory.
+# **It needs** what [all tutorials](README.md) need, and in the checkout `pip install -e ".[video]" mpe2`; one CPU core,
+# about 3 minutes and 1 GB of memory.
 #
 # **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=06` in the repository. The other half of the
 # pair, `06_several_agents.py`, is the same as text.
@@ -141,7 +142,9 @@ plt.show()
 
 # %%
 returns = {way: run.result.test.after.mean for way, run in runs.items()}
-assert SHORT or all(value > untrained.mean + 10 for value in returns.values())
+assert SHORT or all(value > untrained.mean + 10 for value in returns.values()), "everybody learns"
+of_policies = {name: np.mean([returns[name, credit] for credit in COLOURS]) for name in ("shared", "independent")}
+assert SHORT or of_policies["shared"] > of_policies["independent"] - 2, "shared policies are not worse"
 
 # %% [markdown]
 # ## Watching it

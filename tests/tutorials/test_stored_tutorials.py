@@ -45,6 +45,20 @@ def test_a_tutorial_says_what_it_is_for_and_what_comes_next(source):
     assert re.findall(r"^(\d)\. ", ending, re.MULTILINE) == ["1", "2", "3"]
 
 
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_tables_and_quoted_code_of_a_tutorial_keep_their_lines(source):
+    told = "\n\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "markdown")
+    rows = [line for line in told.splitlines() if line.startswith("|")]
+    assert [row for row in rows if not row.rstrip().endswith("|") or row.strip() == "|"] == []
+    assert len(re.findall(r"^```(?:\w+)?$", told, re.MULTILINE)) == told.count("```")
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_a_tutorial_asserts_what_it_finds_in_full(source):
+    code = "\n".join(cell.source for cell in jupytext.read(source).cells if cell.cell_type == "code")
+    assert re.search(r"^assert ", code, re.MULTILINE)
+
+
 def test_every_notebook_has_its_text():
     assert SOURCES
     assert sorted(execute.HERE.glob("*.ipynb")) == [source.with_suffix(".ipynb") for source in SOURCES]
