@@ -5,17 +5,21 @@ stands in for the demo's, and numbers of generations, steps and samples are made
 in the page, in a comment above it: `<!-- not run: why -->`.
 """
 
+import ast
+import importlib
+import json
 import re
 import shlex
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from importlib.resources import as_file, files
 from pathlib import Path
 
 import pytest
 
 from docs.generate import session
 from evogrpo.cli.arguments import make_parser
-from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml
 from tests.docs.test_links import PAGES, ROOT
 from tests.tiny_models import tiny_model, tiny_tokenizer
@@ -67,6 +71,9 @@ evolve(members(), env, generations=1, run_dir="runs/products", {SHORT}).finish()
 """,
     "docs/howto/own_model.md": f"""{LANGUAGE}
 members(1)[0].save_checkpoint("sft-adapter")
+""",
+    "docs/howto/export.md": f"""{LANGUAGE}
+members(1)[0].save_checkpoint("adapter")
 """,
     "docs/environments.md": """
 import evogrpo
@@ -139,17 +146,61 @@ def test_the_yaml_of_a_page_is_read(name, tmp_path, monkeypatch):
 
 
 def commands(page: Path) -> list[str]:
-    text = "\n".join(block for why, kind, block in blocks(page) if kind in ("", "sh") and not why)
-    return [line for line in text.splitlines() if line.startswith("evogrpo ")]
+    """Return a page's commands of evogrpo: in its blocks, behind launchers and conditions too, and in sentences."""
+    shown = "\n".join(block for why, kind, block in blocks(page) if kind in ("", "sh", "yaml") and not why)
+    found = re.findall(r"(?:^|[;&] |then |else |srun |exec |-m )(evogrpo [a-z-][^;#|\n]*)", shown, re.MULTILINE)
+    return found + re.findall(r"(?<!`)`(evogrpo [a-z-][^`\n]+)`(?!`)", _BLOCK.sub("", page.read_text(encoding="utf-8")))
 
 
-@pytest.mark.parametrize("name", named([page for page in PAGES if commands(page)]))
+def check_settings(settings: list[str], packaged: str) -> None:
+    """Refuse a KEY=VALUE that no configuration has."""
+    with as_file(files("evogrpo.training.configuration") / packaged) as path:
+        load_config(path, [*(["task.env=CartPole-v1"] if packaged == "env.yaml" else []), *settings])
+
+
+@pytest.mark.parametrize("name", named([page for page in PAGES if commands(page) and page.name != "CHANGELOG.md"]))
 def test_the_commands_of_a_page_exist(name):
     for line in commands(ROOT / name):
-        words = shlex.split(line, comments=True)
-        chosen, rest = make_parser().parse_known_args([word for word in words[1:] if word != "&"])
+        words = [word for word in shlex.split(line)[1:] if word != "&"]
+        if len(words) == 1:  # a sentence that names a command, whatever that needs
+            with pytest.raises(SystemExit, match=r"^0$"):
+                make_parser().parse_args([*words, "--help"])
+            continue
+        chosen, rest = make_parser().parse_known_args(words)
         assert not rest or "overrides" in chosen, line
         assert not any(word.startswith("-") for word in rest), line
+        settings = [word for word in words if re.match(r"[a-z_.]+=", word)]
+        if words[0] == "train" and settings:
+            check_settings(settings, "env.yaml" if "--env" in words else "demo.yaml")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["trian my.yaml", "train my.yaml --drry-run", "resume runs/a --generation=two", "train my.yaml population.sise=4"],
+)
+def test_a_command_that_does_not_exist_is_seen(tmp_path, monkeypatch, line):
+    monkeypatch.setattr("tests.docs.test_examples.ROOT", tmp_path)
+    (tmp_path / "page.md").write_text(f"# A page\n\n```\nsrun evogrpo {line}\n```\n")
+    with pytest.raises((SystemExit, AssertionError, ValueError)):
+        test_the_commands_of_a_page_exist("page.md")
+
+
+@pytest.mark.parametrize("name", named(PAGES))
+def test_no_block_of_a_page_goes_unnoticed(name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert not re.search(r"^[ \t]+```|^~~~", text, re.MULTILINE), "an indented block is not looked at"
+    assert text.count("\n```") % 2 == 0
+    targets = set(re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
+    for why, kind, block in blocks(ROOT / name):
+        assert kind in ("", "sh", "python", "yaml", "json"), f"nothing looks at blocks of {kind}"
+        if kind == "json":
+            assert all(json.loads(line) for line in block.splitlines())
+        if kind == "python" and why:  # what cannot be run can be read, and what it imports from here is there
+            for node in ast.walk(ast.parse(block)):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("evogrpo"):
+                    module = importlib.import_module(str(node.module))
+                    assert all(hasattr(module, imported.name) for imported in node.names)
 
 
 def test_pages_are_looked_at():
