@@ -21,10 +21,10 @@
 # - how several reward functions are weighed, and seen apart;
 # - how to go from one task to the next by hand, and how to ask whether that paid.
 #
-# **It needs** what [all tutorials](README.md) need, which brings the model, and in the checkout `pip install -e
-# ".[reasoning]"`; one CPU core, about 6 minutes and 3 GB of memory. One of the requirements of reasoning-gym is
-# compiled while it is installed, so a C compiler has to be there. Where reasoning-gym is missing, `make tutorials`
-# leaves this notebook out and says so.
+# **It needs** what [all tutorials](README.md) need, which brings the model, and the extra `reasoning`
+# (`pip install -e ".[reasoning]"` in the checkout); one CPU core, about 6 minutes and 3 GB of memory. One of the
+# requirements of reasoning-gym is compiled while it is installed, so a C compiler has to be there. Where reasoning-gym
+# is missing, `make tutorials` leaves this notebook out and says so.
 #
 # **To run it:** open this notebook in Jupyter, or `make tutorials ARGS=03` in the repository. The other half of the
 # pair, `03_reasoning_gym.py`, is the same as text.

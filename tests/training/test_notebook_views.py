@@ -8,6 +8,8 @@ import pytest
 
 from evogrpo import read_run
 from evogrpo.markup import Markup, card, sparkline
+from evogrpo.training.display.console import NOTEBOOK_WIDTH, console_for
+from evogrpo.training.display.tables import NARROW
 from evogrpo.training.loop.iteration import Run
 from tests.tiny_training import tiny_run
 
@@ -109,3 +111,12 @@ def test_curves_have_a_point_for_every_number_and_stay_in_their_frame(values, po
         x, y = map(float, point.split(","))
         assert 0 <= x <= 80
         assert 0 <= y <= 16
+
+
+def test_a_notebook_is_as_wide_as_a_page_unless_it_says_otherwise(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.delenv("JUPYTER_COLUMNS", raising=False)
+    assert console_for(None).width == NOTEBOOK_WIDTH < NARROW
+    monkeypatch.setenv("JUPYTER_COLUMNS", "140")
+    assert console_for(True).width == 140
+    assert console_for(False) is None

@@ -17,6 +17,7 @@ from evogrpo.processes import processes
 from evogrpo.text import printable
 
 LOG_WIDTH = 120  # columns of a log file, which has no width of its own
+NOTEBOOK_WIDTH = 92  # columns below a cell, which are seen without scrolling beside a menu or on a page
 
 
 class VisibleConsole(Console):
@@ -65,7 +66,7 @@ def console_for(progress: bool | None) -> Console | None:
         raise ValueError(f"progress must be True, False or None (shown where somebody looks), got {progress!r}")
     if progress is False or sys.stdout is None or not processes().leads:
         return None
-    notebook = VisibleConsole()
+    notebook = VisibleConsole(width=None if "JUPYTER_COLUMNS" in os.environ else NOTEBOOK_WIDTH)
     if notebook.is_jupyter:
         return notebook
     return make_console() if progress or sys.stdout.isatty() else None
