@@ -10,7 +10,8 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,8 +28,31 @@ PATIENCE_MINUTES = 60
 step. `EVOGRPO_PATIENCE_MINUTES` in the environment is another number."""
 
 
+@dataclass(frozen=True)
+class _End:
+    """Why a process did not get through its share of some work.
+
+    Attributes:
+        rank: Which process.
+        words: How it failed; none if it was asked to stop.
+        lost: Whether another one had left it alone, which knows better why.
+    """
+
+    rank: int
+    words: str = ""
+    lost: bool = False
+
+
 class ProcessError(RuntimeError):
-    """Another process of the run has failed; that process says how."""
+    """Another process of the run has failed; that process says how.
+
+    Attributes:
+        end: What it said, once it is known.
+    """
+
+    def __init__(self, words: str, end: _End | None = None) -> None:
+        super().__init__(words)
+        self.end = end
 
 
 class Processes:
@@ -38,16 +62,21 @@ class Processes:
         rank: The number of this process.
         size: How many there are.
         group: How they talk; None where there is one.
+        program: All processes of the program, of which these are some; None = these are all.
 
     Attributes:
         rank: As given.
         size: As given.
+        program: As given, or these.
         working: Whether what is being done may be abandoned without the others, as `together` will tell them.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, program: "Processes | None" = None) -> None:
         self.rank, self.size, self._group = rank, size, group
+        self.program = program or self
         self.working = size == 1
+        self._squads: dict[tuple[Sequence[int], ...], Processes] = {}
+        self._agreed: BaseException | None = None
 
     @property
     def leads(self) -> bool:
@@ -66,8 +95,13 @@ class Processes:
         self._wait(lambda: dist.all_gather_object(found, value, group=self._group))
         return found
 
-    def together(self, work: Callable[[], T]) -> list[T]:
+    def together(self, work: Callable[[], T], *, divided: bool = False) -> list[T]:
         """Let every process do its share of some work, and return what each came to, in their order.
+
+        Args:
+            work: This process's share.
+            divided: Whether shares are divided further, by `together` of a squad: then parts of it may be abandoned
+                there, and nothing between them, as the rest of the squad would wait.
 
         Raises:
             Interrupted: If any of them abandoned its share.
@@ -78,26 +112,62 @@ class Processes:
         found: T | None = None
         failure: BaseException | None = None
         try:
-            self.working = True
+            self.program.working = not divided
             found = work()
         except (Interrupted, Exception) as error:  # noqa: BLE001  # raised again, once the others have been told
             failure = error
         finally:
-            self.working = False
-        said = None if failure is None else "" if isinstance(failure, Interrupted) else _in_words(failure)
-        outcomes = self.all((found, said))
-        failed = [(rank, words) for rank, (_, words) in enumerate(outcomes) if words]
-        if failed and not (failure is not None and said):
-            rank, words = failed[0]
-            raise ProcessError(f"process {rank} of {self.size} failed, and so does the run: {words}") from failure
-        if failure is not None:
-            raise failure
-        if any(words is not None for _, words in outcomes):
-            raise Interrupted
+            self.program.working = False
+        if failure is not None and divided:
+            self._leave_squads(failure)
+        outcomes = self.all((found, None if failure is None else _end_of(failure, self.program.rank)))
+        ends = [end for _, end in outcomes if end is not None]
+        if ends:
+            self._agreed = self._failure_of(ends, failure)
+            raise self._agreed
         return [value for value, _ in outcomes]  # type: ignore[misc]  # nobody failed, so everybody has one
 
+    def _failure_of(self, ends: Sequence[_End], own: BaseException | None) -> BaseException:
+        """Return what this process raises, where some did not get through: its own failure if it knows why."""
+        failed = sorted((end for end in ends if end.words), key=lambda end: end.lost)
+        if not failed:
+            return own or Interrupted()
+        self._squads.clear()  # somebody may have left them
+        if own is not None and not isinstance(own, Interrupted) and (not _lost(own) or failed[0].lost):
+            return own
+        first, size = failed[0], self.program.size
+        error = ProcessError(f"process {first.rank} of {size} failed, and so does the run: {first.words}", first)
+        error.__cause__ = own
+        return error
+
+    def _leave_squads(self, failure: BaseException) -> None:
+        """Let nobody wait for this process where it failed between two parts of divided work, and alone."""
+        import torch.distributed as dist
+
+        for squad in self._squads.values():
+            if squad.size > 1 and failure is not squad._agreed:
+                dist.destroy_process_group(squad._group)
+                squad._group = None  # the last that held it: its connections are closed, which the rest notices at once
+
+    def squad(self, squads: Sequence[Sequence[int]]) -> "Processes":
+        """Return those processes of the program that work together with this one; all of the program call this.
+
+        Args:
+            squads: Ranks that work together, in their order; each rank is in one squad.
+        """
+        key = tuple(map(tuple, squads))
+        if key not in self._squads:
+            import torch.distributed as dist
+
+            patience = timedelta(minutes=_patience())
+            for ranks in squads:  # everybody makes all groups, as torch asks
+                group = dist.new_group(list(ranks), backend="gloo", timeout=patience) if len(ranks) > 1 else None
+                if self.rank in ranks:
+                    self._squads[key] = Processes(list(ranks).index(self.rank), len(ranks), group, program=self)
+        return self._squads[key]
+
     def led(self, value: T) -> T:
-        """Return what the leading process gave."""
+        """Return what the leading process of the program gave."""
         if self.size == 1:
             return value
         import torch.distributed as dist
@@ -115,6 +185,28 @@ class Processes:
         return next((each for each in self.all(value) if each is not None), None)
 
     # ---- tensors
+
+    def summed(self, values: "Tensor") -> "Tensor":
+        """Return the sum `[k]` of what all processes gave, one after the other in their order: equal bits everywhere.
+
+        Each process adds up a part of it and tells the others, so that what it sends and gets does not grow with their
+        number: twice the tensor.
+        """
+        if self.size == 1:
+            return values
+        import torch
+        import torch.distributed as dist
+
+        part = -(-len(values) // self.size)
+        given = torch.zeros(self.size * part, dtype=values.dtype)
+        given[: len(values)] = values.detach()
+        received = torch.empty_like(given)
+        self._wait(lambda: dist.all_to_all_single(received, given, group=self._group))
+        total, *others = received.view(self.size, part).unbind()
+        for other in others:
+            total += other
+        self._wait(lambda: dist.all_gather(list(given.view(self.size, part).unbind()), total, group=self._group))
+        return given[: len(values)].to(values.device)
 
     def spread_tensors(self, tensors: "Mapping[str, Tensor] | None", *, source: int) -> "dict[str, Tensor]":
         """Return tensors of the process `source`, on the CPU; the others give None."""
@@ -161,14 +253,23 @@ class Processes:
             exchange()
         except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
             raise ProcessError(
-                f"process {self.rank} of {self.size} has lost the others: one of them has ended, or did not answer for "
-                f"{_patience():g} minutes (EVOGRPO_PATIENCE_MINUTES): its own output says why. Every checkpoint so far "
-                f"is whole: start all processes again to resume ({error})"
+                f"process {self.program.rank} of {self.program.size} has lost the others: one of them has ended, or "
+                f"did not answer for {_patience():g} minutes (EVOGRPO_PATIENCE_MINUTES): its own output says why. "
+                f"Every checkpoint so far is whole: start all processes again to resume ({error})"
             ) from error
 
 
-def _in_words(failure: BaseException) -> str:
-    return f"{type(failure).__name__}: {failure}"
+def _end_of(failure: BaseException, rank: int) -> _End:
+    """Return what a process says of how it ended, or what it has been told of how another did."""
+    if isinstance(failure, Interrupted):
+        return _End(rank)
+    if isinstance(failure, ProcessError) and failure.end is not None:
+        return failure.end
+    return _End(rank, f"{type(failure).__name__}: {failure}", _lost(failure))
+
+
+def _lost(failure: BaseException) -> bool:
+    return isinstance(failure, ProcessError) and failure.end is None
 
 
 def _patience() -> float:

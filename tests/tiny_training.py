@@ -73,8 +73,8 @@ def tiny_agent(**options: Any) -> GRPO:
     return GRPO(**{"actor_network": shared_model()} | tiny_options(**options))
 
 
-def tiny_population(size: int, **options: Any) -> Population:
-    return GRPO.population(size, **{"actor_network": shared_model()} | tiny_options(**options))
+def tiny_population(size: int, kind: type[GRPO] = GRPO, **options: Any) -> Population:
+    return kind.population(size, **{"actor_network": shared_model()} | tiny_options(**options))
 
 
 def scatter(agent: Agent, seed: int = 0, std: float = 0.2) -> None:
@@ -158,13 +158,14 @@ def tiny_run(
     options: Mapping[str, Any] | None = None,
     first_group: int | None = None,
     fitness: object = "validation",
+    kind: type[GRPO] = GRPO,
     **schedule: Any,
 ) -> Evolution:
     """Return a small run that has not begun: members that evolve, several optimizer steps, ragged group sizes.
 
     `first_group` is set on the first member once it is there, wherever group sizes may evolve to.
     """
-    population = tiny_population(size, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
+    population = tiny_population(size, kind, **({"hp_config": SPACE, "update_epochs": 2} | dict(options or {})))
     if first_group is not None:
         population[0].group_size = first_group
     return Evolution(

@@ -110,7 +110,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         cls._check_class(options)
         samples = founders_samples(options, samples_per_step)
         places = places_of(size)
-        count = len(places.own)
+        count = places.held
         members, first = open_members(count, observation_space, action_space, actor_network, pad_token_id, options)
         members = spread_out(members, places)
         given = chosen_founders(founders, first, members.hp_config, samples)

@@ -72,6 +72,12 @@ class SpreadCrew(Crew):
         super().__init__(members.local)
         self.processes, self._places = members.processes, members.places
 
+    @property
+    def _speaks(self) -> bool:
+        """Whether this process tells the others of its members: one of those that have the same."""
+        own = self._places.own
+        return len(own) > 0 and self._places.owner(own.start) == self._places.rank
+
     def _here(self, learners: Sequence[Learner]) -> list[Learner]:
         first, own = self._places.own.start, self._places.own
         return [replace(learner, slot=learner.slot - first) for learner in learners if learner.slot in own]
@@ -95,6 +101,8 @@ class SpreadCrew(Crew):
             if not here:
                 return None
             own = collect(self.members, here, env, samples_per_step=samples_per_step, block=block, samples=counts)
+            if not self._speaks:
+                return None
             return replace(
                 own,
                 experience={},
@@ -104,7 +112,7 @@ class SpreadCrew(Crew):
                 earned={first + place: groups for place, groups in own.earned.items()},
             )
 
-        found = [part for part in self.processes.together(sample) if part is not None]
+        found = [part for part in self.processes.together(sample, divided=self._places.divided) if part is not None]
         return replace(merged(found), experience={} if own is None else own.experience)
 
     def learn(
@@ -115,9 +123,10 @@ class SpreadCrew(Crew):
 
         def learn() -> dict[int, LearnReport]:
             found = algorithm.learn_together(self.members, here, experience) if here else {}
-            return {first + place: report for place, report in found.items()}
+            return {first + place: report for place, report in found.items()} if self._speaks else {}
 
-        return {slot: report for part in self.processes.together(learn) for slot, report in part.items()}
+        parts = self.processes.together(learn, divided=self._places.divided)
+        return {slot: report for part in parts for slot, report in part.items()}
 
     def savable(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
         """Return an agent of its own, wherever the member lives."""

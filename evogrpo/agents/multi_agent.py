@@ -89,7 +89,7 @@ class MultiAgentGRPO(GRPO):
         options = with_space(options, samples_per_step, words=False)
         samples = founders_samples(options, samples_per_step)
         places = places_of(size)
-        members, first = open_team(len(places.own), observation_spaces, action_spaces, options)
+        members, first = open_team(places.held, observation_spaces, action_spaces, options)
         members = spread_out(members, places)
         given = chosen_founders(founders, first, members.hp_config, samples)
         agents = cls.founders(members, first, options.get("index", 0), samples=samples, spread=spread, given=given)

@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.agents.members.spread.places import Places
+from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.history.words import words_of
 from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
@@ -33,20 +34,29 @@ def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, prese
         "objective": _objective(config.agent.objective),
         "schedule": _schedule(config),
         "run directory": str(run_dir),
-        **_layout(config.population.size),
+        **layout(config.population.size, processes().size, words=kind_of(config.task).word == LanguageMembers.kind),
         **config.task.facts(),
     }
     _show(console, rows)
 
 
-def _layout(members: int) -> dict[str, str]:
-    """Say how many members each process has, where there are several."""
-    crew = processes()
-    if crew.size == 1:
+def layout(members: int, count: int, *, words: bool) -> dict[str, str]:
+    """Say how many members each of several processes has, or how many processes each member.
+
+    Args:
+        members: How many there are.
+        count: How many processes.
+        words: Whether members are language models.
+    """
+    if count == 1:
         return {}
-    places = Places(members, crew.size, crew.rank)
-    shares = [str(places.first_of(rank + 1) - places.first_of(rank)) for rank in range(crew.size)]
-    return {"processes": f"{crew.size}, with {', '.join(shares)} members"}
+    places = Places(members, count, 0, shared=words)
+    if words and count > members:
+        squads = ", ".join(str(len(ranks)) for ranks in places.squads)
+        return {"processes": f"{count}, of which {squads} share the work of one member each"}
+    shares = ", ".join(str(len(own)) for own in places.shares)
+    idle = "; those without only help to test the base and the best" if count > members else ""
+    return {"processes": f"{count}, with {shares} members{idle}"}
 
 
 def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool) -> None:

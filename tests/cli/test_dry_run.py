@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
+from evogrpo.cli.dry_run import layout
 from tests.cli.project import write_project
 
 SHORT = ["schedule.generations=1", "schedule.steps_per_generation=1", "schedule.samples_per_step=8"]
@@ -179,3 +180,18 @@ def test_a_dry_run_shows_the_network_that_is_really_used(called, folder, monkeyp
     status, said, _ = called(*KINDS["team"], "--dry-run", "agent.normalise_observations=true")
     assert "3 numbers, normalised" in said
     assert "one of 3, by a categorical distribution" in said
+
+
+@pytest.mark.parametrize(
+    ("members", "count", "words", "said"),
+    [
+        (3, 2, True, "2, with 2, 1 members"),
+        (2, 3, True, "3, of which 2, 1 share the work of one member each"),
+        (1, 4, True, "4, of which 4 share the work of one member each"),
+        (1, 3, False, "3, with 1, 0, 0 members; those without only help to test the base and the best"),
+    ],
+)
+def test_the_plan_says_who_has_which_members(members: int, count: int, words: bool, said: str) -> None:
+    """More processes than language models share their work; more than small networks are not of much use."""
+    assert layout(members, count, words=words) == {"processes": said}
+    assert layout(members, 1, words=words) == {}

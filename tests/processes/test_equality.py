@@ -8,8 +8,10 @@ import pytest
 from evogrpo.persistence.journal import read_journal
 from tests.processes.comparing import assert_same
 from tests.processes.launching import launch
-from tests.processes.scenarios import SCENARIOS, go_on, perform
+from tests.processes.scenarios import SCENARIOS, divided, go_on, perform
 from tests.tiny_training import finish
+
+IN_TWO = [name for name in SCENARIOS if name != "pair"]
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +25,19 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every scenario in two processes, which also go on with what one has begun."""
+    """Scenarios in two processes, which also go on with what one has begun."""
     folder = tmp_path_factory.mktemp("two")
     shutil.copytree(alone / "networks", folder / "back" / "networks")
-    performed(2, folder, *SCENARIOS, "back/networks+6")
+    performed(2, folder, *IN_TWO, "back/networks+6")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Scenarios in three processes, likewise."""
+    folder = tmp_path_factory.mktemp("three")
+    shutil.copytree(alone / "pair", folder / "back" / "pair")
+    performed(3, folder, "networks", "pair", "back/pair+3")
     return folder
 
 
@@ -35,24 +46,34 @@ def performed(count: int, folder: Path, *names: str) -> None:
         assert status == 0, said
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", IN_TWO)
 def test_two_processes_come_to_what_one_comes_to(name: str, alone: Path, two: Path) -> None:
-    """Networks that change, members that leave until a process has none, groups that are drawn again."""
+    """Networks that change, members that leave until a process has none or was never needed, groups drawn again."""
     assert_same(alone / name, two / name)
 
 
-def test_shares_need_not_be_even(alone: Path, tmp_path: Path) -> None:
-    """Five members in three processes."""
-    performed(3, tmp_path, "networks")
-    assert_same(alone / "networks", tmp_path / "networks")
+@pytest.mark.parametrize("name", ["networks", "pair"])
+def test_shares_need_not_be_even(name: str, alone: Path, three: Path) -> None:
+    """Three processes for five members, and for two: a language model is sampled and trained by two of them."""
+    assert_same(alone / name, three / name)
 
 
-def test_a_run_goes_on_in_another_number_of_processes(alone: Path, two: Path, tmp_path: Path) -> None:
-    """Begun by two and continued by one, begun by one and continued by two, and one all the time: all the same."""
-    straight, there = tmp_path / "straight" / "networks", tmp_path / "there" / "networks"
-    for source, folder in ((alone, straight), (two, there)):
-        shutil.copytree(source / "networks", folder)
-        finish(go_on(folder, 6))
+def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
+    """Each does a part of the work, both know what came of it, and what is learnt has equal bits in both."""
+    for status, said in launch(2, tmp_path, divided).ended():
+        assert status == 0, said
+
+
+@pytest.mark.parametrize(("name", "several", "generations"), [("networks", "two", 6), ("pair", "three", 3)])
+def test_a_run_goes_on_in_another_number_of_processes(
+    name: str, several: str, generations: int, alone: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Begun by several and continued by one, begun by one and continued by several, one all the time: all the same."""
+    others: Path = request.getfixturevalue(several)
+    straight, there = tmp_path / "straight" / name, tmp_path / "there" / name
+    for source, folder in ((alone, straight), (others, there)):
+        shutil.copytree(source / name, folder)
+        finish(go_on(folder, generations))
     assert_same(straight, there)
-    assert_same(straight, two / "back" / "networks")
-    assert [event["event"] for event in read_journal(two / "back/networks/journal.jsonl")].count("resumed") == 1
+    assert_same(straight, others / "back" / name)
+    assert [event["event"] for event in read_journal(others / "back" / name / "journal.jsonl")].count("resumed") == 1

@@ -18,7 +18,7 @@ from evogrpo.persistence.journal import read_journal
 from evogrpo.processes import ProcessError, Processes, _agreed_part
 from tests.processes.comparing import assert_same
 from tests.processes.launching import launch
-from tests.processes.scenarios import failing, go_on, killed, limited, networks, stopped, too_many
+from tests.processes.scenarios import failing, go_on, killed, limited, networks, stopped, troubled
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import finish, resumed_run
 
@@ -71,11 +71,18 @@ def test_processes_whose_clocks_differ_stop_at_the_same_time(tmp_path: Path) -> 
     assert "max_seconds" in ends[0][1]
 
 
-def test_every_process_needs_a_member(tmp_path: Path) -> None:
-    """More processes than members are refused by all of them."""
-    for status, said in both(too_many, tmp_path / "run"):
-        assert status == 1
-        assert "2 processes cannot share out 1 members" in said
+def test_trouble_in_one_of_those_that_share_a_member_is_trouble_for_all(tmp_path: Path) -> None:
+    """A reward function or a learning rule that fails in one, a stop asked of one while it samples, a kill."""
+    leader, other = both(troubled, tmp_path / "runs")
+    assert "reward: process 1 of 2 failed, and so does the run: RewardError: reward function" in leader[1]
+    assert "reward: reward function 'reward' raised LookupError: 'the verifier is gone'" in other[1]
+    assert "learning: the disk is busy" in leader[1]
+    assert "learning: process 0 of 2 failed, and so does the run: BlockingIOError: the disk is busy" in other[1]
+    for _, said in (leader, other):
+        assert "stopped by 'enough' after step 1" in said
+    assert leader[0] == 1
+    assert "has lost the others" in leader[1]
+    assert other[0] == -9
 
 
 def test_one_process_talks_to_itself() -> None:

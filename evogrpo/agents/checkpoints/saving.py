@@ -165,9 +165,7 @@ def restore_population(
         stored = record["members"]
         network = _as_saved(actor_network, tensors, path)
         places = places_of(len(stored))
-        members = _open(
-            record["shared"], len(places.own), Path(path), network, tensors, device=device, accelerator=None
-        )
+        members = _open(record["shared"], places.held, Path(path), network, tensors, device=device, accelerator=None)
         members = spread_out(members, places)
         agents = []
         for slot, member in enumerate(stored):

@@ -14,8 +14,9 @@ def merged(parts: Sequence[Collected]) -> Collected:
     """Return what all processes sampled in a learning step, but for the experience, which stays where it is.
 
     Args:
-        parts: Of processes in order of their slots, at least one.
+        parts: Of processes in order of their slots, at least one; of one slot in order of its rows.
     """
+    slots = dict.fromkeys(slot for part in parts for slot in part.tokens)
     longest = max(parts, key=lambda part: len(part.starts))
     return Collected(
         experience={},
@@ -23,7 +24,7 @@ def merged(parts: Sequence[Collected]) -> Collected:
         member_ids=torch.cat([part.member_ids for part in parts]),
         start_ids=torch.cat([part.start_ids for part in parts]),
         truncated=torch.cat([part.truncated.cpu() for part in parts]),
-        tokens={slot: tokens for part in parts for slot, tokens in part.tokens.items()},
+        tokens={slot: sum(part.tokens.get(slot, 0) for part in parts) for slot in slots},
         starts=longest.starts,
         questions=longest.questions,
         earned={slot: groups for part in parts for slot, groups in part.earned.items()},

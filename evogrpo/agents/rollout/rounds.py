@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import numpy as np
 import torch
@@ -79,11 +80,7 @@ def joined(one: Collected, other: Collected, order: Tensor) -> Collected:
         As many rows as `one` has, and the costs of both.
     """
     ((policy, first),) = one.experience.items()
-    batches = [first, other.experience[policy]]
-    if (batches[0].step_rewards is None) != (batches[1].step_rewards is None):
-        # Reward functions looked inside the completions of one of the two only.
-        batches = [_with_steps(batch) for batch in batches]
-    batch = batches[0].joined(batches[1]).select(order.to(first.actions.device))
+    batch = in_one([first, other.experience[policy]]).select(order.to(first.actions.device))
     rows = order.cpu()
     longer = max(one, other, key=lambda each: len(each.starts))
     slots = [*one.tokens, *(slot for slot in other.tokens if slot not in one.tokens)]
@@ -98,6 +95,14 @@ def joined(one: Collected, other: Collected, order: Tensor) -> Collected:
         tokens={slot: one.tokens.get(slot, 0) + other.tokens.get(slot, 0) for slot in slots},
         observed=one.observed + other.observed,
     )
+
+
+def in_one(batches: Sequence[Batch]) -> Batch:
+    """Return the rows of all batches, one after another."""
+    if len({batch.step_rewards is None for batch in batches}) > 1:
+        # Reward functions looked inside the completions of some only.
+        batches = [_with_steps(batch) for batch in batches]
+    return reduce(Batch.joined, batches)
 
 
 def _with_steps(batch: Batch) -> Batch:

@@ -43,14 +43,20 @@ class TokenPasses:
         tally = Tally("scoring", len(batch), "completions")
         while True:
             try:
-                for part in self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy):
-                    log_probs[part], entropies[part] = self._forward(batch.select(part), policy)
+                parts = self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
+                for part, scores in zip(parts, self._scored(batch, parts, policy), strict=True):
+                    log_probs[part], entropies[part] = scores
                     tally.add(len(part))
                 return log_probs, entropies
             except torch.OutOfMemoryError:
                 if self.micro_batch_tokens == 1:
                     raise
                 self.halve()
+
+    def _scored(self, batch: Batch, parts: Sequence[Tensor], policy: PolicyVersion) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the scores of every micro-batch."""
+        for part in parts:
+            yield self._forward(batch.select(part), policy)
 
     def halve(self) -> None:
         """Go on in micro-batches of half the size, because memory ran out."""
@@ -68,8 +74,7 @@ class TokenPasses:
         Raises:
             torch.OutOfMemoryError: If memory runs out in a micro-batch of several rows.
         """
-        rows = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
-        parts = [rows[part] for part in self._parts(batch.select(rows), self.micro_batch_tokens, "weights")]
+        parts = self._learnt(batch, slots)
         members = [sorted(set(batch.member_ids[part].tolist())) for part in parts]
         last = {slot: number for number, present in enumerate(members) for slot in present}
         losses = dict.fromkeys(slots, 0.0)
@@ -93,6 +98,11 @@ class TokenPasses:
         finally:
             for slot in open_:
                 self._weights.gather_gradient(slot, None)
+
+    def _learnt(self, batch: Batch, slots: Sequence[int]) -> list[Tensor]:
+        """Plan the micro-batches of what these members learn from."""
+        rows = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
+        return [rows[part] for part in self._parts(batch.select(rows), self.micro_batch_tokens, "weights")]
 
     def _backward(
         self,

@@ -10,7 +10,6 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.population import Population
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import Preflight
@@ -196,8 +195,7 @@ class LanguageKind:
         self, population: Population, env: Any, schedule: Schedule, experience: SharedExperience | None
     ) -> Need | None:
         """Estimate from the base model, the adapters and the longest question; others' completions weigh little."""
-        members = population.crew.members
-        assert isinstance(members, LanguageMembers)  # its kind says so
+        members: Any = population.crew.members  # language models, as its kind says
         model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
         memory = peak_memory(
             model,

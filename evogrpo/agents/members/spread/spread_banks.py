@@ -41,9 +41,10 @@ class SpreadBanks(Banks):
         places, received = self._places, dict[int, State]()
         wanted = sorted(
             {
-                (parent, places.owner(slot))
+                (parent, holder)
                 for slot, parent in enumerate(parents)
-                if parent is not None and places.owner(parent) != places.owner(slot)
+                for holder in places.holders(slot)
+                if parent is not None and holder not in places.holders(parent)
             }
         )
         for parent, target in wanted:
@@ -53,6 +54,8 @@ class SpreadBanks(Banks):
             if found is not None:
                 received[parent] = found
         here = [parents[slot] for slot in places.own]
+        if not here:
+            return
         self._local.inherit(
             [
                 place if parent in received else None if parent is None else places.place(parent)

@@ -8,11 +8,15 @@ import numpy as np
 
 from evogrpo.agents.members.members import CheckpointFiles, Members
 from evogrpo.agents.members.spread.places import Places
+from evogrpo.agents.members.spread.shared_members import SharedMembers, answered_together
 from evogrpo.agents.members.spread.spread_banks import SpreadBanks
+from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.rollout.wanted import Answered, Asked
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.processes import Processes, processes
+from evogrpo.remarks import remark
+from evogrpo.text import counted
 
 _IN_A_LOOP = ("act", "predict", "generate", "experience", "sample")
 """What a caller's own loop asks of one member: it runs in one process."""
@@ -50,11 +54,13 @@ class SpreadMembers:
             return answered_together(self.local, self.processes, env, asked)
         here = self.places.here(asked.slots)
         own = replace(asked, slots=tuple(self.places.place(slot) for slot in here))
-        parts = self.processes.together(lambda: self.local.evaluate(env, own) if here else None)
+        parts = self.processes.together(
+            lambda: self.local.evaluate(env, own) if here else None, divided=self.places.divided
+        )
         by_slot: dict[int, tuple[Any, int]] = {}
         for rank, part in enumerate(parts):
             slots = [slot for slot in asked.slots if self.places.owner(slot) == rank]
-            if part is not None:
+            if part is not None and slots:
                 rows = part.rewards.reshape(len(slots), asked.per_slot)
                 by_slot.update(zip(slots, zip(rows, part.tokens, strict=True), strict=True))
         return Answered(
@@ -119,30 +125,29 @@ def check_together(members: object, what: str) -> None:
         )
 
 
-def answered_together(members: Members, processes: Processes, env: GroupEnvironment, asked: Asked) -> Answered:
-    """Let each process ask what all of them have, one policy, a part of the questions."""
-    parts = np.array_split(np.asarray(asked.questions), processes.size)
-    own = tuple(parts[processes.rank].tolist())
-    found = processes.together(lambda: members.evaluate(env, replace(asked, questions=own)) if own else None)
-    answers = [part for part in found if part is not None]
-    return Answered(
-        rewards=np.concatenate([part.rewards for part in answers]),
-        tokens=(sum(part.tokens[0] for part in answers),),
-    )
-
-
 def places_of(size: int) -> Places:
-    """Return which of so many slots are in this process, if it is one of several.
-
-    Raises:
-        ValueError: If there are more processes than slots.
-    """
+    """Return which of so many slots are in this process, if it is one of several."""
     crew = processes()
     return Places(size, crew.size, crew.rank)
 
 
 def spread_out(members: Members, places: Places) -> Members:
-    """Return the members of all processes, of whom these are the ones in this process."""
+    """Return the members of all processes, of whom these are the ones in this process.
+
+    Of more processes than members, several share the work of one that is a language model. A small network's is done
+    sooner than it could be shared, so that those beyond the members only answer a part of what one policy is asked.
+    """
     if places.processes == 1:
         return members
-    return cast(Members, SpreadMembers(members, places, processes()))
+    crew, beyond = processes(), places.processes - places.size
+    if beyond > 0 and isinstance(members, LanguageMembers):
+        places = replace(places, shared=True)
+        squad = crew.squad(places.squads)
+        if squad.size > 1:
+            members = cast(Members, SharedMembers(members, squad))
+    elif beyond > 0:
+        remark(
+            f"{counted(beyond, 'process', 'es')} of {places.processes} will have no member to train, as the work of a "
+            f"small network is not shared: start {places.size}, or take more members"
+        )
+    return cast(Members, SpreadMembers(members, places, crew))

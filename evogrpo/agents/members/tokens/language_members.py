@@ -173,12 +173,21 @@ class LanguageMembers:
             )
         return opened
 
-    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
+    def sample(
+        self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None
+    ) -> Collected:
         """Sample one completion for each row, or hold one conversation, and have it rewarded.
 
         Row r, token t of a member's turn k is drawn with number `[r, t]` of the stream (seed, purpose, step, index),
         from the second turn on under the purpose's name with the turn's number.
+
+        Args:
+            env: Who rewards.
+            starts: Training starts.
+            wanted: The rows.
+            part: `[k]` which of them; None = all.
         """
+        chosen = torch.arange(len(wanted.start_ids)) if part is None else part
         opened = self._open(env, "train", starts)
 
         def draws(turn: int) -> Tensor:
@@ -189,17 +198,18 @@ class LanguageMembers:
                 )
                 for stream, count in zip(wanted.streams, wanted.counts, strict=True)
             ]
-            return torch.from_numpy(np.concatenate(parts))
+            return torch.from_numpy(np.concatenate(parts))[chosen]
 
-        rows = self._rows(opened, wanted.start_ids, wanted.member_ids, wanted.temperature, draws(0))
+        start_ids, member_ids = wanted.start_ids[chosen], wanted.member_ids[chosen]
+        rows = self._rows(opened, start_ids, member_ids, wanted.temperature[chosen], draws(0))
         conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device)
         scores = self._scored(opened, conversed)
-        batch = token_batch(self.settings, rows, conversed, scores, group_ids=wanted.group_ids)
+        batch = token_batch(self.settings, rows, conversed, scores, group_ids=wanted.group_ids[chosen])
         return Collected(
             experience={DEFAULT: batch},
             scores=replace(scores, step_rewards=None),
-            member_ids=wanted.member_ids,
-            start_ids=wanted.start_ids,
+            member_ids=member_ids,
+            start_ids=start_ids,
             truncated=conversed.rollout.truncated,
             tokens=self.bank.cost(batch),
             questions=tuple(opened.questions),

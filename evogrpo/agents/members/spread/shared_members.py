@@ -1,0 +1,95 @@
+"""Members that several processes have, each with its own copy of what they have learnt, and whose work they share."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evogrpo.agents.members.banks import DEFAULT
+from evogrpo.agents.members.members import Members
+from evogrpo.agents.members.spread.shared_passes import SharedPasses
+from evogrpo.agents.members.tokens.language_members import LanguageMembers
+from evogrpo.agents.rollout.merging import merged
+from evogrpo.agents.rollout.rounds import in_one
+from evogrpo.agents.rollout.wanted import Answered, Asked, Collected, Wanted
+from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.processes import Processes
+
+R = TypeVar("R")
+
+
+class SharedMembers:
+    """Language models of several processes; see `evogrpo.agents.members.members.Members`, whose methods it has.
+
+    All processes of the squad call the same methods. Each samples and has rewarded whole groups, answers some of the
+    held-out questions, and does some micro-batches of what is learnt; all of them know what came of it, and take the
+    same optimizer steps.
+
+    Args:
+        local: The members of this process.
+        squad: The processes that have the same.
+    """
+
+    def __init__(self, local: LanguageMembers, squad: Processes) -> None:
+        self._local, self._squad = local, squad
+        local.bank.passes = SharedPasses(local.bank.passes, squad)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)
+
+    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
+        """Sample whole groups in each process, and return those of all."""
+        own = _groups_dealt(wanted.group_ids, self._squad.size)[self._squad.rank]
+
+        def share() -> Collected | None:
+            return _moved(self._local.sample(env, starts, wanted, own), "cpu") if len(own) else None
+
+        parts = [part for part in self._squad.together(share) if part is not None]
+        batch = in_one([part.experience[DEFAULT] for part in parts])
+        return _moved(replace(merged(parts), experience={DEFAULT: batch}), self._local.device)
+
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Answer some of the questions in each process; the base answers what this one is asked."""
+        return (
+            self._local.evaluate(env, asked) if asked.base else answered_together(self._local, self._squad, env, asked)
+        )
+
+
+def answered_together(members: Members, processes: Processes, env: GroupEnvironment, asked: Asked) -> Answered:
+    """Let each process ask what all of them have, one policy, a part of the questions."""
+    parts = np.array_split(np.asarray(asked.questions), processes.size)
+    own = tuple(parts[processes.rank].tolist())
+    found = processes.together(lambda: members.evaluate(env, replace(asked, questions=own)) if own else None)
+    answers = [part for part in found if part is not None]
+    return Answered(
+        rewards=np.concatenate([part.rewards for part in answers]),
+        tokens=(sum(part.tokens[0] for part in answers),),
+    )
+
+
+def _groups_dealt(group_ids: Tensor, parts: int) -> list[Tensor]:
+    """Deal rows in their order, those of a group together."""
+    ends = group_ids.unique_consecutive(return_counts=True)[1].cumsum(0)
+    shares = np.array_split(np.asarray([0, *ends.tolist()])[1:], parts)
+    bounds = [0]
+    for share in shares:
+        bounds.append(int(share[-1]) if len(share) else bounds[-1])
+    return [torch.arange(begin, end) for begin, end in pairwise(bounds)]
+
+
+def _moved(collected: Collected, device: torch.device | str) -> Collected:
+    """Return samples whose tensors are on a device: between processes they travel on the CPU."""
+    experience = {
+        policy: _on(replace(batch, inputs=_on(batch.inputs, device)), device)
+        for policy, batch in collected.experience.items()
+    }
+    return replace(collected, experience=experience, truncated=collected.truncated.to(device))
+
+
+def _on(record: R, device: torch.device | str) -> R:
+    tensors = {name: value.to(device) for name, value in vars(record).items() if isinstance(value, Tensor)}
+    return replace(record, **tensors)  # type: ignore[type-var]  # records are dataclasses
