@@ -28,7 +28,7 @@ SIZES = (1_000_000, 10_000_000, 100_000_000)
 """Bytes of the learner states that are handed over."""
 
 
-def words(members: int, folder: str) -> None:
+def words(members: int, folder: str, samples: int = 16, steps: int = 5, tokens: int = 16) -> None:
     """Train language models on sums, 16 completions of 16 tokens each a step."""
     from evogrpo import GRPO, HuggingFaceGym, evolve
     from evogrpo.evolution import Fixed
@@ -43,17 +43,17 @@ def words(members: int, folder: str) -> None:
         members,
         actor_network=base.model,
         pad_token_id=base.tokenizer.pad_token_id,
-        max_output_tokens=16,
-        min_output_tokens=16,
+        max_output_tokens=tokens,
+        min_output_tokens=tokens,
         group_size=8,
     )
     evolve(
-        population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=5,
-        samples_per_step=16, validation_questions=2, test_questions=0,
+        population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=steps,
+        samples_per_step=samples, validation_questions=2, test_questions=0,
     ).finish()  # fmt: skip
 
 
-def networks(members: int, folder: str) -> None:
+def networks(members: int, folder: str, samples: int = 32, steps: int = 25) -> None:
     """Train small networks on CartPole, 32 episodes each a step."""
     from evogrpo import GRPO, GymnasiumGroups, evolve
     from evogrpo.evolution import Fixed
@@ -63,8 +63,8 @@ def networks(members: int, folder: str) -> None:
         members, env.observation_space, env.action_space, lr=5e-3, group_size=8, batch_size=256, update_epochs=2
     )
     evolve(
-        population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=25,
-        samples_per_step=32, validation_questions=2, test_questions=0,
+        population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=steps,
+        samples_per_step=samples, validation_questions=2, test_questions=0,
     ).finish()  # fmt: skip
 
 
@@ -105,14 +105,18 @@ def _seconds(work: Callable[[], object], now: Callable[[], float], times: int = 
 
 def launch(kind: str, processes: int, threads: int, members: int, folder: Path) -> None:
     """Do a piece of work in so many processes of so many threads."""
+    launch_program([sys.executable, __file__, "work", kind, str(members), str(folder)], processes, threads)
+
+
+def launch_program(command: Sequence[str], processes: int, threads: int) -> None:
+    """Run a program in so many processes that find each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(processes)}
     own = os.environ | meeting | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, __file__, "work", kind, str(members), str(folder)]
     running = [subprocess.Popen(command, env=own | {"RANK": str(rank)}) for rank in range(processes)]
     if sum(process.wait() != 0 for process in running):
-        raise SystemExit(f"{kind} failed in {processes} processes")
+        raise SystemExit(f"{' '.join(command[2:4])} failed in {processes} processes")
 
 
 def step_seconds(folder: Path) -> float:

@@ -19,7 +19,8 @@ from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
-from evogrpo.training.memory import check_memory
+from evogrpo.training.memory import bytes_text, check_memory, gigabytes
+from evogrpo.training.traffic import Traffic
 
 
 def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
@@ -68,11 +69,29 @@ def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool
     console.print(Text("Arithmetic", "bold"))
     forecast = prepared.forecast()
     rows = dict(forecast.rows(prepared.config))
-    if forecast.need is not None:
-        rows["there is"] = check_memory(forecast.need, allowed=True)
+    need = forecast.need
+    if need is not None:
+        if need.processes > 1:
+            rows["together"] = f"{gigabytes(need.total)} for the {need.processes} processes that share {need.device}"
+        rows["there is"] = check_memory(need, allowed=True)
+    rows |= _traffic(forecast.traffic(prepared.config))
     _show(console, rows)
-    if forecast.need is not None:
-        check_memory(forecast.need, allowed=allow_memory, remedy="--allow-memory")
+    if need is not None:
+        check_memory(need, allowed=allow_memory, remedy="--allow-memory")
+
+
+def _traffic(traffic: Traffic) -> dict[str, str]:
+    """Say what processes send each other in a generation, where there are several."""
+    if len(traffic.shares) == 1:
+        return {}
+    shared = bytes_text(traffic.gradients)
+    gradients = f"; {shared} of gradients in each optimizer step of a shared member" if traffic.gradients else ""
+    return {
+        "exchange": f"about {bytes_text(traffic.records)} of records to each process in a generation, in "
+        f"{count_text(traffic.messages)} messages; {bytes_text(traffic.state)} for each clone whose parent lives "
+        f"elsewhere, at most {counted(traffic.clones, 'clone')}; {bytes_text(traffic.gathered)} to the "
+        f"first process for each checkpoint{gradients}",
+    }
 
 
 def _show(console: Console, rows: Mapping[str, str]) -> None:

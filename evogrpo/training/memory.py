@@ -15,11 +15,18 @@ class Need:
         size: Bytes.
         device: Where.
         savings: What to lower for it to be less.
+        processes: How many need that much of the same device, together with this one.
     """
 
     size: int
     device: str
     savings: str
+    processes: int = 1
+
+    @property
+    def total(self) -> int:
+        """Bytes that all processes on the device take."""
+        return self.processes * self.size
 
     def with_kept(self, size: int) -> Self:
         """Return what it takes if earlier learner states of so many bytes are kept, which lie in the CPU's memory."""
@@ -60,10 +67,12 @@ def check_memory(need: Need, *, allowed: bool = False, remedy: str = "allow_memo
     if there is None:
         return f"how much {what} there is cannot be told"
     found = f"{gigabytes(there)} of {what}"
-    if need.size > there and not allowed:
+    if need.total > there and not allowed:
+        together = need.processes > 1
+        each = f" ({need.processes} processes, each with its own base and members)" if together else ""
         raise ValueError(
-            f"the run needs about {gigabytes(need.size)}, but there are only {found}: lower {need.savings}, or give "
-            f"{remedy} if the estimate is too high"
+            f"the run needs about {gigabytes(need.total)}{each}, but there are only {found}: lower {need.savings}, "
+            f"{'start fewer processes, ' if together else ''}or give {remedy} if the estimate is too high"
         )
     return found
 
@@ -71,3 +80,11 @@ def check_memory(need: Need, *, allowed: bool = False, remedy: str = "allow_memo
 def gigabytes(size: float) -> str:
     """Write a number of bytes, such as `12.3 GB`."""
     return f"{size / 1e9:.2f} GB" if size < 1e10 else f"{size / 1e9:,.0f} GB"
+
+
+def bytes_text(size: int) -> str:
+    """Write a number of bytes in the unit that suits it, such as `12.3 MB`."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:.1f} {name}"
+    return f"{size} bytes"

@@ -81,7 +81,7 @@ def fitted(
     enough = [rung for rung in ladder if rung[0] >= shared_by.size] or ladder[:1]
     rungs = [with_sizes(config, _sizes(*rung)) for rung in enough]
     there, _ = shared_by.led(memory_of("cpu"))
-    roomy = [rung for rung in rungs if there is None or need(rung).size <= MEMORY_SHARE * there] or rungs[-1:]
+    roomy = [rung for rung in rungs if there is None or need(rung).total <= MEMORY_SHARE * there] or rungs[-1:]
     why = "" if roomy[0] is rungs[0] else "to what fits into half of the memory there is"
     chosen, limit = roomy[0], config.schedule.max_seconds
     if limit is not None:

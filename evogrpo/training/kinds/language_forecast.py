@@ -18,6 +18,7 @@ from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row
 from evogrpo.training.memory import Need, gigabytes, kept_size, state_size
+from evogrpo.training.traffic import Traffic, shares_of, sharing, traffic_of
 
 FLOAT = 4  # bytes of a float32
 SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
@@ -62,6 +63,7 @@ class LanguageForecast:
         adapter_parameters: Of one member.
         memory: The estimate.
         device: Where that is needed.
+        processes: How many need it there.
         trial: What was tried of the prompts and rewards.
     """
 
@@ -75,12 +77,18 @@ class LanguageForecast:
     adapter_parameters: int
     memory: Memory
     device: str
+    processes: int
     trial: Preflight
 
     @property
     def need(self) -> Need:
         """The memory that the run takes."""
-        return Need(size=self.memory.total, device=self.device, savings=SAVINGS).with_kept(self.memory.kept)
+        own = Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
+        return own.with_kept(self.memory.kept)
+
+    def traffic(self, config: AnyConfig) -> Traffic:
+        """Return what processes send each other."""
+        return traffic_of(config, state_size(self.adapter_parameters), tokens=self.longest_completion)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -101,7 +109,7 @@ class LanguageForecast:
             f"{self.longest_completion}; updates included, evaluations left out)",
             "parameters": f"{_millions(self.parameters)} in the base, "
             f"{_millions(self.adapter_parameters)} in each member's adapter",
-            "memory": _memory_row(self.memory, config.population.size),
+            "memory": _memory_row(self.memory, shares_of(config.population.size)[0]),
             "completions": f"{written} of each learning step are written as {form}" if written else "none are written",
         }
 
@@ -125,6 +133,7 @@ def forecast_of(
         device: Where members will live.
     """
     rounds, samples = Rounds.of(config, env), config.schedule.samples_per_step
+    share = shares_of(config.population.size)[0]
     optimizer_steps = [
         epochs * math.ceil(samples / batch)
         for epochs in possible(config, "update_epochs")
@@ -146,8 +155,8 @@ def forecast_of(
             peak_memory(
                 outline,
                 agent=config.agent,
-                members=config.population.size,
-                rows=config.population.size * max(samples, rounds.validation),
+                members=share,
+                rows=share * max(samples, rounds.validation),
                 adapter=adapter,
                 longest=longest,
                 precision=2 if config.precision == "bfloat16" else FLOAT,
@@ -155,6 +164,7 @@ def forecast_of(
             kept=kept_size(config.strategy, config.population.size, state_size(adapter)),
         ),
         device=device,
+        processes=sharing(device),
         trial=trial,
     )
 

@@ -38,6 +38,7 @@ from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.traffic import sharing
 from evogrpo.training.video import Recorded
 
 LanguageConfig = Config[QuestionTask, LanguageAgent]
@@ -206,7 +207,8 @@ class LanguageKind:
             longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
             precision=next(model.parameters()).element_size(),
         )
-        return Need(size=memory.total, device=str(members.device), savings=SAVINGS)
+        device = str(members.device)
+        return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
 
     def film(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
         """Refuse: members write."""

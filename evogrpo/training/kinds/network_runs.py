@@ -31,6 +31,7 @@ from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need, kept_size, state_size
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
+from evogrpo.training.traffic import Traffic, traffic_of
 from evogrpo.training.video import Recorded, record_video
 
 ONE_THREAD = 1 << 15
@@ -57,6 +58,10 @@ class NetworkForecast:
     optimizer_steps: int
     parameters: int
     need: Need
+
+    def traffic(self, config: AnyConfig) -> Traffic:
+        """Return what processes send each other."""
+        return traffic_of(config, state_size(self.parameters))
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""

@@ -8,6 +8,7 @@ from gymnasium import spaces
 
 from evogrpo.envs.control.trees import leaf_spaces
 from evogrpo.training.memory import Need, gigabytes
+from evogrpo.training.traffic import shares_of, sharing
 
 HELD = 3.5
 """How many times over observations are held at the peak: as they were seen, by episode, by action, and by optimizer
@@ -41,12 +42,14 @@ def playing_need(
     spaces_seen = list(observations)
     seen = sum(_bytes(leaf) for space in spaces_seen for leaf in leaf_spaces(space))
     borrowed = others * members * samples * longest * len(spaces_seen) * TAUGHT
-    episodes = members * max(HELD * samples, (HELD - 1) * validation)
+    share = shares_of(members)[0]
+    episodes = share * max(HELD * samples, (HELD - 1) * validation)
     # Weights, a gradient, two moments, and the copy of the best.
     return Need(
-        size=int(episodes * longest * (seen + BESIDES)) + 5 * 4 * members * parameters + borrowed,
+        size=int(episodes * longest * (seen + BESIDES)) + 5 * 4 * share * parameters + borrowed,
         device="cpu",
         savings=SAVINGS,
+        processes=sharing("cpu"),
     )
 
 

@@ -1,0 +1,96 @@
+"""What several processes tell each other in a run: calls and bytes, counted exactly, by what they are told for.
+
+    python benchmarking/scale_bytes.py                             # small networks, two processes
+    python benchmarking/scale_bytes.py --kind words --processes 2 --members 2 --samples 16
+
+Every tensor that torch's collectives carry is counted in the leading process, by the function of ours that asked:
+objects travel as bytes, padded to the longest of all processes. Nothing depends on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarking.scale import launch_program, networks, words
+
+CARRIERS = ("all_gather", "broadcast", "send", "recv")
+OWN = ("torch/", "processes.py", "scale_bytes.py", "contextlib.py", "functools.py")
+"""Files between a collective and whoever asked for it."""
+
+
+def counted(calls: Counter[str], sizes: Counter[str]) -> None:
+    """Let torch's collectives count what they carry, in this process."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    for name in CARRIERS:
+        carry = getattr(distributed_c10d, name)
+
+        def counting(*given: Any, _carry: Callable[..., Any] = carry, _name: str = name, **named: Any) -> Any:
+            tensor = given[1] if _name == "all_gather" else given[0]
+            others = dist.get_world_size() - 1 if _name in ("all_gather", "broadcast") else 1
+            asked = who_asked()
+            calls[asked] += 1
+            sizes[asked] += others * tensor.numel() * tensor.element_size()
+            return _carry(*given, **named)
+
+        for module in (dist, distributed_c10d):
+            setattr(module, name, counting)
+
+
+def who_asked() -> str:
+    """Return the function that wanted something told."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and any(part in frame.f_code.co_filename for part in OWN):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}"
+
+
+def work(kind: str, folder: str, sizes_of: str) -> None:
+    """Train in one of the processes, and let the leading one write down what was counted."""
+    from evogrpo.processes import processes
+
+    calls, sizes = Counter[str](), Counter[str]()
+    leads = processes().leads
+    counted(calls, sizes)
+    {"words": words, "networks": networks}[kind](folder=folder, **json.loads(sizes_of))
+    if leads:
+        found = {asked: (calls[asked], sizes[asked]) for asked, _ in sizes.most_common()}
+        Path(folder, "counted.json").write_text(json.dumps(found))
+
+
+def main(given: Sequence[str]) -> None:
+    """Count, or do one process's share."""
+    if given[:1] == ["work"]:
+        work(*given[1:])
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=["words", "networks"], default="networks")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16, help="of a completion")
+    chosen = parser.parse_args(given)
+    sizes = {"members": chosen.members, "samples": chosen.samples, "steps": chosen.steps}
+    if chosen.kind == "words":
+        sizes["tokens"] = chosen.tokens
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "work", chosen.kind, folder, json.dumps(sizes)]
+        launch_program(command, chosen.processes, 1)
+        print(f"{chosen.kind}, {chosen.processes} processes, {sizes}: by the leading process")
+        print("| asked by | calls | bytes |\n|---|---|---|")
+        for asked, (calls, size) in json.loads(Path(folder, "counted.json").read_text()).items():
+            print(f"| {asked} | {calls} | {size:,} |")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,102 @@
+"""What several processes of a run send each other in a generation, in bytes and messages, and whose memory they share.
+
+The constants were counted with `benchmarking/scale_bytes.py`: they are exact for the runs there, and within a tenth for
+others, as names and numbers in records differ in length.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from evogrpo.agents.members.spread.places import Places
+from evogrpo.processes import processes
+from evogrpo.training.configuration.sections import AnyConfig
+
+COLLECTED, LEARNT = 1400, 400
+"""Bytes of what a process tells of its samples and of its learning, before the first member and sample."""
+MEMBER = 450
+"""Bytes of a member's report on a learning step."""
+SAMPLE = 27 + 9
+"""Bytes of a sample: who acted, from which start, its reward; and its advantage."""
+WRITTEN, TOKEN = 25, 4
+"""Bytes of a written completion beyond that, and of each of its tokens: its text travels for the completions table."""
+MESSAGES = 30
+"""Messages of a learning step: samples, reports, and clock readings of the leading process."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """What travels between the processes of a run.
+
+    Attributes:
+        members: How many there are.
+        shares: Members that each process holds; where there are more processes than members, some hold the same.
+        samples: Samples of a member in a learning step.
+        steps: Learning steps of a generation.
+        state: Bytes of what a member has learnt: its weights and AdamW's moments.
+        tokens: Of a completion; 0 where nothing is written.
+    """
+
+    members: int
+    shares: Sequence[int]
+    samples: int
+    steps: int
+    state: int
+    tokens: int = 0
+
+    @property
+    def records(self) -> int:
+        """Bytes of records that every process gets in a generation, each padded to the longest of all."""
+        each = SAMPLE + (WRITTEN + TOKEN * self.tokens if self.tokens else 0)
+        longest = COLLECTED + LEARNT + max(self.shares) * (MEMBER + self.samples * each)
+        return self.steps * (len(self.shares) - 1) * longest
+
+    @property
+    def messages(self) -> int:
+        """Messages of a generation."""
+        return self.steps * MESSAGES
+
+    @property
+    def gathered(self) -> int:
+        """Bytes that a checkpoint brings to the leading process: the states of all members that live elsewhere."""
+        return (self.members - self.shares[0]) * self.state
+
+    @property
+    def clones(self) -> int:
+        """Most children of a generation whose parent can live elsewhere: all members but the elite."""
+        return self.members - 1 if len(self.shares) > 1 else 0
+
+    @property
+    def gradients(self) -> int:
+        """Bytes that each process of a member gives the others in an optimizer step; none if it has one process."""
+        return self.state // 3 if self.tokens and len(self.shares) > self.members else 0
+
+
+def traffic_of(config: AnyConfig, state: int, tokens: int = 0) -> Traffic:
+    """Return what the processes of this program would send each other in a configured run."""
+    schedule = config.schedule
+    return Traffic(
+        members=config.population.size,
+        shares=shares_of(config.population.size),
+        samples=schedule.samples_per_step,
+        steps=schedule.steps_per_generation,
+        state=state,
+        tokens=tokens,
+    )
+
+
+def shares_of(members: int) -> list[int]:
+    """Return how many of so many members each process of the run holds: one at least, to be asked questions."""
+    count = processes().size
+    return [max(1, len(own)) for own in Places(members, count, 0).shares]
+
+
+def sharing(device: str) -> int:
+    """Return how many processes of a run share a device's memory where it is most; all of them ask.
+
+    Args:
+        device: Of the process that asks, such as "cpu" or "cuda:1".
+    """
+    place = (socket.gethostname(), "cuda:0" if device == "cuda" else device)
+    return max(Counter(processes().all(place)).values())
