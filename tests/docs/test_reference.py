@@ -1,6 +1,7 @@
 """What the site reads off the code is all there: every key and metric described, every command and public name told."""
 
 import inspect
+import re
 from importlib import import_module
 
 import pytest
@@ -13,6 +14,7 @@ from evogrpo.cli.arguments import make_parser
 from evogrpo.history.steps import StepReport
 from evogrpo.training.configuration.reading import _sections
 from evogrpo.training.loop.run import Evolution
+from tests.docs.test_links import PAGES, ROOT
 from tests.tiny_steps import step_run
 from tests.tiny_training import tiny_run
 
@@ -135,3 +137,22 @@ def test_text_of_docstrings_is_not_taken_for_markup():
     ]
     told = entries("One.\n\nAttributes:\n    a: First\n        and more.\n    b: Second.\n\nRaises:\n    c: No.\n")
     assert told == {"a": "First and more.", "b": "Second."}
+
+
+GENERATED = {
+    "configuration": configuration.page,
+    "ranges": configuration.ranges_page,
+    "metrics": metrics.page,
+    "curves": metrics.curves_page,
+    "frames": metrics.frames_page,
+    "commands": commands.page,
+}
+WRITTEN = {str(page.relative_to(ROOT)): page for page in PAGES}
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, *GENERATED])
+def test_nothing_in_angle_brackets_is_lost_as_html(name):
+    """Browsers show no `<tag>` that does not stand in code, neither on the site nor on a code host."""
+    told = WRITTEN[name].read_text(encoding="utf-8") if name in WRITTEN else GENERATED[name]()
+    plain = re.sub(r"^```.*?^```|`[^`]*`|<!--.*?-->|<https?:[^>]*>", "", told, flags=re.DOTALL | re.MULTILINE)
+    assert re.findall(r"</?[A-Za-z][^>]*>", plain) == []

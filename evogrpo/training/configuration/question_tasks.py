@@ -124,7 +124,7 @@ class ReasoningTask(QuestionTask):
         reasoning_gym: Its name.
         sizes: Questions generated per split.
         system_prompt: A system message before each question, or null.
-        answer_tag: Scores what stands in the last <tag>...</tag> of a completion; null scores all of it.
+        answer_tag: Scores what stands in the last `<tag>...</tag>` of a completion; null scores all of it.
         options: Settings of the task itself.
     """
 
