@@ -72,7 +72,7 @@ def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool
     need = forecast.need
     if need is not None:
         if need.processes > 1:
-            rows["together"] = f"{gigabytes(need.total)} for the {need.processes} processes that share {need.device}"
+            rows["together"] = f"{gigabytes(need.total)}, as {need.processes} processes share that memory"
         rows["there is"] = check_memory(need, allowed=True)
     rows |= _traffic(forecast.traffic(prepared.config))
     _show(console, rows)

@@ -45,7 +45,7 @@ def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
     assert "nothing was trained" in leader
     assert "2, with 2, 1 members" in leader
     told = " ".join(leader.split())
-    assert "for the 2 processes that share cpu" in told  # each needs its own memory of one machine
+    assert "as 2 processes share that memory" in told  # each needs its own memory of one machine
     state = state_size(int(re.search(r"parameters (\d[\d,]*) in each member", told)[1].replace(",", "")))
     assert f"{bytes_text(state)} for each clone whose parent lives elsewhere, at most 2 clones" in told
     assert f"{bytes_text(state)} to the first process for each checkpoint" in told  # the other's only member

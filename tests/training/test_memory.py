@@ -11,7 +11,7 @@ from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.policies.devices import process_memory
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
-from evogrpo.training.memory import Need, check_memory, kept_size, state_size
+from evogrpo.training.memory import Need, bytes_text, check_memory, kept_size, state_size
 from evogrpo.training.schedule import Schedule
 from tests.tiny_training import tiny_env, tiny_population
 from tests.training import test_kinds
@@ -52,6 +52,27 @@ def test_without_a_limit_it_is_the_machines(tmp_path):
     assert machine is not None
     assert machine == process_memory(*limits(tmp_path, "0::/a\n", **{"a/memory.max": "max"}))
     assert process_memory() <= machine
+
+
+def test_processes_that_share_a_memory_need_it_together():
+    there = process_memory()
+    for count, fits in ((2, True), (3, False)):
+        need = Need(size=there * 2 // 5, device="cpu", savings="population.size", processes=count)
+        assert need.total == count * need.size
+        if fits:
+            check_memory(need)
+            continue
+        with pytest.raises(
+            ValueError, match=r"\(3 processes, each with its own base .* start fewer processes, or give"
+        ):
+            check_memory(need)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 bytes"), (999, "999 bytes"), (58_613_760, "58.6 MB"), (10**12, "1000.0 GB")]
+)
+def test_bytes_are_written_in_a_unit_that_suits_them(size, text):
+    assert bytes_text(size) == text
 
 
 def test_what_is_too_much_is_refused_unless_allowed():
