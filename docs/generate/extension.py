@@ -1,6 +1,5 @@
 """The directive `generated`, which puts what is read off the code into a page, and docstrings made ready for Sphinx."""
 
-from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from docutils import nodes
@@ -9,18 +8,9 @@ from ipython_pygments_lexers import IPython3Lexer
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from docs.generate import commands, configuration, metrics, names
+from docs.generate import names
 from docs.generate.docstrings import as_markup
-
-PAGES: Mapping[str, Callable[[], str]] = {
-    "configuration": configuration.page,
-    "ranges": configuration.ranges_page,
-    "metrics": metrics.page,
-    "curves": metrics.curves_page,
-    "frames": metrics.frames_page,
-    "commands": commands.page,
-}
-"""Markdown by the word that a page asks for it with; `names PACKAGE` is reStructuredText, for Sphinx's autodoc."""
+from docs.generate.pages import PAGES
 
 
 class Generated(SphinxDirective):

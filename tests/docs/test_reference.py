@@ -8,6 +8,7 @@ import pytest
 
 from docs.generate import commands, configuration, metrics, names
 from docs.generate.docstrings import as_markup, entries
+from docs.generate.pages import PAGES as GENERATED
 from docs.generate.tried import real_range, whole_range
 from evogrpo.agents.learning.metrics import NAMES
 from evogrpo.cli.arguments import make_parser
@@ -139,14 +140,6 @@ def test_text_of_docstrings_is_not_taken_for_markup():
     assert told == {"a": "First and more.", "b": "Second."}
 
 
-GENERATED = {
-    "configuration": configuration.page,
-    "ranges": configuration.ranges_page,
-    "metrics": metrics.page,
-    "curves": metrics.curves_page,
-    "frames": metrics.frames_page,
-    "commands": commands.page,
-}
 WRITTEN = {str(page.relative_to(ROOT)): page for page in PAGES}
 
 

@@ -1,0 +1,15 @@
+"""The parts of pages that are read off the code, by the word that a page asks for them with."""
+
+from collections.abc import Callable, Mapping
+
+from docs.generate import commands, configuration, metrics
+
+PAGES: Mapping[str, Callable[[], str]] = {
+    "configuration": configuration.page,
+    "ranges": configuration.ranges_page,
+    "metrics": metrics.page,
+    "curves": metrics.curves_page,
+    "frames": metrics.frames_page,
+    "commands": commands.page,
+}
+"""What makes their Markdown; `names PACKAGE` is reStructuredText, for Sphinx's autodoc."""
