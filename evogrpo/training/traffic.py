@@ -4,6 +4,7 @@ The constants were counted with `benchmarking/scale_bytes.py`: they are exact fo
 others, as names and numbers in records differ in length.
 """
 
+import math
 import socket
 from collections import Counter
 from collections.abc import Sequence
@@ -69,8 +70,12 @@ class Traffic:
 
     @property
     def gradients(self) -> int:
-        """Bytes that each process of a member gives the others in an optimizer step; none if it has one process."""
-        return self.state // 3 if self.tokens and len(self.shares) > self.members else 0
+        """Bytes that each process of a member gives the others in an optimizer step; none if it has one process.
+
+        It sends a part of its gradient to each of them, and the sum of its own part; see `Processes.summed`.
+        """
+        sharers = math.ceil(len(self.shares) / self.members) if self.tokens else 1
+        return 2 * (sharers - 1) * (self.state // 3) // sharers if sharers > 1 else 0
 
 
 def traffic_of(config: AnyConfig, state: int, tokens: int = 0) -> Traffic:

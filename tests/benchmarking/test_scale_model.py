@@ -39,6 +39,8 @@ def test_one_process_tells_nobody_anything():
 def test_processes_that_share_a_member_tell_each_other_gradients_and_gather_it_once():
     shared = Traffic(members=2, shares=[1, 1, 1], samples=8, steps=2, state=1200, tokens=4)
     assert (shared.gradients, shared.gathered) == (400, 1200)
+    three = Traffic(members=1, shares=[1, 1, 1], samples=8, steps=2, state=1200, tokens=4)
+    assert three.gradients == 2 * 2 * 400 // 3  # a third of it to each of two others, then its own third's sum
     assert Traffic(members=3, shares=[1, 1, 1], samples=8, steps=2, state=1200, tokens=4).gradients == 0
 
 

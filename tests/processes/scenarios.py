@@ -7,27 +7,17 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-
-from evogrpo import GRPO
-from evogrpo.agents.rollout.collecting import collect
 from evogrpo.cli import main
 from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
-from evogrpo.interruption import Interrupted
 from evogrpo.objective import Objective
 from evogrpo.processes import processes
 from evogrpo.training.loop.run import Evolution
-from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_steps import cart_pole, resumed_step_run, step_run
-from tests.tiny_training import finish, resumed_run, tiny_agent, tiny_env, tiny_population, tiny_run, variety
-
-LR = 1e-2
+from tests.tiny_training import finish, resumed_run, tiny_env, tiny_run, variety
 
 
 def networks(folder: Path) -> Evolution:
@@ -131,118 +121,6 @@ def limited(folder: str) -> None:
     run = step_run(Path(folder), size=3, env=env, generations=None, max_seconds=3.0)
     finish(run)
     print(f"ended by {run.result.reason!r} after step {run.progress.step}")
-
-
-OBJECTIVES: tuple[tuple[Objective, dict[str, Any]], ...] = (
-    (Objective(loss_type="grpo", top_entropy_quantile=0.5), {"beta": 0.05, "entropy_coef": 0.01}),
-    (Objective(loss_type="dapo", whiten_advantages=True, kl_estimator="k1", kl_placement="reward"), {"beta": 0.05}),
-    (Objective(loss_type="bnpo", advantage="mean_only", reward_norm="running"), {}),
-    (Objective(loss_type="dr_grpo", advantage="batch_std", kl_target=0.01), {"beta": 0.05}),
-    (Objective(loss_type="gspo", advantage="rloo", reference="snapshot", reference_sync_steps=2), {"beta": 0.05}),
-    (Objective(loss_type="luspo", advantage="gdpo"), {}),
-    (Objective(loss_type="cispo", advantage="return_to_go_timestep"), {}),
-    (Objective(loss_type="sapo", importance_correction="token_truncate"), {"entropy_coef": 0.01}),
-    (Objective(loss_type="gmpo", advantage="reinforce", overlong_buffer=3), {"reduce_memory_peak": False}),
-)
-"""Every loss type, with switches of all kinds."""
-
-
-def divided() -> None:
-    """Let one member learn in all processes together, and again in each alone, from what they sampled together."""
-    torch.set_num_threads(1)
-    for objective, options in OBJECTIVES:
-        scored = list[str]()
-
-        def reward(completion: str, answer: str, question: str, scored: list[str] = scored) -> float:
-            scored.append(completion)
-            return variety(completion, answer, question)
-
-        given = {"objective": objective, "lr": LR, "group_size": 2, "batch_size": 6, "update_epochs": 2} | options
-        env, given = tiny_env(reward_fn=reward), given | {"micro_batch_tokens": 40}
-        together, alone = tiny_population(1, **given), tiny_agent(**given)
-        passes, own_passes = (passes_of(members) for members in (together.members, alone.members))
-        for step in range(2):
-            before = len(scored)
-            found = together.collect(env, step=step, samples_per_step=10, block=5)
-            assert sum(processes().all(len(scored) - before)) == 10  # each completion is rewarded once
-            same = collect(alone.members, [alone.learner(step)], env, samples_per_step=10, block=5)
-            assert found.scores.completions == same.scores.completions
-            assert found.scores.rewards.tolist() == same.scores.rewards.tolist()
-            assert torch.equal(found.experience["default"].actions, same.experience["default"].actions)
-            assert found.tokens == same.tokens
-            passes.clear(), own_passes.clear()
-            report = together.learn(found.experience, step=step)[0]
-            own = alone.learn_together(alone.members, [alone.learner(step)], found.experience)[0]
-            assert_metrics_agree(dict(report.metrics), dict(own.metrics))
-            assert (report.tokens, report.optimizer_steps, report.samples) == (own.tokens, own.optimizer_steps, 10)
-            counts = processes().all(len(passes))
-            assert sum(counts) == len(own_passes)  # each micro-batch is done once
-            assert max(counts) < len(own_passes), objective
-        state = together.members.banks.state(0)
-        assert_states_agree(state, alone.members.banks.state(0), lr=LR)
-        for other in processes().all({name: value.numpy() for name, value in state.items()}):
-            assert all(np.array_equal(other[name], value.numpy()) for name, value in state.items())
-
-
-def passes_of(members: Any) -> list[None]:
-    """Return a list that grows by an entry with every forward pass."""
-    passes = list[None]()
-
-    @contextmanager
-    def counted() -> Iterator[None]:
-        passes.append(None)
-        yield
-
-    members.policies["default"].bank.autocast = counted
-    return passes
-
-
-class Fragile(GRPO):
-    """An algorithm that fails in the leading process alone, while the others are learning."""
-
-    @classmethod
-    def learn_together(cls, members: Any, learners: Any, experience: Any) -> Any:
-        """Learn, where that is possible."""
-        if processes().leads:
-            raise BlockingIOError("the disk is busy")
-        return super().learn_together(members, learners, experience)
-
-
-def troubled(folder: str) -> None:
-    """Let things go wrong in one of the processes that share a member, and at last kill it."""
-    calls, trouble = list[str](), dict[int, Callable[[], object]]()
-
-    def reward(completion: str, answer: str, question: str) -> float:
-        calls.append(completion)
-        if processes().rank == 1 and len(calls) in trouble:
-            trouble[len(calls)]()
-        return variety(completion, answer, question)
-
-    def run(name: str, **options: Any) -> Evolution:
-        calls.clear()
-        return tiny_run(Path(folder) / name, size=1, env=tiny_env(reward_fn=reward), **options)
-
-    def fail() -> None:
-        raise LookupError("the verifier is gone")
-
-    def abandon() -> None:
-        stopped.stop("enough")
-        raise Interrupted
-
-    trouble[10] = fail
-    for name, kind in (("reward", GRPO), ("learning", Fragile)):
-        try:
-            finish(run(name, kind=kind))
-        except Exception as error:  # noqa: BLE001  # the test looks at what it says
-            print(f"{name}: {error}")
-        trouble.clear()
-    stopped = run("stopped")
-    trouble[10] = abandon
-    finish(stopped)
-    print(f"stopped by {stopped.result.reason!r} after step {stopped.progress.step}")
-    last = run("killed")
-    trouble[10] = lambda: os.kill(os.getpid(), signal.SIGKILL)
-    finish(last)
 
 
 def commanded(folder: str, restarts: int, *words: str) -> None:

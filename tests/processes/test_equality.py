@@ -7,8 +7,9 @@ import pytest
 
 from evogrpo.persistence.journal import read_journal
 from tests.processes.comparing import assert_same
+from tests.processes.dividing import divided
 from tests.processes.launching import launch
-from tests.processes.scenarios import SCENARIOS, divided, go_on, perform
+from tests.processes.scenarios import SCENARIOS, go_on, perform
 from tests.tiny_training import finish
 
 IN_TWO = [name for name in SCENARIOS if name != "pair"]

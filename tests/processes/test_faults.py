@@ -17,8 +17,9 @@ from evogrpo.agents.members.spread.spread_members import SpreadMembers
 from evogrpo.persistence.journal import read_journal
 from evogrpo.processes import ProcessError, Processes, _agreed_part
 from tests.processes.comparing import assert_same
+from tests.processes.dividing import troubled
 from tests.processes.launching import launch
-from tests.processes.scenarios import failing, go_on, killed, limited, networks, stopped, troubled
+from tests.processes.scenarios import failing, go_on, killed, limited, networks, stopped
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import finish, resumed_run
 
