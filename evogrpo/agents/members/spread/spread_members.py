@@ -134,8 +134,8 @@ def places_of(size: int) -> Places:
 def spread_out(members: Members, places: Places) -> Members:
     """Return the members of all processes, of whom these are the ones in this process.
 
-    Of more processes than members, several share the work of one that is a language model. A small network's is done
-    sooner than it could be shared, so that those beyond the members only answer a part of what one policy is asked.
+    Of more processes than members, several share the work of one that is a language model. That of small networks is
+    not shared: those beyond the members only answer a part of what one policy is asked.
     """
     if places.processes == 1:
         return members
