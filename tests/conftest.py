@@ -1,7 +1,11 @@
 """Settings of the whole suite: no network, one thread, and property tests that are the same on every run."""
 
 import os
+import signal
 from collections.abc import Iterator
+
+# Shells let jobs in the background ignore it, and then no test that interrupts itself would be interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before anything imports torch or transformers.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -68,9 +68,9 @@ def test_splits_of_one_mapping_are_the_splits(tokenizer):
     assert [env.size(split) for split in SPLITS] == [10, 2, 3]
     with pytest.raises(ValueError, match="train_dataset holds a test split, and test_dataset is given as well"):
         HuggingFaceGym(parts, ROWS[12:15], tokenizer, reward_fn=reward)
-    with pytest.raises(ValueError, match="train_dataset must be one split, got a mapping of"):
+    with pytest.raises(ValueError, match="train_dataset must be one split, row by row, got a mapping of"):
         HuggingFaceGym({"train_sft": ROWS}, None, tokenizer, reward_fn=reward)
-    with pytest.raises(ValueError, match="test_dataset must be one split, got a mapping of"):
+    with pytest.raises(ValueError, match="test_dataset must be one split, row by row, got a mapping of"):
         HuggingFaceGym(ROWS, {"test": ROWS}, tokenizer, reward_fn=reward)
 
 
