@@ -4,9 +4,6 @@ import os
 import signal
 from collections.abc import Iterator
 
-# Shells let jobs in the background ignore it, and then no test that interrupts itself would be interrupted.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # Before anything imports torch or transformers.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny models spend longer waking threads than computing
@@ -25,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set what the options ask for, before any test computes."""
+    """Set what the options ask for, before any test computes, and let Ctrl-C interrupt."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
     if config.getoption("--no-mkldnn"):
         import torch
 
