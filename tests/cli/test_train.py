@@ -342,21 +342,21 @@ def test_the_second_run_gets_a_folder_of_its_own(here):
 
 
 def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(project, here):
-    """All of them find runs/tiny free; each trains in its own, with its own seed and to its own end."""
+    """Both find runs/tiny free; each trains in its own, with its own seed and to its own end."""
     starts = [
-        command("train", project / "tiny.yaml", "schedule.generations=1", f"seed={seed}", cwd=here) for seed in range(3)
+        command("train", project / "tiny.yaml", "schedule.generations=1", f"seed={seed}", cwd=here) for seed in range(2)
     ]
     for process in starts:
         assert process.wait(100) == 0
     seeds = []
-    for folder in ("tiny", "tiny-2", "tiny-3"):
+    for folder in ("tiny", "tiny-2"):
         run_dir = Path("runs", folder)
         events = read_journal(run_dir / "journal.jsonl")
         assert [event["event"] for event in events].count("run") == 1
         assert events[-1]["reason"] == "generations 1 are done"
         assert yaml.safe_load((run_dir / "config.yaml").read_text())["seed"] == events[0]["seed"]
         seeds.append(events[0]["seed"])
-    assert sorted(seeds) == [0, 1, 2]
+    assert sorted(seeds) == [0, 1]
 
 
 def test_a_run_that_is_refused_leaves_no_folder(project, here, capsys):
