@@ -4,7 +4,7 @@ import sys
 import warnings
 from types import FrameType
 
-from evogrpo.processes import processes
+from evogrpo.processes import speaks
 
 
 def remark(message: str, *, together: bool = True) -> None:
@@ -15,7 +15,7 @@ def remark(message: str, *, together: bool = True) -> None:
         together: Whether all processes that train together come to this, so that one of them tells; otherwise whoever
             finds it does.
     """
-    if together and not processes().leads:
+    if together and not speaks():
         return
     caller, level = 1, 1
     frame: FrameType | None = sys._getframe(0)

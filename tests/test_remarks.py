@@ -1,12 +1,14 @@
 """Warnings name the line of the program that called, and nothing inside."""
 
 import ast
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
 import evogrpo
+from evogrpo.processes import processes
 from evogrpo.remarks import remark
 
 PACKAGE = Path(evogrpo.__file__).parent
@@ -29,3 +31,22 @@ def test_all_warnings_go_this_way():
         if isinstance(node, ast.Attribute) and node.attr == "warn" and getattr(node.value, "id", "") == "warnings"
     ]
     assert [call.partition(":")[0] for call in calls] == ["remarks.py"]
+
+
+@pytest.mark.parametrize(("size", "rank", "told"), [("2", "0", 1), ("2", "1", 0), ("1", "1", 1)])
+def test_a_warning_connects_no_processes_and_one_of_them_tells_it(monkeypatch, size, rank, told):
+    """Whoever warns before the others have come, or in a helper that has a launcher's environment, waits for nobody."""
+    monkeypatch.setenv("WORLD_SIZE", size)
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    processes.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            remark("what all come to")
+            remark("what one finds", together=False)
+        assert [str(each.message) for each in said] == ["what all come to"] * told + ["what one finds"]
+        assert not torch.distributed.is_initialized()
+    finally:
+        processes.cache_clear()
