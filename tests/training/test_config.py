@@ -350,6 +350,11 @@ def test_files_are_read_with_or_without_a_byte_order_mark(tmp_path, name, conten
     assert read_rows(tmp_path / name) == [{"question": "2+2?", "answer": "4"}, {"question": "a, b", "answer": "x"}]
 
 
+def test_what_separates_columns_is_looked_for_outside_of_quotes(tmp_path):
+    (tmp_path / "a.csv").write_text('question;"source, year";answer\n2+2?;"x; y, 3";4\n')
+    assert read_rows(tmp_path / "a.csv") == [{"question": "2+2?", "source, year": "x; y, 3", "answer": "4"}]
+
+
 def test_rows_may_be_huge(tmp_path):
     (tmp_path / "a.csv").write_text(f"question,answer\n{'x' * 300_000},y\n")
     assert len(read_rows(tmp_path / "a.csv")[0]["question"]) == 300_000

@@ -65,7 +65,7 @@ def read_rows(path: Path) -> Sequence[Any]:
 
 def _delimiter(heading: str) -> str:
     """Return what separates the names of columns: a comma, or what spreadsheets write where commas are decimal."""
-    return next((mark for mark in ",;\t" if mark in heading), ",")
+    return max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
 
 
 def read_hub(name: str, subset: str | None, split: str, revision: str | None) -> Sequence[Any]:
