@@ -136,12 +136,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"evogrpo {evogrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_runs(commands)
+    _add_further_runs(commands)
     _add_others(commands)
     return parser
 
 
 def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the commands that train."""
+    """Declare the commands that begin a run."""
     demo = _command(
         commands, "demo", "evogrpo.cli.train:demo", "evolve four agents on a small language model, in minutes"
     )
@@ -192,6 +193,9 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "overrides", nargs="*", default=[], metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}"
     )
 
+
+def _add_further_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Declare the commands that train on from what a run has left."""
     resume = _command(
         commands,
         "resume",
