@@ -15,7 +15,8 @@ from evogrpo.agents.members.members import Members
 from evogrpo.agents.members.spread.places import Places
 from evogrpo.agents.members.spread.spread_members import SpreadMembers
 from evogrpo.persistence.journal import read_journal
-from evogrpo.processes import ProcessError, Processes, _agreed_part
+from evogrpo.processes import ProcessError, Processes, processes
+from evogrpo.processes.meeting import agreed_part
 from tests.processes.comparing import assert_same
 from tests.processes.dividing import troubled
 from tests.processes.launching import launch
@@ -121,7 +122,7 @@ def test_processes_that_a_launcher_starts_again_do_not_meet_those_that_were_kill
 
     def meet(rank: int) -> str:
         time.sleep(0.1 if rank == late else 0)
-        return _agreed_part(store, rank, 3, until=time.monotonic() + 20)
+        return agreed_part(store, rank, 3, until=time.monotonic() + 20)
 
     with ThreadPoolExecutor(3) as threads:
         first, second = (list(threads.map(meet, range(3))) for _ in range(2))
@@ -135,9 +136,9 @@ def test_who_does_not_come_is_named() -> None:
     store.set_timeout(timedelta(seconds=0.2))
     store.set("greeting of 2", "dead")
     with pytest.raises(ProcessError, match="process 1 of 3 has not come"):
-        _agreed_part(store, 0, 3, until=time.monotonic() + 0.1)
+        agreed_part(store, 0, 3, until=time.monotonic() + 0.1)
     with pytest.raises(ProcessError, match="leading process has not come"):
-        _agreed_part(store, 1, 3, until=time.monotonic() + 0.1)
+        agreed_part(store, 1, 3, until=time.monotonic() + 0.1)
 
 
 @pytest.mark.parametrize(
@@ -152,11 +153,9 @@ def test_an_environment_of_half_a_launcher_is_refused(
     environment: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before anything waits for processes that never come."""
-    from evogrpo import processes as room
-
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=words):
-        room.processes.__wrapped__()
+        processes.__wrapped__()

@@ -1,19 +1,15 @@
-"""Several processes that train one population: who they are, and how they tell each other what they found.
+"""Several processes that train one population: how they tell each other what they found.
 
 Every process runs the same program and takes the same decisions, as all of them read the same numbers. What each has
 computed for itself is exchanged at few places, all of them here. Processes of one program believe each other: torch
 pickles what they exchange.
 """
 
-import atexit
 import os
-import sys
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from evogrpo.interruption import Interrupted
@@ -26,6 +22,22 @@ T = TypeVar("T")
 PATIENCE_MINUTES = 60
 """How long a process waits for the others before it ends: the longest that one of them may take for its share of a
 step. `EVOGRPO_PATIENCE_MINUTES` in the environment is another number."""
+
+
+def patience_minutes() -> float:
+    """Return how long a process waits for the others, as its environment says.
+
+    Raises:
+        ValueError: If that is not a number of minutes.
+    """
+    given = os.environ.get("EVOGRPO_PATIENCE_MINUTES", "")
+    try:
+        minutes = float(given) if given else float(PATIENCE_MINUTES)
+    except ValueError:
+        minutes = 0.0
+    if not 0 < minutes < 1e6:
+        raise ValueError(f"EVOGRPO_PATIENCE_MINUTES must be a number of minutes above 0, got {given!r:.40}")
+    return minutes
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,7 @@ class Processes:
         if key not in self._squads:
             import torch.distributed as dist
 
-            patience = timedelta(minutes=_patience())
+            patience = timedelta(minutes=patience_minutes())
             for ranks in squads:  # everybody makes all groups, as torch asks
                 group = dist.new_group(list(ranks), backend="gloo", timeout=patience) if len(ranks) > 1 else None
                 if self.rank in ranks:
@@ -254,8 +266,8 @@ class Processes:
         except RuntimeError as error:  # gloo's: a connection was closed, or nothing came for too long
             raise ProcessError(
                 f"process {self.program.rank} of {self.program.size} has lost the others: one of them has ended, or "
-                f"did not answer for {_patience():g} minutes (EVOGRPO_PATIENCE_MINUTES): its own output says why. "
-                f"Every checkpoint so far is whole: start all processes again to resume ({error})"
+                f"did not answer for {patience_minutes():g} minutes (EVOGRPO_PATIENCE_MINUTES): its own output says "
+                f"why. Every checkpoint so far is whole: start all processes again to resume ({error})"
             ) from error
 
 
@@ -270,120 +282,3 @@ def _end_of(failure: BaseException, rank: int) -> _End:
 
 def _lost(failure: BaseException) -> bool:
     return isinstance(failure, ProcessError) and failure.end is None
-
-
-def _patience() -> float:
-    given = os.environ.get("EVOGRPO_PATIENCE_MINUTES", "")
-    try:
-        minutes = float(given) if given else float(PATIENCE_MINUTES)
-    except ValueError:
-        minutes = 0.0
-    if not 0 < minutes < 1e6:
-        raise ValueError(f"EVOGRPO_PATIENCE_MINUTES must be a number of minutes above 0, got {given!r:.40}")
-    return minutes
-
-
-def restarted() -> bool:
-    """Return whether the launcher has started this program again, because a process of it had ended; all ask.
-
-    Each machine's launcher counts the ends of its own processes only.
-    """
-    return any(processes().all(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")))
-
-
-@cache
-def processes() -> Processes:
-    """Return the processes of this program: those that a launcher has started, else this one alone.
-
-    The first call connects them.
-
-    Raises:
-        ValueError: If the environment names several processes, but not where they meet.
-    """
-    launched = os.environ.get("WORLD_SIZE", "1")
-    begun = "torch.distributed" in sys.modules and sys.modules["torch.distributed"].is_initialized()
-    if not begun and launched.isdigit() and int(launched) <= 1:
-        return Processes()
-    import torch.distributed as dist
-
-    patience = timedelta(minutes=_patience())
-    if not begun:
-        missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-        if missing or not launched.isdigit():
-            raise ValueError(
-                f"WORLD_SIZE is {launched!r:.20}, so several processes train together, but "
-                f"{', '.join(missing) or 'a number of them'} is missing from the environment: start them with torchrun "
-                "or accelerate launch, or unset WORLD_SIZE for a run in one process"
-            )
-        _connect(patience)
-        atexit.register(_disconnect)
-    if dist.get_world_size() == 1:
-        return Processes()
-    # Records and learner states travel through the CPU, whatever else the program's own group is for.
-    return Processes(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=patience))
-
-
-def speaks() -> bool:
-    """Return whether this process is the one to tell what all come to; asked at any time, as it connects nobody."""
-    if processes.cache_info().currsize:
-        return processes().leads
-    begun = sys.modules.get("torch.distributed")
-    if begun is not None and begun.is_available() and begun.is_initialized():
-        return bool(begun.get_rank() == 0)
-    return os.environ.get("WORLD_SIZE", "1") in ("", "1") or os.environ.get("RANK", "0") == "0"
-
-
-def _connect(patience: timedelta) -> None:
-    """Meet the other processes where the environment says."""
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group("gloo", timeout=patience)
-        return
-    store, rank, size = next(rendezvous("env://", timeout=patience))
-    part = _agreed_part(store, rank, size, until=time.monotonic() + patience.total_seconds())
-    dist.init_process_group("gloo", store=PrefixStore(part, store), rank=rank, world_size=size, timeout=patience)
-
-
-def _agreed_part(store: Any, rank: int, size: int, until: float) -> str:
-    """Return the name of a part of a launcher's store that no process has written into before this start.
-
-    torchrun keeps one store for all its restarts, in which the addresses of processes that were killed still stand:
-    whoever reads one before it is replaced waits for nobody. So the leading process names a new part. Which greeting is
-    of a process that still lives is not known either, so each is answered by its own name until all have come.
-
-    Args:
-        store: The launcher's.
-        rank: The number of this process.
-        size: How many there are.
-        until: When to give up, by `time.monotonic()`.
-    """
-    own = uuid.uuid4().hex
-    if rank != 0:
-        store.set(f"greeting of {rank}", own)
-        try:
-            part = str(store.get(f"part for {own}").decode())  # waits for it
-        except RuntimeError as error:
-            raise ProcessError(
-                f"the leading process has not come: its own output, if any, says why ({error})"
-            ) from error
-        store.set(f"{part}: {rank} has come", "")
-        return part
-    missing = list(range(1, size))
-    while missing := [other for other in missing if not store.check([f"{own}: {other} has come"])]:
-        for other in missing:
-            if store.check([f"greeting of {other}"]):
-                store.set(f"part for {store.get(f'greeting of {other}').decode()}", own)
-        if time.monotonic() > until:
-            raise ProcessError(f"process {missing[0]} of {size} has not come: its own output, if any, says why")
-        time.sleep(0.02)
-    return own
-
-
-def _disconnect() -> None:
-    import torch.distributed as dist
-
-    if dist.is_initialized():
-        dist.destroy_process_group()
