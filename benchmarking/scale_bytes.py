@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarking.scale import launch_program, networks, words
 
 CARRIERS = ("all_gather", "broadcast", "send", "recv")
-OWN = ("torch/", "processes.py", "scale_bytes.py", "contextlib.py", "functools.py")
+OWN = ("torch/", "evogrpo/processes/", "scale_bytes.py", "contextlib.py", "functools.py")
 """Files between a collective and whoever asked for it."""
 
 

@@ -8,7 +8,7 @@ import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournament
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.evolution import FitnessConfig, Strategy
+from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.run import Evolution
@@ -52,6 +52,7 @@ def step_run(
     strategy: Strategy | None = None,
     options: Mapping[str, Any] | None = None,
     fitness: object = "validation",
+    experience: SharedExperience | None = None,
     **schedule: Any,
 ) -> Evolution:
     """Return a small run that has not begun: members that evolve, networks included."""
@@ -64,6 +65,7 @@ def step_run(
         strategy=strategy or Tournament(z=0.0),
         fitness=FitnessConfig.of(fitness),
         run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
+        experience=experience,
     )
 
 
@@ -85,6 +87,7 @@ def resumed_step_run(
         fitness=saved.fitness,
         run_dir=saved.run_dir(folder),
         progress=progress,
+        experience=saved.experience,
     )
 
 

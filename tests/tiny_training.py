@@ -15,7 +15,7 @@ from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLPa
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.members.tokens.experiences import as_batch
 from evogrpo.envs.prompts.templates import Tokenizer
-from evogrpo.evolution import FitnessConfig, Strategy
+from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.randomness import generator
@@ -158,6 +158,7 @@ def tiny_run(
     options: Mapping[str, Any] | None = None,
     first_group: int | None = None,
     fitness: object = "validation",
+    experience: SharedExperience | None = None,
     kind: type[GRPO] = GRPO,
     **schedule: Any,
 ) -> Evolution:
@@ -175,6 +176,7 @@ def tiny_run(
         strategy=strategy or Tournament(z=0.0),
         fitness=FitnessConfig.of(fitness),
         run_dir=None if folder is None else RunDir(folder, LoggingConfig(tensorboard=False)),
+        experience=experience,
     )
 
 
@@ -196,6 +198,7 @@ def resumed_run(
         fitness=saved.fitness,
         run_dir=saved.run_dir(folder),
         progress=progress,
+        experience=saved.experience,
     )
 
 

@@ -1,20 +1,23 @@
 """Who lets the members of a population act and learn: this process, or several that have some of them each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import Members
+from evogrpo.agents.members.spread.lending import borrow, lend, lent_slots
+from evogrpo.agents.members.spread.places import Places
 from evogrpo.agents.members.spread.spread_members import Examinee, SpreadMembers
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.merging import merged
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.processes import Processes
-from evogrpo.records import Experience, LearnReport
+from evogrpo.records import Batch, Experience, LearnReport
 
 if TYPE_CHECKING:
     from evogrpo.agents.agent import Agent
@@ -53,6 +56,9 @@ class Crew:
         """Let members learn from what they sampled; see `Agent.learn_together`."""
         return algorithm.learn_together(self.members, learners, experience)
 
+    def settle(self, vacant: Collection[int]) -> None:
+        """Share out members evenly, now that these slots hold nobody: here all are in one process."""
+
     def savable(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
         """Return an agent that can be saved in this process, given what it has learnt: here it is all there."""
         return agent
@@ -65,22 +71,36 @@ class Crew:
 class SpreadCrew(Crew):
     """Lets every process's members act and learn there, and tells all processes what came of it.
 
-    What members have sampled stays in their process: in `Collected.experience` rows are numbered by place.
+    What members have sampled stays in their process, unless others learn from it: in `Collected.experience` rows are
+    numbered by place.
     """
 
     def __init__(self, members: SpreadMembers) -> None:
         super().__init__(members.local)
-        self.processes, self._places = members.processes, members.places
+        self.processes, self._banks = members.processes, members.banks
+
+    @property
+    def _places(self) -> Places:
+        return self._banks.places
 
     @property
     def _speaks(self) -> bool:
         """Whether this process tells the others of its members: one of those that have the same."""
         own = self._places.own
-        return len(own) > 0 and self._places.owner(own.start) == self._places.rank
+        return len(own) > 0 and self._places.owner(own[0]) == self._places.rank
 
     def _here(self, learners: Sequence[Learner]) -> list[Learner]:
-        first, own = self._places.own.start, self._places.own
-        return [replace(learner, slot=learner.slot - first) for learner in learners if learner.slot in own]
+        """Return the learners of this process by its own numbers, and so those whom they learn from."""
+        places = self._places
+        return [
+            replace(
+                learner,
+                slot=places.place(learner.slot),
+                sources=None if learner.sources is None else tuple(places.number(slot) for slot in learner.sources),
+            )
+            for learner in learners
+            if learner.slot in places.own
+        ]
 
     def collect(
         self,
@@ -92,8 +112,8 @@ class SpreadCrew(Crew):
         samples: Mapping[int, int] | None,
     ) -> Collected:
         """Let members sample where they live."""
-        here, first = self._here(learners), self._places.own.start
-        counts = None if samples is None else {slot - first: samples[slot] for slot in self._places.own}
+        here, slots = self._here(learners), self._places.own
+        counts = None if samples is None else {place: samples[slot] for place, slot in enumerate(slots)}
         own: Collected | None = None
 
         def sample() -> Collected | None:
@@ -107,9 +127,9 @@ class SpreadCrew(Crew):
                 own,
                 experience={},
                 observed=(),
-                member_ids=own.member_ids + first,
-                tokens={first + place: tokens for place, tokens in own.tokens.items()},
-                earned={first + place: groups for place, groups in own.earned.items()},
+                member_ids=torch.tensor(slots)[own.member_ids],
+                tokens={slots[place]: tokens for place, tokens in own.tokens.items()},
+                earned={slots[place]: groups for place, groups in own.earned.items()},
             )
 
         found = [part for part in self.processes.together(sample, divided=self._places.divided) if part is not None]
@@ -118,15 +138,34 @@ class SpreadCrew(Crew):
     def learn(
         self, algorithm: "type[Agent]", learners: Sequence[Learner], experience: Experience
     ) -> dict[int, LearnReport]:
-        """Let members learn where they live."""
-        here, first = self._here(learners), self._places.own.start
+        """Let members learn where they live, from what they and their sources elsewhere have sampled."""
+        here, places = self._here(learners), self._places
+        lent = lent_slots(places, learners)
+        if lent:
+            experience = self._with_lent(here, experience, lent)
 
         def learn() -> dict[int, LearnReport]:
             found = algorithm.learn_together(self.members, here, experience) if here else {}
-            return {first + place: report for place, report in found.items()} if self._speaks else {}
+            return {places.own[place]: report for place, report in found.items()} if self._speaks else {}
 
-        parts = self.processes.together(learn, divided=self._places.divided)
-        return {slot: report for part in parts for slot, report in part.items()}
+        reports = self.processes.together(learn, divided=places.divided)
+        return {slot: report for part in reports for slot, report in part.items()}
+
+    def _with_lent(self, here: Sequence[Learner], experience: Experience, lent: Sequence[int]) -> Experience:
+        """Return what was sampled here, and what members here learn from of what was sampled elsewhere."""
+        places, own = self._places, dict[str, Batch]()
+
+        def find() -> None:
+            own.update(lend(self.members, places, experience, lent))
+
+        self.processes.together(find, divided=places.divided)
+        lenders = sorted({places.owner(slot) for slot in lent})
+        parts = {rank: self.processes.said(own if rank == places.rank else {}, source=rank) for rank in lenders}
+        return borrow(self.members, places, experience, here, parts)
+
+    def settle(self, vacant: Collection[int]) -> None:
+        """Share out those that remain evenly."""
+        self._banks.settle(vacant)
 
     def savable(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
         """Return an agent of its own, wherever the member lives."""

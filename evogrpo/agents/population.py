@@ -363,6 +363,11 @@ class Population(Sequence[Any]):
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()
+        self.settle()
+
+    def settle(self) -> None:
+        """Share out members evenly among processes, where there are several and slots hold nobody."""
+        self.crew.settle([agent.slot for agent in self.agents if agent.retired])
 
     def _keep_and_drop(self, plan: Plan) -> dict[int, State]:
         """Keep and drop states as a plan says; return by slot those that children begin with."""

@@ -180,12 +180,16 @@ class Processes:
 
     def led(self, value: T) -> T:
         """Return what the leading process of the program gave."""
+        return self.said(value, source=0)
+
+    def said(self, value: T, *, source: int) -> T:
+        """Return what one process gave; plain values, arrays and tensors."""
         if self.size == 1:
             return value
         import torch.distributed as dist
 
         held = [value]
-        self._wait(lambda: dist.broadcast_object_list(held, src=0, group=self._group))
+        self._wait(lambda: dist.broadcast_object_list(held, src=source, group=self._group))
         return held[0]
 
     def now(self) -> float:

@@ -1,7 +1,7 @@
 """The small frozen records that rooms exchange: rows of work, rollouts, actions, batches and learning reports."""
 
 from evogrpo.records.acting import Acted, Actor
-from evogrpo.records.batches import Batch, Experience
+from evogrpo.records.batches import Batch, Experience, moved
 from evogrpo.records.inputs import Inputs, NoInputs, ObservationInputs, TokenInputs, map_tensors
 from evogrpo.records.reports import LearnReport, UpdateReport
 from evogrpo.records.rollouts import Rollout, Rows, SamplingOptions
@@ -23,4 +23,5 @@ __all__ = [
     "Transcript",
     "UpdateReport",
     "map_tensors",
+    "moved",
 ]

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from evogrpo.outline import outline
-from evogrpo.records.inputs import NoInputs, padded
+from evogrpo.records.inputs import NoInputs, map_tensors, padded
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,9 @@ class Batch:
         sampler_log_probs: `[n, t]` log-probabilities at sampling time in nats, or None when unknown.
         exact: Whether these are the trainer's own, up to rounding in float32.
         sampled_by: `[n]` slots of the members that acted; None = `member_ids`.
+        acted_log_probs: `[n, t]` log-probabilities under the policies that acted, in nats, as the bank that has these
+            found them; NaN where it was not asked. None = all of them are asked here.
+        acted_distributions: `[n, t, o]` their whole distributions, likewise.
         step_rewards: `[n, t]` what was earned at each action, for estimators that look inside an episode; NaN = no
             reward was given there. None when only totals are known.
         reward_components: `[n, f]` value of each reward function, before its weight; NaN where it does not apply. None
@@ -47,6 +52,8 @@ class Batch:
     sampler_log_probs: Tensor | None = None
     exact: bool = True
     sampled_by: Tensor | None = None
+    acted_log_probs: Tensor | None = None
+    acted_distributions: Tensor | None = None
     step_rewards: Tensor | None = None
     reward_components: Tensor | None = None
     component_weights: tuple[float, ...] = ()
@@ -76,6 +83,8 @@ class Batch:
             member_ids=self.member_ids[rows],
             sampler_log_probs=some(self.sampler_log_probs),
             sampled_by=some(self.sampled_by),
+            acted_log_probs=some(self.acted_log_probs),
+            acted_distributions=some(self.acted_distributions),
             step_rewards=some(self.step_rewards),
             reward_components=some(self.reward_components),
             truncated=some(self.truncated),
@@ -115,6 +124,8 @@ class Batch:
             sampled_by=None if self.sampled_by is None else self.sampled_by[row],
             acted=None,
             sampler_log_probs=None if self.sampler_log_probs is None else single(self.sampler_log_probs),
+            acted_log_probs=None if self.acted_log_probs is None else single(self.acted_log_probs),
+            acted_distributions=None,
             step_rewards=None,
             reward_components=None,
             truncated=None,
@@ -130,6 +141,15 @@ class Batch:
                 return None
             return torch.cat([padded(part, width, fill) if timed else part for part in parts])
 
+        def found(name: str) -> Tensor | None:
+            one, another = getattr(self, name), getattr(other, name)
+            known = one if another is None else another
+            if known is None:
+                return None
+            blank = [known.new_full((len(batch), width, *known.shape[2:]), torch.nan) for batch in (self, other)]
+            pairs = zip((one, another), blank, strict=True)
+            return torch.cat([none if values is None else padded(values, width, torch.nan) for values, none in pairs])
+
         whole = ("rewards", "group_ids", "member_ids", "sampled_by", "reward_components", "truncated")
         timed = ("actions", "present", "action_mask", "acted", "sampler_log_probs")
         return replace(
@@ -137,6 +157,8 @@ class Batch:
             exact=self.exact and other.exact,
             inputs=self.inputs.joined(other.inputs, width),
             step_rewards=both("step_rewards", timed=True, fill=torch.nan),
+            acted_log_probs=found("acted_log_probs"),
+            acted_distributions=found("acted_distributions"),
             **{name: both(name) for name in whole},
             **{name: both(name, timed=True) for name in timed},
         )
@@ -149,6 +171,16 @@ class Batch:
         """Return the rows of the given members, order kept."""
         wanted = torch.tensor(list(slots), device=self.member_ids.device, dtype=self.member_ids.dtype)
         return self.select(torch.isin(self.member_ids, wanted).nonzero()[:, 0])
+
+
+def moved(batch: Batch, device: torch.device | str) -> Batch:
+    """Return a batch whose tensors are on a device, those of its inputs included."""
+
+    def on_device(record: R) -> R:
+        values = {name: map_tensors(value, lambda leaf: leaf.to(device)) for name, value in vars(record).items()}
+        return replace(record, **values)  # type: ignore[type-var]  # records are dataclasses
+
+    return replace(on_device(batch), inputs=on_device(batch.inputs))
 
 
 Experience = Mapping[str, Batch]

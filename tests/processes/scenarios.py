@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from evogrpo.cli import main
-from evogrpo.evolution import FitnessConfig, SuccessiveHalving, Tournament
+from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, SuccessiveHalving, Tournament
 from evogrpo.objective import Objective
 from evogrpo.processes import processes
 from evogrpo.training.loop.run import Evolution
@@ -56,18 +57,52 @@ def lone(folder: Path) -> Evolution:
     return step_run(folder, size=1, generations=2)
 
 
+def lent(folder: Path) -> Evolution:
+    """Small networks that learn from all others; better ones sample more, and the worst perhaps nothing."""
+    return step_run(
+        folder,
+        size=4,
+        experience=SharedExperience(least_ess=0.2, samplers="rank"),
+        options={"objective": Objective(loss_type="dapo", importance_correction="token_truncate")},
+        generations=2,
+        samples_per_step=16,
+    )
+
+
+def led(folder: Path) -> Evolution:
+    """Small networks that are held to the leader's whole distributions, and of whom ever fewer are left."""
+    return step_run(
+        folder,
+        size=6,
+        experience=SharedExperience(learn_from="leader", least_ess=0.0),
+        strategy=Narrowing(every=1, z=0.0),
+        options={"objective": Objective(loss_type="dapo", kl_estimator="full", reference="old"), "beta": 0.05},
+        generations=2,
+    )
+
+
+def borrowed(folder: Path) -> Evolution:
+    """Language models that learn from better ones, whose old log-probabilities have to be found where these live."""
+    objective = Objective(dynamic_sampling=1, importance_correction="token_truncate")
+    options = {"objective": objective, "beta": 0.02}
+    return tiny_run(folder, size=3, options=options, experience=SharedExperience(learn_from="better"), generations=2)
+
+
 SCENARIOS: dict[str, Callable[[Path], Evolution]] = {
     "networks": networks,
     "halving": halving,
     "words": words,
     "pair": pair,
     "lone": lone,
+    "lent": lent,
+    "led": led,
+    "borrowed": borrowed,
 }
 
 
 def go_on(folder: Path, generations: int) -> Evolution:
     """Bring a run back that has ended, to go on up to so many generations."""
-    resumed = resumed_run if folder.name in ("words", "pair") else resumed_step_run
+    resumed = resumed_run if folder.name in ("words", "pair", "borrowed") else resumed_step_run
     return resumed(folder, generations=generations)
 
 
@@ -76,7 +111,17 @@ def perform(folder: str, *names: str) -> None:
     for name in names:
         scenario, _, generations = name.partition("+")
         where = Path(folder) / scenario
-        finish(go_on(where, int(generations)) if generations else SCENARIOS[where.name](where))
+        run = go_on(where, int(generations)) if generations else SCENARIOS[where.name](where)
+        for _ in run.reports():
+            assert_even(run)
+
+
+def assert_even(run: Evolution) -> None:
+    """Check that no process has nobody to train while another has two members more."""
+    members: Any = run.population.members
+    living = [agent.slot for agent in run.population.agents if not agent.retired]
+    loads = processes().all(len(members.places.here(living)))
+    assert max(loads) - min(loads[: len(run.population)]) <= 1, loads
 
 
 def failing(folder: str) -> None:

@@ -12,7 +12,8 @@ from tests.processes.launching import launch
 from tests.processes.scenarios import SCENARIOS, go_on, perform
 from tests.tiny_training import finish
 
-IN_TWO = [name for name in SCENARIOS if name != "pair"]
+IN_THREE = ["networks", "pair", "halving", "led", "borrowed"]
+IN_TWO = [name for name in SCENARIOS if name not in IN_THREE[1:]]
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,9 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scenarios in three processes, likewise."""
     folder = tmp_path_factory.mktemp("three")
-    shutil.copytree(alone / "pair", folder / "back" / "pair")
-    performed(3, folder, "networks", "pair", "back/pair+3")
+    for name in ("pair", "led"):
+        shutil.copytree(alone / name, folder / "back" / name)
+    performed(3, folder, *IN_THREE, "back/pair+3", "back/led+3")
     return folder
 
 
@@ -49,13 +51,16 @@ def performed(count: int, folder: Path, *names: str) -> None:
 
 @pytest.mark.parametrize("name", IN_TWO)
 def test_two_processes_come_to_what_one_comes_to(name: str, alone: Path, two: Path) -> None:
-    """Networks that change, members that leave until a process has none or was never needed, groups drawn again."""
+    """Networks that change, a process that was never needed, groups drawn again, samples that others learn from."""
     assert_same(alone / name, two / name)
 
 
-@pytest.mark.parametrize("name", ["networks", "pair"])
+@pytest.mark.parametrize("name", IN_THREE)
 def test_shares_need_not_be_even(name: str, alone: Path, three: Path) -> None:
-    """Three processes for five members, and for two: a language model is sampled and trained by two of them."""
+    """Three processes for five members, and for two: a language model is sampled and trained by two of them.
+
+    Members leave, and those that remain move to where nobody is left, also in a run that goes on.
+    """
     assert_same(alone / name, three / name)
 
 
@@ -65,7 +70,9 @@ def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
         assert status == 0, said
 
 
-@pytest.mark.parametrize(("name", "several", "generations"), [("networks", "two", 6), ("pair", "three", 3)])
+@pytest.mark.parametrize(
+    ("name", "several", "generations"), [("networks", "two", 6), ("pair", "three", 3), ("led", "three", 3)]
+)
 def test_a_run_goes_on_in_another_number_of_processes(
     name: str, several: str, generations: int, alone: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -1,5 +1,7 @@
 """Which process has which slots."""
 
+from itertools import combinations
+
 import pytest
 
 from evogrpo.agents.members.spread.places import Places
@@ -28,3 +30,26 @@ def test_slots_and_processes_are_dealt_evenly_and_in_order(size: int, processes:
             assert everybody[rank].own[first.place(slot)] == slot
             assert everybody[rank].divided == (len(ranks) > 1)
     assert all(each.held >= 1 for each in everybody)
+
+
+@pytest.mark.parametrize("processes", range(1, 8))
+@pytest.mark.parametrize("size", range(1, 6))
+def test_those_that_remain_are_dealt_out_evenly_again(size: int, processes: int) -> None:
+    """Whoever leaves: each process has as many places as ever, and nobody moves who need not."""
+    before = Places(size, processes, 0)
+    for vacant in (set(leaving) for count in range(size) for leaving in combinations(range(size), count)):
+        everybody = [Places(size, processes, rank).without(vacant) for rank in range(processes)]
+        after = everybody[0]
+        assert [len(own) for own in after.shares] == [len(own) for own in before.shares]
+        assert sorted(slot for own in after.shares for slot in own) == list(range(size))
+        living = [[slot for slot in own if slot not in vacant] for own in after.shares]
+        assert [slot for own in living for slot in own] == [slot for slot in range(size) if slot not in vacant]
+        loads, unmoved = ([len(set(own) - vacant) for own in each.shares[:size]] for each in (after, before))
+        assert max(loads) - min(loads) <= 1
+        assert max(unmoved) - min(unmoved) > 1 or after.shares == before.shares
+        for each in everybody:
+            numbers = [each.number(slot) for slot in range(size)]
+            assert len(set(numbers)) == size
+            assert [numbers[slot] for slot in each.own] == list(range(len(each.own)))
+            assert all(numbers[slot] >= each.held for slot in range(size) if slot not in each.own)
+        assert after.without(()) == before

@@ -179,6 +179,7 @@ def restore_population(
         population.next_index = _next_index(record["next_index"], population)
         # Earlier versions kept no states.
         population.kept = KeptStates.restored(record.get("kept", []), tensors, population.crew.members.banks)
+        population.settle()
     return population
 
 

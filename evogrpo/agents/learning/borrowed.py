@@ -46,14 +46,15 @@ def near_enough(bank: PolicyBank, lessons: Lessons, learners: Mapping[int, Learn
         assert outcomes.sampled_by is not None  # or nothing would be of others
         part = lessons.select(rows)
         log_ratios, tokens = _log_ratios(bank, part), dict(bank.cost(part))
-        pair = part.member_ids * bank.size + outcomes.sampled_by[rows]
+        sources = 1 + int(outcomes.sampled_by.max())  # some of them perhaps not of this bank
+        pair = part.member_ids * sources + outcomes.sampled_by[rows]
         action = pair[:, None].expand(part.action_mask.shape)[part.action_mask]
-        ess = effective_share(log_ratios[part.action_mask], action, bank.size**2)
-        floor = ess.new_tensor([least.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(bank.size)
+        ess = effective_share(log_ratios[part.action_mask], action, bank.size * sources)
+        floor = ess.new_tensor([least.get(slot, 0.0) for slot in range(bank.size)]).repeat_interleave(sources)
         kept[rows] = ~(ess < floor)[pair]
         for slot in found:
             mine = part.action_mask & (part.member_ids == slot)[:, None]
-            found[slot] = _metrics(ess.view(bank.size, -1)[slot], log_ratios[mine], learners[slot])
+            found[slot] = _metrics(ess.view(bank.size, sources)[slot], log_ratios[mine], learners[slot])
         lessons = lessons.only(kept.nonzero()[:, 0])
     for slot, values in found.items():
         theirs = kept[of_others & (outcomes.member_ids == slot)]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.lessons import Lessons
+from evogrpo.objective import Objective
 from evogrpo.policies.bank import PolicyBank, WholeDistributions
 from evogrpo.records import Batch
 
@@ -38,7 +39,8 @@ class KnownLogProbs:
         self.known, self.of_trainer = (torch.zeros(len(mask), dtype=torch.bool, device=mask.device) for _ in range(2))
         self.distributions: Tensor | None = None
         self.tokens: dict[int, int] = {}
-        if trust_sampler and outcomes.sampler_log_probs is not None:
+        if trust_sampler:
+            assert outcomes.sampler_log_probs is not None
             self.old = torch.where(mask, outcomes.sampler_log_probs, 0.0)
             self.known[:] = True
 
@@ -65,19 +67,36 @@ class KnownLogProbs:
                 "choose k3 or k2"
             )
         if len(rows):
-            part = self.lessons.as_sampled(rows) if old else self.lessons.select(rows)
-            found = self._bank.distributions(part, reference=not old)
-            empty = found.new_zeros(len(self.known), *found.shape[1:])
-            self.distributions = empty.index_copy(0, rows, found)
+            given, here = self._as_acted("acted_distributions", rows) if old else (None, rows)
+            if len(here):
+                part = self.lessons.as_sampled(here) if old else self.lessons.select(here)
+                found = self._bank.distributions(part, reference=not old)
+                if given is None:
+                    given = found.new_zeros(len(self.known), *found.shape[1:])
+                given = given.index_copy(0, here, found)
+            self.distributions = given
             self.charge(self.lessons.select(rows))
 
     def find_old(self, rows: Tensor) -> None:
         """Find the old log-probabilities that are not known; the policies must still be the old ones."""
         rows = rows[~self.known[rows]]
         if len(rows):
-            self.old[rows] = self._bank.log_probs(self.lessons.as_sampled(rows))
+            given, here = self._as_acted("acted_log_probs", rows)
+            if given is not None:
+                self.old[rows] = given[rows].to(self.old.dtype)
+            if len(here):
+                self.old[here] = self._bank.log_probs(self.lessons.as_sampled(here))
             self.known[rows] = self.of_trainer[rows] = True
             self.charge(self.lessons.select(rows))
+
+    def _as_acted(self, name: str, rows: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Return what other banks have told of all lessons, 0 where nothing, and which of some lessons to find here."""
+        given: Tensor | None = getattr(self.lessons.outcomes, name)
+        if given is None:
+            return None, rows
+        mask = self.lessons.outcomes.action_mask
+        unknown = mask & given.isnan().reshape(*mask.shape, -1).any(2)
+        return given.nan_to_num(nan=0.0), rows[unknown[rows].any(1)]
 
     def take(self, rows: Tensor, log_probs: Tensor) -> None:
         """Make log-probabilities `[k, t]` that were computed anyway, before anything was learnt, the old ones.
@@ -104,3 +123,8 @@ class KnownLogProbs:
         """Count the tokens of one pass over some lessons, for the members that learn."""
         for slot, tokens in self._bank.cost(part).items():
             self.tokens[slot] = self.tokens.get(slot, 0) + tokens
+
+
+def trusts_sampler(batch: Batch, objective: Objective) -> bool:
+    """Return whether the old log-probabilities of a batch's actions are those that its sampler has told."""
+    return batch.exact and objective.importance_correction is None and batch.sampler_log_probs is not None

@@ -10,7 +10,7 @@ from torch import Tensor
 from evogrpo.agents.learning.action_losses import MEASURES, ActionLosses
 from evogrpo.agents.learning.borrowed import near_enough
 from evogrpo.agents.learning.coefficients import Coefficients, row_coefficients
-from evogrpo.agents.learning.known_log_probs import KnownLogProbs
+from evogrpo.agents.learning.known_log_probs import KnownLogProbs, trusts_sampler
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.lessons import lessons_of
 from evogrpo.agents.learning.metrics import (
@@ -175,8 +175,7 @@ class _LearningStep:
         self._steps: dict[int, list[UpdateReport]] = {slot: [] for slot in learners}
         self._sums = torch.zeros(self._bank.size, len(MEASURES), dtype=torch.float64)
         self._counted = torch.zeros(self._bank.size, dtype=torch.float64)
-        trusted = batch.exact and objective.importance_correction is None
-        self._known = KnownLogProbs(self._bank, lessons, trust_sampler=trusted)
+        self._known = KnownLogProbs(self._bank, lessons, trust_sampler=trusts_sampler(batch, objective))
         self._known.tokens |= self._borrowed.tokens
         coefficients = self._coefficients(episodes)
         held = ((coefficients.beta > 0)[:, 0] & episodes.action_mask.any(1)).nonzero()[:, 0]

@@ -13,8 +13,8 @@ def check_shared(population: Population) -> None:
     """Refuse members that cannot learn from each other's samples.
 
     Raises:
-        ValueError: If there is one member only, members see observations each in its own way, live in several
-            processes, or their algorithm has a learning rule of its own.
+        ValueError: If there is one member only, members see observations each in its own way, or their
+            algorithm has a learning rule of its own.
     """
     SharedExperience.check_size(len(population))
     remedy = "give experience='own'"
@@ -22,11 +22,6 @@ def check_shared(population: Population) -> None:
         raise ValueError(
             "shared experience needs members that see alike, but with normalise_observations=True each sees by the "
             f"running statistics of its own episodes: leave that out, or {remedy}"
-        )
-    if population.crew.processes.size > 1:
-        raise ValueError(
-            "shared experience needs all members in one process, but this run has "
-            f"{population.crew.processes.size}: start one, or {remedy}"
         )
     if "objective" in population.algorithm.unused_options:
         own = population.algorithm.__name__

@@ -1,14 +1,17 @@
-"""Which process a slot is in: the same for the whole run, so that nobody has to ask."""
+"""Which process a slot is in: known by who has left alone, so that nobody has to ask."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import islice, pairwise
 
 
 @dataclass(frozen=True)
 class Places:
     """Slots shared out among processes, in order: the first processes have one more where it does not come out even.
+
+    Each process has as many slots as ever. Where slots that hold nobody would leave one process with two members more
+    than another, those that hold somebody are dealt out evenly in order, and the others fill up the places left.
 
     Of more processes than slots, either several have the same slot, the first slots in one process more; or those
     beyond the slots have none.
@@ -18,25 +21,43 @@ class Places:
         processes: Number of processes.
         rank: Which of them asks.
         shared: Whether several processes have one slot, where there are more than slots.
+        vacant: Slots that hold nobody.
     """
 
     size: int
     processes: int
     rank: int
     shared: bool = False
+    vacant: frozenset[int] = frozenset()
 
     @cached_property
-    def shares(self) -> tuple[range, ...]:
-        """The slots of every process."""
-        if self.processes <= self.size:
-            return _dealt(self.size, self.processes)
-        if self.shared:
-            squads = _dealt(self.processes, self.size)
-            return tuple(range(slot, slot + 1) for slot, squad in enumerate(squads) for _ in squad)
-        return (*_dealt(self.size, self.size), *[range(self.size, self.size)] * (self.processes - self.size))
+    def shares(self) -> tuple[tuple[int, ...], ...]:
+        """The slots of every process, in the order of their places."""
+        if self.shared and self.processes > self.size:
+            squads = _dealt(range(self.processes), self.size)
+            return tuple((slot,) for slot, squad in enumerate(squads) for _ in squad)
+        none = ((),) * (self.processes - self.size)
+        shares = _dealt(range(self.size), min(self.size, self.processes))
+        living = [len(set(share) - self.vacant) for share in shares]
+        if max(living) - min(living) > 1:
+            shares = self._dealt_anew([len(share) for share in shares])
+        return (*shares, *none)
+
+    def _dealt_anew(self, room: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Deal out those slots that hold somebody first, to processes with so many places."""
+        living = _dealt([slot for slot in range(self.size) if slot not in self.vacant], len(room))
+        rest = iter(sorted(self.vacant))
+        return tuple(
+            tuple(sorted((*share, *islice(rest, places - len(share)))))
+            for share, places in zip(living, room, strict=True)
+        )
+
+    def without(self, vacant: Collection[int]) -> "Places":
+        """Return where slots are while these hold nobody."""
+        return replace(self, vacant=frozenset(vacant))
 
     @property
-    def own(self) -> range:
+    def own(self) -> tuple[int, ...]:
         """The slots of the process that asks."""
         return self.shares[self.rank]
 
@@ -71,11 +92,15 @@ class Places:
 
     def place(self, slot: int) -> int:
         """Return which place in the banks of its processes a slot has."""
-        return slot - self.shares[self.owner(slot)].start
+        return self.shares[self.owner(slot)].index(slot)
+
+    def number(self, slot: int) -> int:
+        """Return what the process that asks calls a slot: its own by their places, others by numbers beyond these."""
+        return self.place(slot) if slot in self.own else self.held + slot
 
 
-def _dealt(count: int, parts: int) -> tuple[range, ...]:
+def _dealt(numbers: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
     """Deal numbers in order; the first parts have one more where it does not come out even."""
-    share, more = divmod(count, parts)
+    share, more = divmod(len(numbers), parts)
     ends = [part * share + min(part, more) for part in range(parts + 1)]
-    return tuple(range(begin, end) for begin, end in pairwise(ends))
+    return tuple(tuple(numbers[begin:end]) for begin, end in pairwise(ends))

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +18,7 @@ from evogrpo.agents.rollout.rounds import in_one
 from evogrpo.agents.rollout.wanted import Answered, Asked, Collected, Wanted
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.processes import Processes
-
-R = TypeVar("R")
+from evogrpo.records import moved
 
 
 class SharedMembers:
@@ -83,13 +82,5 @@ def _groups_dealt(group_ids: Tensor, parts: int) -> list[Tensor]:
 
 def _moved(collected: Collected, device: torch.device | str) -> Collected:
     """Return samples whose tensors are on a device: between processes they travel on the CPU."""
-    experience = {
-        policy: _on(replace(batch, inputs=_on(batch.inputs, device)), device)
-        for policy, batch in collected.experience.items()
-    }
+    experience = {policy: moved(batch, device) for policy, batch in collected.experience.items()}
     return replace(collected, experience=experience, truncated=collected.truncated.to(device))
-
-
-def _on(record: R, device: torch.device | str) -> R:
-    tensors = {name: value.to(device) for name, value in vars(record).items() if isinstance(value, Tensor)}
-    return replace(record, **tensors)  # type: ignore[type-var]  # records are dataclasses

@@ -18,32 +18,46 @@ class SpreadBanks(Banks):
 
     Args:
         local: The banks of this process.
-        places: Which slots they hold.
+        places: Which slots they hold, at first.
         processes: Who holds the others.
+
+    Attributes:
+        places: Which slots they hold.
     """
 
     def __init__(self, local: Banks, places: Places, processes: Processes) -> None:
-        self._local, self._places, self._processes = local, places, processes
+        self._local, self.places, self._processes = local, places, processes
         self._gathered: dict[int, State] = {}
         self._banks = dict(local)  # who has changed is asked of the local ones
 
     @property
     def size(self) -> int:
         """Number of slots of all processes."""
-        return self._places.size
+        return self.places.size
 
     def touch(self, slots: Collection[int]) -> None:
         """Note that learner states of slots change."""
-        self._local.touch([self._places.place(slot) for slot in self._places.here(slots)])
+        self._local.touch([self.places.place(slot) for slot in self.places.here(slots)])
 
     def inherit(self, parents: Sequence[int | None]) -> None:
         """Give slot i everything slot parents[i] has learnt; what lives elsewhere is handed over."""
-        places, received = self._places, dict[int, State]()
+        self._take_over(parents, self.places)
+
+    def settle(self, vacant: Collection[int]) -> None:
+        """Share out members anew, now that these slots hold nobody; who moves takes along what it has learnt."""
+        after = self.places.without(vacant)
+        if after.shares != self.places.shares:
+            self._take_over([None if slot in vacant else slot for slot in range(self.size)], after)
+        self.places = after
+
+    def _take_over(self, parents: Sequence[int | None], after: Places) -> None:
+        """Give slot i, where it is to be, everything that slot parents[i] has learnt where it is now."""
+        places, received = self.places, dict[int, State]()
         wanted = sorted(
             {
                 (parent, holder)
                 for slot, parent in enumerate(parents)
-                for holder in places.holders(slot)
+                for holder in after.holders(slot)
                 if parent is not None and holder not in places.holders(parent)
             }
         )
@@ -53,7 +67,7 @@ class SpreadBanks(Banks):
             found = self._processes.pass_tensors(state, source=source, target=target)
             if found is not None:
                 received[parent] = found
-        here = [parents[slot] for slot in places.own]
+        here = [parents[slot] for slot in after.own]
         if not here:
             return
         self._local.inherit(
@@ -78,28 +92,28 @@ class SpreadBanks(Banks):
         """
         if slot in self._gathered:
             return {name: value.clone() for name, value in self._gathered[slot].items()}
-        if slot not in self._places.own:
+        if slot not in self.places.own:
             raise ValueError(
-                f"the member in slot {slot} lives in process {self._places.owner(slot)}, and this is process "
+                f"the member in slot {slot} lives in process {self.places.owner(slot)}, and this is process "
                 f"{self._processes.rank}: what it has learnt is known there; the best one so far is known everywhere, "
                 "as the run's `best`"
             )
-        return self._local.state(self._places.place(slot))
+        return self._local.state(self.places.place(slot))
 
     def everywhere(self, slot: int) -> State:
         """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
-        owner = self._places.owner(slot)
-        own = self._local.state(self._places.place(slot)) if owner == self._places.rank else None
+        owner = self.places.owner(slot)
+        own = self._local.state(self.places.place(slot)) if owner == self.places.rank else None
         return self._processes.spread_tensors(own, source=owner)
 
     def load_state(self, slot: int, state: Mapping[str, Tensor]) -> None:
         """Put what `state` returned into a slot, in the process that holds it."""
-        if slot in self._places.own:
-            self._local.load_state(self._places.place(slot), state)
+        if slot in self.places.own:
+            self._local.load_state(self.places.place(slot), state)
 
     def snapshot(self, slots: Collection[int]) -> dict[int, State]:
         """Return copies of what members have learnt, each in the process that holds it."""
-        return {slot: self._local.state(self._places.place(slot)) for slot in self._places.here(slots)}
+        return {slot: self._local.state(self.places.place(slot)) for slot in self.places.here(slots)}
 
     @contextmanager
     def gathered(self, slots: Collection[int]) -> Iterator[None]:
@@ -108,8 +122,8 @@ class SpreadBanks(Banks):
         for slot in slots:
             if slot in self._gathered:
                 continue
-            owner, leads = self._places.owner(slot), self._processes.leads
-            own = self._local.state(self._places.place(slot)) if owner == self._places.rank else None
+            owner, leads = self.places.owner(slot), self._processes.leads
+            own = self._local.state(self.places.place(slot)) if owner == self.places.rank else None
             found = own if owner == 0 else self._processes.pass_tensors(own, source=owner, target=0)
             if leads and found is not None:
                 self._gathered[slot] = found
@@ -120,4 +134,4 @@ class SpreadBanks(Banks):
 
     def keep_reference(self, slots: Sequence[int]) -> None:
         """Make the current policies of these members their own references."""
-        self._local.keep_reference([self._places.place(slot) for slot in self._places.here(slots)])
+        self._local.keep_reference([self.places.place(slot) for slot in self.places.here(slots)])

@@ -29,19 +29,23 @@ class SpreadMembers:
 
     Args:
         local: The members of this process.
-        places: Which slots they are in.
+        places: Which slots they are in, at first.
         processes: Who has the others.
 
     Attributes:
         local: As given.
-        places: As given.
         processes: As given.
         banks: The weights of all.
     """
 
     def __init__(self, local: Members, places: Places, processes: Processes) -> None:
-        self.local, self.places, self.processes = local, places, processes
+        self.local, self.processes = local, processes
         self.banks = SpreadBanks(local.banks, places, processes)
+
+    @property
+    def places(self) -> Places:
+        """Which slots the members of this process are in."""
+        return self.banks.places
 
     def __getattr__(self, name: str) -> Any:
         if name in _IN_A_LOOP:
