@@ -28,7 +28,9 @@ SIZES = (1_000_000, 10_000_000, 100_000_000)
 """Bytes of the learner states that are handed over."""
 
 
-def words(members: int, folder: str, samples: int = 16, steps: int = 5, tokens: int = 16) -> None:
+def words(
+    members: int, folder: str, samples: int = 16, steps: int = 5, tokens: int = 16, experience: str = "own"
+) -> None:
     """Train language models on sums, 16 completions of 16 tokens each a step."""
     from evogrpo import GRPO, HuggingFaceGym, evolve
     from evogrpo.evolution import Fixed
@@ -49,11 +51,11 @@ def words(members: int, folder: str, samples: int = 16, steps: int = 5, tokens: 
     )
     evolve(
         population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=steps,
-        samples_per_step=samples, validation_questions=2, test_questions=0,
+        samples_per_step=samples, validation_questions=2, test_questions=0, experience=experience,
     ).finish()  # fmt: skip
 
 
-def networks(members: int, folder: str, samples: int = 32, steps: int = 25) -> None:
+def networks(members: int, folder: str, samples: int = 32, steps: int = 25, experience: str = "own") -> None:
     """Train small networks on CartPole, 32 episodes each a step."""
     from evogrpo import GRPO, GymnasiumGroups, evolve
     from evogrpo.evolution import Fixed
@@ -64,7 +66,7 @@ def networks(members: int, folder: str, samples: int = 32, steps: int = 25) -> N
     )
     evolve(
         population, env, strategy=Fixed(), run_dir=folder, progress=False, generations=1, steps_per_generation=steps,
-        samples_per_step=samples, validation_questions=2, test_questions=0,
+        samples_per_step=samples, validation_questions=2, test_questions=0, experience=experience,
     ).finish()  # fmt: skip
 
 

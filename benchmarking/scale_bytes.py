@@ -79,8 +79,9 @@ def main(given: Sequence[str]) -> None:
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16, help="of a completion")
+    parser.add_argument("--experience", choices=["own", "shared"], default="own")
     chosen = parser.parse_args(given)
-    sizes = {"members": chosen.members, "samples": chosen.samples, "steps": chosen.steps}
+    sizes = {name: getattr(chosen, name) for name in ("members", "samples", "steps", "experience")}
     if chosen.kind == "words":
         sizes["tokens"] = chosen.tokens
     with tempfile.TemporaryDirectory() as folder:

@@ -86,8 +86,11 @@ def _traffic(traffic: Traffic) -> dict[str, str]:
         return {}
     shared = bytes_text(traffic.gradients)
     gradients = f"; {shared} of gradients in each optimizer step of a shared member" if traffic.gradients else ""
+    lent = (
+        f" and at most {bytes_text(traffic.lent)} of samples that members elsewhere learn from" if traffic.lent else ""
+    )
     return {
-        "exchange": f"about {bytes_text(traffic.records)} of records to each process in a generation, in "
+        "exchange": f"about {bytes_text(traffic.records)} of records{lent} to each process in a generation, in "
         f"{count_text(traffic.messages)} messages; {bytes_text(traffic.state)} for each clone whose parent lives "
         f"elsewhere, at most {counted(traffic.clones, 'clone')}; {bytes_text(traffic.gathered)} to the "
         f"first process for each checkpoint{gradients}",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from evogrpo.agents.members.spread.places import Places
+from evogrpo.evolution.shared_experience import others_at_most
 from evogrpo.processes import processes
 from evogrpo.training.configuration.sections import AnyConfig
 
@@ -22,8 +23,15 @@ SAMPLE = 27 + 9
 """Bytes of a sample: who acted, from which start, its reward; and its advantage."""
 WRITTEN, TOKEN = 25, 4
 """Bytes of a written completion beyond that, and of each of its tokens: its text travels for the completions table."""
-MESSAGES = 30
-"""Messages of a learning step: samples, reports, and clock readings of the leading process."""
+LENT, LENT_SAMPLE, LENT_TOKEN, TOLD = 3400, 37, 15, 4
+"""Bytes of what a process hands over of its samples to those that learn from them elsewhere, before the first; of a
+sample; of each of its tokens or actions, without what is seen; and of its log-probability by the bank, where the
+sampler's is another."""
+PROMPT_TOKEN = 3
+"""Bytes of a prompt's token."""
+MESSAGES, LENDING = 30, 2
+"""Messages of a learning step: samples, reports, and clock readings of the leading process; and more, where samples are
+handed over: that it can be done, and two for each process that has some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +45,8 @@ class Traffic:
         steps: Learning steps of a generation.
         state: Bytes of what a member has learnt: its weights and AdamW's moments.
         tokens: Of a completion; 0 where nothing is written.
+        sources: Of how many others' samples a member learns at most.
+        sample: Bytes of one of these.
     """
 
     members: int
@@ -45,6 +55,21 @@ class Traffic:
     steps: int
     state: int
     tokens: int = 0
+    sources: int = 0
+    sample: int = 0
+
+    @property
+    def lent(self) -> int:
+        """Bytes of samples that a process gets in a generation at most, as its members learn from them."""
+        own = min(self.shares) if len(self.shares) > 1 else self.members
+        others = min(self.sources, self.members - own)
+        from_each = min(self._lenders, len(self.shares) - 1) * LENT
+        return self.steps * (from_each + others * self.samples * self.sample) if others else 0
+
+    @property
+    def _lenders(self) -> int:
+        """How many processes hand over samples at most."""
+        return min(self.sources, self.members, len(self.shares))
 
     @property
     def records(self) -> int:
@@ -56,7 +81,7 @@ class Traffic:
     @property
     def messages(self) -> int:
         """Messages of a generation."""
-        return self.steps * MESSAGES
+        return self.steps * (MESSAGES + (LENDING + 2 * self._lenders if self.lent else 0))
 
     @property
     def gathered(self) -> int:
@@ -78,8 +103,15 @@ class Traffic:
         return 2 * (sharers - 1) * (self.state // 3) // sharers if sharers > 1 else 0
 
 
-def traffic_of(config: AnyConfig, state: int, tokens: int = 0) -> Traffic:
-    """Return what the processes of this program would send each other in a configured run."""
+def traffic_of(config: AnyConfig, state: int, *, sample: int, tokens: int = 0) -> Traffic:
+    """Return what the processes of this program would send each other in a configured run.
+
+    Args:
+        config: Of the run.
+        state: Bytes of what a member has learnt.
+        sample: Bytes of a sample that others learn from, as `lent_bytes` returns them.
+        tokens: Of a completion; 0 where nothing is written.
+    """
     schedule = config.schedule
     return Traffic(
         members=config.population.size,
@@ -88,7 +120,24 @@ def traffic_of(config: AnyConfig, state: int, tokens: int = 0) -> Traffic:
         steps=schedule.steps_per_generation,
         state=state,
         tokens=tokens,
+        sources=others_at_most(config.experience, config.population.size),
+        sample=sample,
     )
+
+
+def lent_bytes(config: AnyConfig, *, actions: int, each: int = 0, shared: int = 0) -> int:
+    """Return the bytes of a sample that members in other processes learn from.
+
+    Args:
+        config: Of the run.
+        actions: Tokens or actions of the longest.
+        each: Bytes of what was seen and earned at each of them.
+        shared: Tokens of the prompt.
+    """
+    untold = config.precision == "bfloat16" or config.agent.objective.importance_correction is not None
+    action = LENT_TOKEN + each + (TOLD if untold else 0)
+    group = min(config.hyperparameters.group_size, config.schedule.samples_per_step)
+    return LENT_SAMPLE + actions * action + PROMPT_TOKEN * shared // group
 
 
 def shares_of(members: int) -> list[int]:

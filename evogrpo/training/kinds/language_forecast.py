@@ -18,7 +18,7 @@ from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row
 from evogrpo.training.memory import Need, gigabytes, kept_size, state_size
-from evogrpo.training.traffic import Traffic, shares_of, sharing, traffic_of
+from evogrpo.training.traffic import Traffic, lent_bytes, shares_of, sharing, traffic_of
 
 FLOAT = 4  # bytes of a float32
 SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
@@ -88,7 +88,8 @@ class LanguageForecast:
 
     def traffic(self, config: AnyConfig) -> Traffic:
         """Return what processes send each other."""
-        return traffic_of(config, state_size(self.adapter_parameters), tokens=self.longest_completion)
+        sample = lent_bytes(config, actions=self.longest_completion, shared=self.longest_prompt)
+        return traffic_of(config, state_size(self.adapter_parameters), sample=sample, tokens=self.longest_completion)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""

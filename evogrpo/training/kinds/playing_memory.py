@@ -7,8 +7,9 @@ from typing import Any
 from gymnasium import spaces
 
 from evogrpo.envs.control.trees import leaf_spaces
+from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.memory import Need, gigabytes
-from evogrpo.training.traffic import shares_of, sharing
+from evogrpo.training.traffic import lent_bytes, shares_of, sharing
 
 HELD = 3.5
 """How many times over observations are held at the peak: as they were seen, by episode, by action, and by optimizer
@@ -40,10 +41,13 @@ def playing_need(
         others: From how many others' samples each of them learns as well.
     """
     spaces_seen = list(observations)
-    seen = sum(_bytes(leaf) for space in spaces_seen for leaf in leaf_spaces(space))
-    borrowed = others * members * samples * longest * len(spaces_seen) * TAUGHT
+    seen = sum(map(bytes_of, spaces_seen))
     share = shares_of(members)[0]
-    episodes = share * max(HELD * samples, (HELD - 1) * validation)
+    borrowed = others * share * samples * longest * len(spaces_seen) * TAUGHT
+    # Those that come from members in other processes are not played here.
+    episodes = share * max(HELD * samples, (HELD - 1) * validation) + (HELD - 1) * samples * min(
+        others, members - share
+    )
     # Weights, a gradient, two moments, and the copy of the best.
     return Need(
         size=int(episodes * longest * (seen + BESIDES)) + 5 * 4 * share * parameters + borrowed,
@@ -61,7 +65,27 @@ def memory_row(need: Need) -> str:
     )
 
 
-def _bytes(leaf: spaces.Space[Any]) -> int:
+def lent_episode(
+    config: AnyConfig, seen: Iterable[tuple[spaces.Space[Any], spaces.Space[Any]]], *, longest: int
+) -> int:
+    """Return the bytes of an episode that members in other processes learn from.
+
+    Args:
+        config: Of the run.
+        seen: For each acting agent, the spaces of what it sees and does.
+        longest: Most steps of an episode.
+    """
+    reward = 4
+    each = (bytes_of(observations) + bytes_of(actions) - bytes_of(spaces.Discrete(2)) for observations, actions in seen)
+    return sum(lent_bytes(config, actions=longest, each=own + reward) for own in each)
+
+
+def bytes_of(space: spaces.Space[Any]) -> int:
+    """Return the bytes of what lies in a space."""
+    return sum(_leaf_bytes(leaf) for leaf in leaf_spaces(space))
+
+
+def _leaf_bytes(leaf: spaces.Space[Any]) -> int:
     dtype = leaf.dtype
     assert dtype is not None  # of every space that members can see
     return int(dtype.itemsize) * math.prod(leaf.shape or ())
