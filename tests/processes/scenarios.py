@@ -7,18 +7,21 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save_file
 
 from evogrpo.cli import main
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, SuccessiveHalving, Tournament
 from evogrpo.objective import Objective
-from evogrpo.processes import processes
+from evogrpo.processes import ProcessError, processes
+from evogrpo.records import LearnReport
 from evogrpo.training.loop.run import Evolution
 from tests.tiny_steps import cart_pole, resumed_step_run, step_run
-from tests.tiny_training import finish, resumed_run, tiny_env, tiny_run, variety
+from tests.tiny_training import finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
 
 
 def networks(folder: Path) -> Evolution:
@@ -135,6 +138,34 @@ def failing(folder: str) -> None:
         return variety(completion, answer, question)
 
     finish(tiny_run(Path(folder), size=3, env=tiny_env(reward_fn=reward)))
+
+
+def lending(folder: str) -> None:
+    """Let one process fail as it finds what others have to know of its samples, and let all try again."""
+    objective = Objective(importance_correction="token_truncate")
+    population = tiny_population(2, objective=objective, update_epochs=2)
+    found = population.collect(tiny_env(), step=0, samples_per_step=8, block=2)
+    bank: Any = population.crew.members.policies["default"].bank
+    whole, sources = bank.autocast, {0: [0, 1], 1: [0, 1]}
+
+    def broken() -> AbstractContextManager[None]:
+        raise LookupError("the card is gone")
+
+    if processes().rank == 1:
+        bank.autocast = broken
+    reports: Mapping[int, LearnReport] = {}
+    while not reports:
+        try:
+            reports = population.learn(found.experience, step=0, sources=sources)
+        except (LookupError, ProcessError) as error:
+            print(f"not learnt: {error}")
+        bank.autocast = whole
+    print(f"learnt from {[report.samples for report in reports.values()]} samples")
+    states = [population.members.banks.everywhere(slot) for slot in (0, 1)]
+    if processes().leads:
+        save_file(
+            {f"{slot}.{name}": value for slot, state in enumerate(states) for name, value in state.items()}, folder
+        )
 
 
 def stopped(folder: str, step: int) -> None:

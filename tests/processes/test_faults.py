@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from safetensors.torch import load_file
 from torch.distributed import HashStore
 
 from evogrpo import GRPO
@@ -17,10 +18,11 @@ from evogrpo.agents.members.spread.spread_members import SpreadMembers
 from evogrpo.persistence.journal import read_journal
 from evogrpo.processes import ProcessError, Processes, processes
 from evogrpo.processes.meeting import agreed_part
-from tests.processes.comparing import assert_same
+from tests.processes.comparing import assert_same, by_slot
 from tests.processes.dividing import troubled
 from tests.processes.launching import launch
-from tests.processes.scenarios import failing, go_on, killed, limited, networks, stopped
+from tests.processes.scenarios import failing, go_on, killed, lending, limited, networks, stopped
+from tests.rounding import assert_states_agree
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import finish, resumed_run
 
@@ -41,6 +43,20 @@ def test_a_failure_in_one_process_ends_all_and_says_where(tmp_path: Path) -> Non
     run = resumed_run(tmp_path / "run", generations=2)
     assert run.progress.step >= 1
     finish(run)
+
+
+def test_what_fails_as_samples_are_handed_over_fails_for_all_and_changes_nothing(tmp_path: Path) -> None:
+    """A second try comes to what one process comes to at once."""
+    leader, other = both(lending, tmp_path / "two")
+    assert "not learnt: process 1 of 2 failed, and so does the run: LookupError: the card is gone" in leader[1]
+    assert "not learnt: the card is gone" in other[1]
+    for status, said in (leader, other):
+        assert status == 0, said
+        assert said.endswith("learnt from [16, 16] samples\n")
+    lending(str(tmp_path / "one"))
+    found, alone = by_slot(load_file(tmp_path / "two")), by_slot(load_file(tmp_path / "one"))
+    for slot, state in alone.items():
+        assert_states_agree(found[slot], state, lr=1e-3)
 
 
 def test_a_stop_asked_of_one_process_stops_all_at_the_same_step(tmp_path: Path) -> None:
