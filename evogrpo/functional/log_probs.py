@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+TILE = 1 << 18
+"""Numbers that several passes in a row work on: two megabytes in float32, with as many that they make."""
+
 
 def chunked_log_probs(
     hidden: Tensor,
@@ -17,12 +20,14 @@ def chunked_log_probs(
     chunk: int,
     *,
     entropy_gradient: bool = False,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Return log softmax(head(hidden) / temperature)[target] and the entropy of every row, chunk by chunk of logits.
 
     Each row's values depend on that row's hidden state alone, so their gradients are found in the forward pass, while
     the logits of the chunk still exist, by vector-Jacobian products through `head`: the backward pass needs neither the
-    logits nor a second pass over the vocabulary.
+    logits nor a second pass over the vocabulary. All but the products is done a few rows at a time, in float32 and in a
+    processor's own cache.
 
     Args:
         hidden: `[k, h]` final hidden states.
@@ -34,15 +39,61 @@ def chunked_log_probs(
         forbidden_ids: `[e]` token ids.
         chunk: Rows of logits held at once, at least 1.
         entropy_gradient: Whether the entropies are differentiable too, for a second product through `head`.
+        weight: `[v, h]` where `head` is the product with it and no more: all chunks then share one buffer, and `head`
+            is not called.
 
     Returns:
         `[k]` log-probabilities and `[k]` entropies, float32, in nats; the former differentiable once with respect to
         `hidden`.
     """
+    wanted = hidden.requires_grad and torch.is_grad_enabled()
+    through = _Called(head, wanted) if weight is None else _Product(weight, min(chunk, len(hidden)), hidden.dtype)
     log_probs, entropies = _ChunkedLogProbs.apply(
-        hidden, head, targets, temperature, forbidden, forbidden_ids, chunk, entropy_gradient
+        hidden if wanted else hidden.detach(),
+        through,
+        targets,
+        temperature,
+        forbidden,
+        forbidden_ids,
+        chunk,
+        entropy_gradient,
     )
     return log_probs, entropies
+
+
+class _Called:
+    """A vocabulary head that is called, with its vector-Jacobian products by autograd."""
+
+    def __init__(self, head: Callable[[Tensor], Tensor], wanted: bool) -> None:
+        self._head, self._wanted = head, wanted
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[c, v]` of `[c, h]`."""
+        with torch.set_grad_enabled(self._wanted):
+            self._leaf = hidden.detach().requires_grad_(self._wanted)
+            self._logits = self._head(self._leaf)
+        return self._logits.detach()
+
+    def back(self, slope: Tensor, *, last: bool) -> Tensor:
+        """Return the gradient `[c, h]`, given that of the latest logits."""
+        (gradient,) = torch.autograd.grad(self._logits, self._leaf, slope, retain_graph=not last)
+        return gradient
+
+
+class _Product:
+    """A vocabulary head that is a product with a matrix `[v, h]`; its logits are overwritten by the next ones."""
+
+    def __init__(self, weight: Tensor, rows: int, dtype: torch.dtype) -> None:
+        self._weight = weight.detach()
+        self._buffer = weight.new_empty((rows, len(weight)), dtype=dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[c, v]` of `[c, h]`."""
+        return torch.mm(hidden, self._weight.T, out=self._buffer[: len(hidden)])
+
+    def back(self, slope: Tensor, *, last: bool) -> Tensor:
+        """Return the gradient `[c, h]`, given that of logits."""
+        return slope @ self._weight
 
 
 class _ChunkedLogProbs(torch.autograd.Function):
@@ -50,7 +101,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx,
         hidden: Tensor,
-        head: Callable[[Tensor], Tensor],
+        head: _Called | _Product,
         targets: Tensor,
         temperature: Tensor,
         forbidden: Tensor,
@@ -65,29 +116,23 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_slopes = torch.empty_like(hidden) if wanted and entropy_gradient else None
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            with torch.set_grad_enabled(wanted):
-                leaf = hidden[part].detach().requires_grad_(wanted)
-                logits = head(leaf)
-            heat, chosen = temperature[part, None], targets[part, None]
-            scaled = scaled_logits(logits.detach(), temperature[part], forbidden[part], forbidden_ids)
-            scaled -= scaled.amax(1, keepdim=True)
-            log_probs[part] = scaled.gather(1, chosen)[:, 0]
-            if bool(forbidden[part].any()):
-                scaled.clamp_(min=-1e30)  # impossible tokens: 0 * -inf would spoil the entropy
-            chances = scaled.exp()
-            total = chances.sum(1, keepdim=True)
-            # log p = scaled - log(total), so H = log(total) - sum(p * scaled).
-            mean = torch.bmm(chances[:, None, :], scaled[:, :, None])[:, 0] / total
-            log_probs[part] -= total.log()[:, 0]
-            entropies[part] = (total.log() - mean)[:, 0]
-            if slopes is None:
-                continue
-            if entropy_slopes is not None:  # dH / d(logits) = -p (log p + H) / T
-                slope = scaled.sub_(mean).mul_(chances).div_(-total * heat).to(logits.dtype)
-                (entropy_slopes[part],) = torch.autograd.grad(logits, leaf, slope, retain_graph=True)
-            # d(log p[target]) / d(logits) = (1[target] - p) / T
-            slope = chances.div_(-total * heat).scatter_add_(1, chosen, 1.0 / heat)
-            (slopes[part],) = torch.autograd.grad(logits, leaf, slope.to(logits.dtype))
+            logits = head.logits(hidden[part])
+            entropy_slope = None if entropy_slopes is None else torch.empty_like(logits)
+            for rows in tiles(*logits.shape, logits.device):
+                at = slice(start + rows.start, start + rows.stop)
+                scaled = scaled_logits(logits[rows], temperature[at], forbidden[at], forbidden_ids)
+                log_probs[at], entropies[at] = _measure(
+                    scaled,
+                    targets[at, None],
+                    temperature[at, None],
+                    logits[rows] if wanted else None,
+                    None if entropy_slope is None else entropy_slope[rows],
+                    ruled_out=bool(forbidden[at].any()),
+                )
+            if entropy_slopes is not None and entropy_slope is not None:
+                entropy_slopes[part] = head.back(entropy_slope, last=False)
+            if slopes is not None:
+                slopes[part] = head.back(logits, last=True)
         if entropy_slopes is None:
             ctx.mark_non_differentiable(entropies)
         ctx.save_for_backward(slopes, entropy_slopes)  # type: ignore[arg-type]  # None is allowed
@@ -100,6 +145,50 @@ class _ChunkedLogProbs(torch.autograd.Function):
         if entropy_slopes is not None:
             slope += entropy_slopes * grads[1][:, None].to(slopes.dtype)
         return slope, *[None] * 7
+
+
+def _measure(
+    scaled: Tensor,
+    chosen: Tensor,
+    heat: Tensor,
+    slope: Tensor | None,
+    entropy_slope: Tensor | None,
+    *,
+    ruled_out: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return log-probabilities and entropies of some rows, and their gradients with respect to logits if asked for.
+
+    Args:
+        scaled: `[c, v]` logits / temperature, float32; overwritten.
+        chosen: `[c, 1]` token ids.
+        heat: `[c, 1]` temperatures.
+        slope: `[c, v]` takes d(log p[chosen]) / d(logits); may be what `scaled` was made of.
+        entropy_slope: `[c, v]` takes d(entropy) / d(logits).
+        ruled_out: Whether there are impossible tokens.
+    """
+    scaled -= scaled.amax(1, keepdim=True)
+    picked = scaled.gather(1, chosen)
+    if ruled_out:
+        scaled.clamp_(min=-1e30)  # impossible tokens: 0 * -inf would spoil the entropy
+    chances = scaled.exp()
+    total = chances.sum(1, keepdim=True)
+    # log p = scaled - log(total), so H = log(total) - sum(p * scaled).
+    mean = torch.bmm(chances[:, None, :], scaled[:, :, None])[:, 0] / total
+    log_probs, entropies = (picked - total.log())[:, 0], (total.log() - mean)[:, 0]
+    if entropy_slope is not None:  # dH / d(logits) = -p (log p + H) / T
+        entropy_slope.copy_(scaled.sub_(mean).mul_(chances).div_(-total * heat))
+    if slope is not None:  # d(log p[target]) / d(logits) = (1[target] - p) / T
+        slope.copy_(chances.div_(-total * heat).scatter_add_(1, chosen, 1.0 / heat))
+    return log_probs, entropies
+
+
+def tiles(rows: int, width: int, device: torch.device) -> list[slice]:
+    """Cut rows of so many numbers into parts that several passes in a row find in a processor's cache.
+
+    On a GPU there is one part: there it is the passes' number that takes the time.
+    """
+    step = max(1, TILE // width) if device.type == "cpu" else max(1, rows)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
 def scaled_logits(logits: Tensor, temperature: Tensor, forbidden: Tensor, forbidden_ids: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from evogrpo.functional import log_probs as module
 from evogrpo.functional.log_probs import chunked_log_probs, invert_cumulative, scaled_logits
 
 ROWS, WIDTH, VOCABULARY = 13, 8, 37
@@ -35,6 +36,13 @@ def whole(problem):
     return log_probs, -(log_softmax.exp() * log_softmax).sum(1)
 
 
+@pytest.fixture(params=[module.TILE, 2 * VOCABULARY, 1])
+def tile(request, monkeypatch):
+    """Cut rows of a chunk into parts that fit into a small cache."""
+    monkeypatch.setattr(module, "TILE", request.param)
+
+
+@pytest.mark.usefixtures("tile")
 @pytest.mark.parametrize("chunk", [1, 4, ROWS, 10_000])
 @pytest.mark.parametrize("forbid", [False, True])
 def test_values_and_gradients_equal_the_whole_softmax_for_any_chunk(problem, chunk, forbid):
@@ -61,6 +69,22 @@ def test_entropies_carry_their_gradient_when_asked(problem, chunk, forbid):
         for log_probs, entropies in (chunked_log_probs(**problem, chunk=chunk, entropy_gradient=True), whole(problem))
     ]
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_a_head_that_is_a_product_gives_the_same_by_its_matrix_without_being_called(problem, entropy_gradient, dtype):
+    weight = torch.randn(VOCABULARY, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    problem["forbidden"][::2] = True
+    weights, others = torch.linspace(-1, 2, ROWS), torch.linspace(3, -1, ROWS)
+    found = []
+    for form in ({"head": lambda x: x @ weight.T}, {"head": None, "weight": weight}):
+        own = problem | form | {"hidden": problem["hidden"].detach().to(dtype).requires_grad_()}
+        values = chunked_log_probs(**own, chunk=4, entropy_gradient=entropy_gradient)
+        total = (weights * values[0]).clamp(min=-50).sum() + (others * values[1]).sum()
+        found.append((*values, *torch.autograd.grad(total, own["hidden"])))
+    assert all(map(torch.equal, *found))
 
 
 def test_entropies_carry_no_gradient_unless_asked(problem):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from evogrpo.functional.log_probs import invert_cumulative, scaled_logits
+from evogrpo.functional.log_probs import invert_cumulative, scaled_logits, tiles
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
@@ -102,26 +102,39 @@ def _choose(
     tokens = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
     log_probs = torch.zeros(hidden.shape[0], device=hidden.device)
     for start in range(0, hidden.shape[0], ROWS_OF_LOGITS):
-        part = slice(start, start + ROWS_OF_LOGITS)
-        greedy = temperature[part] == 0
-        heat = torch.where(greedy, 1.0, temperature[part])
-        banned = torch.full_like(greedy, forbid)
-        logits = model.head(hidden[part])
-        if said is not None:
-            logits = penalise_repetition(logits, said[part], options.repetition_penalty)
-        scaled = scaled_logits(logits, heat, banned, end_ids)
-        if bool(greedy.all()):
-            tokens[part] = scaled.argmax(1)
-            continue
-        # Where the largest is costs three times as much as how large it is.
-        best = scaled.argmax(1) if bool(greedy.any()) else None
-        largest = scaled.amax(1)
-        if not options.whole:
-            scaled = truncate(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
-        weights = scaled.sub_(largest[:, None]).exp_()
-        drawn = invert_cumulative(weights, uniforms[part])
-        drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
-        tokens[part] = drawn if best is None else torch.where(greedy, best, drawn)
-        chance = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
-        log_probs[part] = torch.where(greedy, 0.0, chance.log())
+        logits = model.head(hidden[start : start + ROWS_OF_LOGITS])
+        for rows in tiles(*logits.shape, logits.device):
+            part = slice(start + rows.start, start + rows.stop)
+            policy = temperature[part], end_ids, forbid, options, None if said is None else said[part]
+            tokens[part], log_probs[part] = _drawn(logits[rows], uniforms[part], *policy)
     return tokens, log_probs
+
+
+def _drawn(
+    logits: Tensor,
+    uniforms: Tensor,
+    temperature: Tensor,
+    end_ids: Tensor,
+    forbid: bool,
+    options: SamplingOptions,
+    said: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Do it for some rows, given their logits, which are overwritten."""
+    greedy = temperature == 0
+    heat = torch.where(greedy, 1.0, temperature)
+    if said is not None:
+        logits = penalise_repetition(logits, said, options.repetition_penalty)
+    scaled = scaled_logits(logits, heat, torch.full_like(greedy, forbid), end_ids)
+    if bool(greedy.all()):
+        return scaled.argmax(1), torch.zeros_like(heat)
+    # Where the largest is costs three times as much as how large it is.
+    best = scaled.argmax(1) if bool(greedy.any()) else None
+    largest = scaled.amax(1)
+    if not options.whole:
+        scaled = truncate(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
+    weights = scaled.sub_(largest[:, None]).exp_()
+    drawn = invert_cumulative(weights, uniforms)
+    drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
+    tokens = drawn if best is None else torch.where(greedy, best, drawn)
+    chance = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
+    return tokens, torch.where(greedy, 0.0, chance.log())

@@ -16,7 +16,7 @@ from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecodin
 from evogrpo.policies.tokens.engine.direct.decoding import DirectDecoding
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.probing import agrees
-from evogrpo.policies.tokens.engine.direct.reading import anatomy, switched_off, untouched
+from evogrpo.policies.tokens.engine.direct.reading import anatomy, matrix_of, switched_off, untouched
 from evogrpo.policies.tokens.engine.heads import close, find_head
 from evogrpo.policies.tokens.engine.probes import (
     check_causal,
@@ -277,6 +277,7 @@ class CausalModel:
             forbidden_ids,
             chunk,
             entropy_gradient=entropy_gradient,
+            weight=None if self._direct is None else matrix_of(self.head, hidden),
         )
 
     def _probe_padding(self) -> None:

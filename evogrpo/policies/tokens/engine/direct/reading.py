@@ -107,6 +107,15 @@ def untouched(decoder: nn.Module) -> bool:
     )
 
 
+def matrix_of(head: object, hidden: Tensor) -> Tensor | None:
+    """Return the matrix `[v, h]` whose product with hidden states is all that a vocabulary head does, if it is so."""
+    if type(head) is not nn.Linear or head.bias is not None or not untouched(head):
+        return None
+    weight = head.weight
+    plain = type(weight) is nn.Parameter and type(weight.data) is Tensor and weight.dtype == hidden.dtype
+    return weight.data if plain else None
+
+
 def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     """Tell whether a module is torch's own linear layer, or of the decoder's own file."""
     if isinstance(module, nn.Linear | nn.Embedding):
