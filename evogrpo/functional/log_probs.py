@@ -118,7 +118,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
             part = slice(start, start + chunk)
             logits = head.logits(hidden[part])
             entropy_slope = None if entropy_slopes is None else torch.empty_like(logits)
-            for rows in tiles(*logits.shape, logits.device):
+            for rows in tiles(logits):
                 at = slice(start + rows.start, start + rows.stop)
                 scaled = scaled_logits(logits[rows], temperature[at], forbidden[at], forbidden_ids)
                 log_probs[at], entropies[at] = _measure(
@@ -173,21 +173,23 @@ def _measure(
     chances = scaled.exp()
     total = chances.sum(1, keepdim=True)
     # log p = scaled - log(total), so H = log(total) - sum(p * scaled).
-    mean = torch.bmm(chances[:, None, :], scaled[:, :, None])[:, 0] / total
+    mean = torch.linalg.vecdot(chances, scaled)[:, None] / total
     log_probs, entropies = (picked - total.log())[:, 0], (total.log() - mean)[:, 0]
+    part = -1.0 / (total * heat)
     if entropy_slope is not None:  # dH / d(logits) = -p (log p + H) / T
-        entropy_slope.copy_(scaled.sub_(mean).mul_(chances).div_(-total * heat))
+        entropy_slope.copy_(scaled.sub_(mean).mul_(chances).mul_(part))
     if slope is not None:  # d(log p[target]) / d(logits) = (1[target] - p) / T
-        slope.copy_(chances.div_(-total * heat).scatter_add_(1, chosen, 1.0 / heat))
+        slope.copy_(chances.mul_(part).scatter_add_(1, chosen, 1.0 / heat))
     return log_probs, entropies
 
 
-def tiles(rows: int, width: int, device: torch.device) -> list[slice]:
-    """Cut rows of so many numbers into parts that several passes in a row find in a processor's cache.
+def tiles(logits: Tensor) -> list[slice]:
+    """Cut rows `[k, v]` into parts that several passes in a row find in a processor's cache.
 
     On a GPU there is one part: there it is the passes' number that takes the time.
     """
-    step = max(1, TILE // width) if device.type == "cpu" else max(1, rows)
+    rows, width = logits.shape
+    step = max(1, TILE // width) if logits.device.type == "cpu" else max(1, rows)
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 

@@ -103,7 +103,7 @@ def _choose(
     log_probs = torch.zeros(hidden.shape[0], device=hidden.device)
     for start in range(0, hidden.shape[0], ROWS_OF_LOGITS):
         logits = model.head(hidden[start : start + ROWS_OF_LOGITS])
-        for rows in tiles(*logits.shape, logits.device):
+        for rows in tiles(logits):
             part = slice(start + rows.start, start + rows.stop)
             policy = temperature[part], end_ids, forbid, options, None if said is None else said[part]
             tokens[part], log_probs[part] = _drawn(logits[rows], uniforms[part], *policy)
