@@ -185,11 +185,12 @@ def resumed_run(
     *,
     env: HuggingFaceGym | None = None,
     strategy: Strategy | type[Strategy] | None = None,
+    model: PreTrainedModel | None = None,
     **schedule: Any,
 ) -> Evolution:
     """Return a run as another process would bring it back: new model object, new bank, new environment."""
     saved = open_run(folder, go_on=True)
-    population, progress = saved.restore(tiny_model())
+    population, progress = saved.restore(tiny_model() if model is None else model)
     return Evolution(
         population,
         env or tiny_env(),

@@ -218,7 +218,8 @@ def _add_further_runs(commands: "argparse._SubParsersAction[argparse.ArgumentPar
         nargs="*",
         default=[],
         metavar="KEY=VALUE",
-        help="generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions, model or device",
+        help="generations, max_timesteps, max_tokens, max_seconds, target_fitness, test_questions, model, device or "
+        "base_parts",
     )
 
     replay = _command(

@@ -164,7 +164,7 @@ def check_memory() -> Iterator[Finding]:
 
 def check_model() -> Iterator[Finding]:
     """Look for the demo's base model: the wheel, the package that reads it, and the converted copy."""
-    from evogrpo.policies.tokens.conversions import cache_folder
+    from evogrpo.policies.tokens.bases.conversions import cache_folder
     from evogrpo.policies.tokens.models import DEMO_MODEL, DEMO_WHEEL
 
     try:
@@ -188,7 +188,7 @@ def check_model() -> Iterator[Finding]:
 
 def check_folders() -> Iterator[Finding]:
     """Try to write where runs and models go, and look at the space left."""
-    from evogrpo.policies.tokens.conversions import cache_folder
+    from evogrpo.policies.tokens.bases.conversions import cache_folder
 
     for what, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
         existing = folder.absolute()

@@ -143,7 +143,8 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
 
     Args:
         run_dir: The run's folder.
-        overrides: `key=value` for a limit of the schedule, such as `generations=8`, for `model` or for `device`.
+        overrides: `key=value` for a limit of the schedule, such as `generations=8`, for `model`, `device` or
+            `base_parts`.
         allow_changed_data: Whether the stored configuration may name another task.
 
     Raises:
@@ -245,14 +246,14 @@ def _split_overrides(overrides: Sequence[str]) -> tuple[dict[str, Any], list[str
         name = keys[-1]
         if name in LIMITS and keys[:-1] in ((), ("schedule",)):
             limits[name] = typed(Schedule.__dataclass_fields__[name].type, value, f"schedule.{name}")
-        elif keys in (("model",), ("device",)):
+        elif keys in (("model",), ("device",), ("base_parts",)):
             rest.append(text)
         elif counterpart(name, LIMITS) is not None:
             raise ValueError(f"unknown limit {name!r}: it is called {counterpart(name, LIMITS)!r} here")
         else:
             raise ValueError(
-                f"a resumed run may change {', '.join(LIMITS)}, model and device, got {'.'.join(keys)!r}: anything "
-                "else would make it another run; start that with `evogrpo train`"
+                f"a resumed run may change {', '.join(LIMITS)}, model, device and base_parts, got {'.'.join(keys)!r}: "
+                "anything else would make it another run; start that with `evogrpo train`"
             )
     return limits, rest
 

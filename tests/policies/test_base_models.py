@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from evogrpo.policies.tokens import models
-from evogrpo.policies.tokens.conversions import cache_folder, convert_gguf
+from evogrpo.policies.tokens.bases.conversions import cache_folder, convert_gguf
 from evogrpo.policies.tokens.models import demo_model_folder, fingerprint, load_base
 from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model, tiny_tokenizer
 

@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from evogrpo.cli import main
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, SuccessiveHalving, Tournament
 from evogrpo.objective import Objective
+from evogrpo.policies.tokens.models import load_base
 from evogrpo.processes import ProcessError, processes
 from evogrpo.records import LearnReport
 from evogrpo.training.loop.run import Evolution
 from tests.tiny_steps import cart_pole, resumed_step_run, step_run
-from tests.tiny_training import finish, resumed_run, tiny_env, tiny_population, tiny_run, variety
+from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_population, tiny_run, variety
 
 
 def networks(folder: Path) -> Evolution:
@@ -42,16 +44,30 @@ def halving(folder: Path) -> Evolution:
     )
 
 
+PARTS = 6
+"""How many processes are to hold a base together: two do of two, and three of three."""
+
+
+def base_of(folder: Path) -> PreTrainedModel:
+    """Return the base of a scenario: in parts where its folder says so."""
+    if "parts" not in folder.parts:
+        return shared_model()
+    stored = next(parent / "base" for parent in folder.parents if (parent / "base").is_dir())
+    return load_base(stored, parts=PARTS).model
+
+
 def words(folder: Path) -> Evolution:
     """Language models whose groups are drawn again, held to their own snapshots."""
     objective = Objective(dynamic_sampling=1, reference="snapshot", reference_sync_steps=2)
-    return tiny_run(folder, size=3, options={"objective": objective, "beta": 0.02}, generations=3)
+    options = {"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"}
+    return tiny_run(folder, size=3, options=options, generations=3)
 
 
 def pair(folder: Path) -> Evolution:
     """Two language models, one of which several processes share: they drift, explore and are held to the base."""
     objective = Objective(dynamic_sampling=1, overlong_buffer=2)
-    options = {"objective": objective, "beta": 0.02, "entropy_coef": 0.01, "micro_batch_tokens": 48}
+    more = {"entropy_coef": 0.01, "micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
+    options = {"objective": objective, "beta": 0.02, **more}
     return tiny_run(folder, size=2, options=options, generations=2)
 
 
@@ -105,8 +121,9 @@ SCENARIOS: dict[str, Callable[[Path], Evolution]] = {
 
 def go_on(folder: Path, generations: int) -> Evolution:
     """Bring a run back that has ended, to go on up to so many generations."""
-    resumed = resumed_run if folder.name in ("words", "pair", "borrowed") else resumed_step_run
-    return resumed(folder, generations=generations)
+    if folder.name in ("words", "pair", "borrowed"):
+        return resumed_run(folder, model=base_of(folder), generations=generations)
+    return resumed_step_run(folder, generations=generations)
 
 
 def perform(folder: str, *names: str) -> None:

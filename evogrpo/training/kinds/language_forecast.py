@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
 from evogrpo.evolution.shared_experience import others_at_most
+from evogrpo.policies.tokens.bases.parts import fetched_parameters, held_parameters, parts_of
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.sampling import CACHED_TOKENS
 from evogrpo.text import count_text, counted, number_text, shorten
@@ -17,7 +18,7 @@ from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row
-from evogrpo.training.memory import Need, gigabytes, kept_size, state_size
+from evogrpo.training.memory import Need, bytes_text, gigabytes, kept_size, state_size
 from evogrpo.training.traffic import Traffic, lent_bytes, shares_of, sharing, traffic_of
 
 FLOAT = 4  # bytes of a float32
@@ -29,7 +30,7 @@ class Memory:
     """An estimate of the peak memory, in bytes, part by part.
 
     Attributes:
-        base: The frozen base model's weights.
+        base: The frozen base model's weights, as far as one process holds them.
         members: Adapters and AdamW's two moments of all members, one gradient and the common first adapter.
         learning: Activations and logits of one micro-batch.
         sampling: Keys and values, held as they grow and copied as they are extended.
@@ -65,6 +66,7 @@ class LanguageForecast:
         device: Where that is needed.
         processes: How many need it there.
         trial: What was tried of the prompts and rewards.
+        fetched: Bytes of a base in parts that each process gets from others for one pass through it.
     """
 
     rounds: Rounds
@@ -79,6 +81,7 @@ class LanguageForecast:
     device: str
     processes: int
     trial: Preflight
+    fetched: int = 0
 
     @property
     def need(self) -> Need:
@@ -98,6 +101,7 @@ class LanguageForecast:
         if self.tokens is not None:
             tokens += f", {count_text(self.tokens)} in all"
         steps = counted(most, "step") if fewest == most else f"{fewest} to {counted(most, 'step')}"
+        fetched = f"{bytes_text(self.fetched)} of other processes' parts for each pass, and for each token written"
         written, form = config.logging.completions, config.logging.completions_format
         return {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {_ids(self.trial.tokens)}",
@@ -111,6 +115,7 @@ class LanguageForecast:
             "parameters": f"{_millions(self.parameters)} in the base, "
             f"{_millions(self.adapter_parameters)} in each member's adapter",
             "memory": _memory_row(self.memory, shares_of(config.population.size)[0]),
+            **({"base in parts": f"each process gets {fetched}"} if self.fetched else {}),
             "completions": f"{written} of each learning step are written as {form}" if written else "none are written",
         }
 
@@ -143,6 +148,7 @@ def forecast_of(
     longest = max(len(prompt) for prompt in env.open("train", range(env.size("train"))).prompts)
     per_step = config.population.size * _member_tokens(config, max(rounds.groups.values()), longest)
     adapter = sum(target.end - target.start for target in targets)
+    precision, parts = 2 if config.precision == "bfloat16" else FLOAT, parts_of(config.base_parts)
     return LanguageForecast(
         rounds=rounds,
         optimizer_steps=(min(optimizer_steps), max(optimizer_steps)),
@@ -160,13 +166,15 @@ def forecast_of(
                 rows=share * max(samples, rounds.validation),
                 adapter=adapter,
                 longest=longest,
-                precision=2 if config.precision == "bfloat16" else FLOAT,
+                precision=precision,
+                parts=parts,
             ),
             kept=kept_size(config.strategy, config.population.size, state_size(adapter)),
         ),
         device=device,
         processes=sharing(device),
         trial=trial,
+        fetched=fetched_parameters(outline, parts) * precision,
     )
 
 
@@ -213,7 +221,15 @@ class Sizes(Protocol):
 
 
 def peak_memory(
-    model: PreTrainedModel, *, agent: Sizes, members: int, rows: int, adapter: int, longest: int, precision: int
+    model: PreTrainedModel,
+    *,
+    agent: Sizes,
+    members: int,
+    rows: int,
+    adapter: int,
+    longest: int,
+    precision: int,
+    parts: int = 1,
 ) -> Memory:
     """Estimate the peak memory.
 
@@ -228,9 +244,9 @@ def peak_memory(
         adapter: Parameters of one member.
         longest: Tokens of the longest prompt.
         precision: Bytes of one of the base's parameters.
+        parts: How many processes hold the base together.
     """
     text = model.config.get_text_config()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
     intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     heads = int(text.num_attention_heads)
@@ -240,7 +256,7 @@ def peak_memory(
     logits = (256 if agent.reduce_memory_peak else budget) * int(text.vocab_size) * FLOAT * 3
     cached = min(rows * (longest + agent.max_output_tokens), CACHED_TOKENS)
     return Memory(
-        base=parameters * precision,
+        base=held_parameters(model, parts) * precision,
         members=(3 * members + 2) * adapter * FLOAT,
         learning=budget * layers * (12 * hidden + 5 * intermediate) * precision + logits,
         sampling=2 * cached * layers * 2 * key_heads * head * precision,

@@ -17,6 +17,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.objective import Objective
+from evogrpo.policies.tokens.bases.parts import check_parts, held_by, parts_of
 from evogrpo.policies.tokens.engine.precision import choose_precision
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids, context_of
 from evogrpo.policies.tokens.engine.token_model import check_context
@@ -77,7 +78,7 @@ class PreparedLanguage:
         config = self.config
         told = self.trained.told(self.outline.model)
         return {
-            "model": f"{self.model} on {self.device} in {config.precision}",
+            "model": f"{self.model} on {self.device} in {config.precision}{self._in_parts()}",
             **({"adapters": f"train {told}"} if told else {}),
             "task": f"{config.task.label}: {sizes_text(self.env)} questions{_reserve(self.env)}",
             "population": f"{counted(config.population.size, 'member')}, each a LoRA adapter of "
@@ -112,7 +113,16 @@ class PreparedLanguage:
     def _base(self) -> PreTrainedModel:
         """Load the base model in the precision that `LanguageKind.prepare` settled."""
         assert self.config.precision is not None
-        return load_base(self.model, dtype=getattr(torch, self.config.precision), device=self.device).model
+        dtype = getattr(torch, self.config.precision)
+        return load_base(self.model, dtype=dtype, device=self.device, parts=self.config.base_parts).model
+
+    def _in_parts(self) -> str:
+        """Say how many processes hold the base together, where that was asked for."""
+        wanted, parts = self.config.base_parts, parts_of(self.config.base_parts)
+        if wanted == 1:
+            return ""
+        held = "whole in every process" if parts == 1 else f"in parts of {parts} processes each"
+        return f", {held}" + (f", as {wanted} do not divide {processes().size}" if parts != wanted else "")
 
     @property
     def _pad_token_id(self) -> int:
@@ -163,6 +173,7 @@ class LanguageKind:
         check_supported(lora)
         outline = load_outline(config.model)
         check_causal_class(outline.model)
+        check_parts(outline.model, config.base_parts, device)
         trained = trained_by(outline.model, lora, outline=True)
         if start is not None:
             start.flat(trained.targets)  # refuses an adapter of another base
@@ -206,6 +217,7 @@ class LanguageKind:
             adapter=members.banks.part(0, "adapter").numel(),
             longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
             precision=next(model.parameters()).element_size(),
+            parts=held_by(model),
         )
         device = str(members.device)
         return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))

@@ -263,6 +263,11 @@ def refuse_words(config: AnyConfig) -> None:
     """Refuse with a ValueError a model, its precision and completions, where members play."""
     if config.model is not None:
         raise ValueError(f"model must be left out where task.{config.task.key} is given, got {config.model!r}")
+    if config.base_parts != 1:
+        raise ValueError(
+            f"base_parts must be left out where task.{config.task.key} is given, as small networks have no base, got "
+            f"{config.base_parts}"
+        )
     if config.precision not in ("auto", None):
         raise ValueError(
             f"precision must be left out where task.{config.task.key} is given, as small networks are in float32, got "

@@ -32,6 +32,7 @@ from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.policies.tokens.bases.parts import held_by
 from evogrpo.policies.tokens.engine.probes import check_token_ids
 from evogrpo.policies.tokens.engine.token_model import check_context
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
@@ -58,6 +59,7 @@ class LanguageMembers:
         observation_space: What members read, where a caller gave one.
         action_space: What members do, likewise.
         start: What members start from, with the lora_config that it brings; fresh adapters by default.
+        like: A bank over the same base with the same adapters, if there is one.
 
     Attributes:
         hp_config: As given.
@@ -93,11 +95,15 @@ class LanguageMembers:
         observation_space: spaces.Space[Any] | None = None,
         action_space: spaces.Space[Any] | None = None,
         start: StoredAdapter | None = None,
+        like: AdapterBank | None = None,
     ) -> None:
-        if device is not None:
+        if device is not None and held_by(model) == 1:
             model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
+        elif device is not None and torch.device(device).type != model.device.type:
+            raise ValueError(f"a base in parts stays where it was loaded, on {model.device.type}: leave out {device!r}")
         self.settings, self.hp_config = settings, hp_config
         self.observation_space, self.action_space = observation_space, action_space
+        self.start = start
         self.bank = AdapterBank(
             model,
             size=size,
@@ -112,8 +118,8 @@ class LanguageMembers:
             autocast=autocast,
             own_reference=settings.objective.reference == "snapshot",
             start=start,
+            like=like,
         )
-        self.start = start
         self.sampler: Sampler = self.bank
         self.policies = {DEFAULT: self}
         self.banks = Banks({DEFAULT: self.bank})
@@ -139,6 +145,7 @@ class LanguageMembers:
             recognised_by=self.fingerprint,
             observation_space=self.observation_space,
             action_space=self.action_space,
+            like=self.bank,
         )
 
     def arguments(self) -> dict[str, Any]:

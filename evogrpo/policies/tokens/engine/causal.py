@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.policies.tokens.bases.parts import parted
 from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
 from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
 from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
@@ -91,6 +93,7 @@ class CausalModel:
         self._view: View | None = None
         self._working = False
         self._direct: DirectPasses | None = None
+        self._parts = parted(model)
         self.decoder = find_decoder(model)
         self.device = next(model.parameters()).device
         self.layers = int(model.config.get_text_config().num_hidden_layers)
@@ -108,6 +111,13 @@ class CausalModel:
                 f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
                 "again for every completion, and sampling recomputes the whole sequence for every token"
             )
+
+    def again(self, autocast: Callable[[], AbstractContextManager[None]]) -> "CausalModel":
+        """Return the same for another bank; what the probes have found is not asked again."""
+        assert not self._working
+        other = copy(self)
+        other.autocast = autocast
+        return other
 
     @property
     def exact(self) -> bool:
@@ -137,6 +147,8 @@ class CausalModel:
                 yield
         finally:
             self._working, self._direct = False, None
+            if self._parts is not None:
+                self._parts.put_away()
             for handle in handles:
                 handle.remove()
 
@@ -324,7 +336,7 @@ class CausalModel:
         parts = None if switched_off() or not self.explicit_positions else anatomy(self.model, self.decoder)
         if parts is None:
             return None
-        passes = DirectPasses(parts, self._changed)
+        passes = DirectPasses(parts, self._changed, self._parts)
         if agrees(passes):
             return passes
         remark(

@@ -8,6 +8,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from evogrpo.processes import ProcessError
+
 
 def check_causal_class(model: PreTrainedModel) -> None:
     """Refuse, by what it is made of, a model that does not predict the next token, or is no plain base: nothing runs.
@@ -70,6 +72,8 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:
         raise ValueError(f"{type(model).__name__} is an outline without weights: load it whole, with from_pretrained")
     try:
         logits: Tensor = model(input_ids=ids).logits
+    except ProcessError:  # of a base in parts; says enough
+        raise
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} cannot be run on token ids alone, as a causal language model is: "

@@ -14,7 +14,7 @@ from evogrpo.policies.devices import check_room
 from evogrpo.policies.tokens.exports import peft_files
 from evogrpo.policies.tokens.lora import default_lora_config, initial_weights, scaling
 from evogrpo.policies.tokens.stored_adapters import StoredAdapter
-from evogrpo.policies.tokens.targets import tell_left_out, trained_by
+from evogrpo.policies.tokens.targets import Trained, tell_left_out, trained_by
 from evogrpo.policies.tokens.weights.low_rank import LowRankAdapters
 from evogrpo.policies.tokens.weights.states import LearnerStates
 from evogrpo.policies.tokens.weights.weights import Route, View
@@ -31,10 +31,12 @@ class AdapterWeights(LearnerStates):
         seed: Root seed of the initial adapters.
         own_reference: Whether every member keeps a reference of its own.
         start: What every member starts from; fresh adapters by default.
+        trained: What `lora_config` trains of the model, where that is known already.
 
     Attributes:
         lora_config: As given, or the default.
         targets: The adapted modules.
+        trained: As given, or found.
     """
 
     def __init__(
@@ -47,14 +49,15 @@ class AdapterWeights(LearnerStates):
         seed: int,
         own_reference: bool,
         start: StoredAdapter | None = None,
+        trained: Trained | None = None,
     ) -> None:
         if start is not None:
             self.lora_config = start.lora_config
         else:
             self.lora_config = lora_config or default_lora_config()
-        trained = trained_by(model, self.lora_config)
-        tell_left_out(trained, model)
-        self.targets = trained.targets
+        self.trained = trained or trained_by(model, self.lora_config)
+        tell_left_out(self.trained, model)
+        self.targets = self.trained.targets
         device = next(model.parameters()).device
         check_room(
             4 * self.targets[-1].end * (size * (3 + own_reference) + 2),  # weights, moments; one gradient, the start

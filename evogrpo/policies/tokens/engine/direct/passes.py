@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 from transformers.cache_utils import Cache
 
+from evogrpo.policies.tokens.bases.parts import PartedLayers
 from evogrpo.policies.tokens.engine.cache import Prefix
 from evogrpo.policies.tokens.engine.direct.attention import Shared, attended, in_runs
 from evogrpo.policies.tokens.engine.direct.elementwise import gated, normed, rotated
@@ -27,10 +28,11 @@ class DirectPasses:
     Args:
         parts: The decoder, taken apart.
         changed: Dotted names of the modules whose output views change.
+        gathering: What puts layers together, where several processes hold them.
     """
 
-    def __init__(self, parts: Anatomy, changed: Collection[str]) -> None:
-        self.parts, self.changed = parts, frozenset(changed)
+    def __init__(self, parts: Anatomy, changed: Collection[str], gathering: PartedLayers | None = None) -> None:
+        self.parts, self.changed, self._gathering = parts, frozenset(changed), gathering
 
     def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
@@ -85,6 +87,8 @@ class DirectPasses:
         """Return what one layer makes of `[n * t, h]`."""
         layer, heads, (cos, sin) = self.parts.layers[number], self.parts.heads, turns
         rows, scaling = len(cos), self.parts.scaling
+        if self._gathering is not None:
+            self._gathering.gather(layer.module)
         q, k, v = self._projected(_normed(hidden, layer.before_attention), layer.projections, view, rows)
         if layer.head_norms is not None:
             q, k = (
@@ -96,6 +100,8 @@ class DirectPasses:
         hidden = hidden + self._projected(attend(number, layer, q, k, v), [layer.output], view, rows)[0]
         gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates, view, rows)
         made: Tensor = hidden + self._projected(gated(gate, up), [layer.down], view, rows)[0]
+        if self._gathering is not None:
+            self._gathering.again(layer.module, made)
         return made
 
     def ended(self, hidden: Tensor) -> Tensor:

@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, Qwen3Model
 
+from evogrpo.policies.tokens.bases.parts import hooks_of, own_hooks, whole_class
 from evogrpo.policies.tokens.engine.direct.linears import Named
 
 KNOWN = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
@@ -26,6 +28,7 @@ class Layer:
     """One layer's modules.
 
     Attributes:
+        module: The whole layer.
         before_attention: Its norm, as weight and epsilon are.
         projections: Queries, keys, values.
         head_norms: Of queries and of keys, head by head, where there are such.
@@ -36,6 +39,7 @@ class Layer:
         window: How many tokens are attended to; None = all.
     """
 
+    module: nn.Module
     before_attention: nn.Module
     projections: tuple[Named, Named, Named]
     head_norms: tuple[nn.Module, nn.Module] | None
@@ -74,7 +78,7 @@ def anatomy(model: PreTrainedModel, decoder: nn.Module) -> Anatomy | None:
     if type(decoder) not in KNOWN:
         return None
     config: Any = decoder.config
-    kinds = {(weights.dtype, weights.device, type(weights), type(weights.data)) for weights in decoder.parameters()}
+    kinds = {(weights.dtype, weights.device, *_types(weights)) for weights in decoder.parameters()}
     dtype, device, *types = next(iter(kinds))
     if (
         config.hidden_act != "silu"
@@ -99,10 +103,15 @@ def anatomy(model: PreTrainedModel, decoder: nn.Module) -> Anatomy | None:
     )
 
 
+def _types(weights: nn.Parameter) -> tuple[type, type]:
+    """Return what weights are, and what they hold; parts of some are whole when they are used."""
+    return (nn.Parameter, Tensor) if isinstance(weights, DTensor) else (type(weights), type(weights.data))
+
+
 def untouched(decoder: nn.Module) -> bool:
     """Tell whether nobody has hooked into a decoder, replaced a method of it or compiled it: that would be missed."""
     return not any(
-        module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) or module._compiled_call_impl
+        hooks_of(module) - own_hooks(module) or "forward" in vars(module) or module._compiled_call_impl
         for module in decoder.modules()
     )
 
@@ -120,8 +129,9 @@ def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     """Tell whether a module is torch's own linear layer, or of the decoder's own file."""
     if isinstance(module, nn.Linear | nn.Embedding):
         return type(module) in (nn.Linear, nn.Embedding)
-    return type(module).__module__ in (type(decoder).__module__, "torch.nn.modules.container") or (
-        type(module).__name__ in ("SiLU", "SiLUActivation")
+    kind = whole_class(module)
+    return kind.__module__ in (type(decoder).__module__, "torch.nn.modules.container") or (
+        kind.__name__ in ("SiLU", "SiLUActivation")
     )
 
 
@@ -142,6 +152,7 @@ def _layer(layer: Any, names: dict[Any, str], window: int | None) -> Layer:
         return names[module], module
 
     return Layer(
+        module=layer,
         before_attention=layer.input_layernorm,
         projections=(named(attention.q_proj), named(attention.k_proj), named(attention.v_proj)),
         head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
