@@ -24,6 +24,7 @@ from evogrpo.objective.switches import Switches
 from evogrpo.policies.control.architecture import MOST_LAYERS, MOST_UNITS, ArchitectureLimits, NetworkConfig
 from evogrpo.policies.tokens.lora import check_supported, lora_from_json
 from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent
+from evogrpo.training.configuration.automatic import SAMPLES_OF_A_SEARCH
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, WrapperSection
 from evogrpo.training.configuration.question_tasks import DatasetFiles
 from evogrpo.training.configuration.reading import UNSAID_SCHEDULE
@@ -80,6 +81,12 @@ class Key:
     description: str
 
 
+SEARCH = (
+    "A configuration that says neither what evolves nor any of `strategy`, `experience` and `fitness` is searched by "
+    "narrowing, among members that share what they sample, with fitness by both."
+)
+
+
 def sections() -> list[Section]:
     """Return all sections, in the order of the page."""
     schedules = {"schedule": "linear", "total_steps": 10**12 + 1}
@@ -101,11 +108,12 @@ def sections() -> list[Section]:
         Section(path="population", title="The population", record=PopulationConfig),
         Section(path="schedule", title="How long, and at what cost", record=Schedule,
                 beside={"": {"generations": 1}, "count_evaluations": {"max_tokens": 1}},
-                lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in UNSAID_SCHEDULE.items()) + "."),
+                lead="Without this section: " + ", ".join(f"`{k}: {v}`" for k, v in UNSAID_SCHEDULE.items()) + ". "
+                f"`samples_per_step` is {SAMPLES_OF_A_SEARCH} where a search shares them. " + SEARCH),
         Section(path="fitness", title="How fitness is measured", record=FitnessConfig,
-                lead="Or one of the names of `by`.", beside={"answers": {"sampled": True}}),
+                lead="Or one of the names of `by`. " + SEARCH, beside={"answers": {"sampled": True}}),
         Section(path="experience", title="Who learns from whose samples", record=SharedExperience,
-                lead="Or `own` (the default), or `shared` for the defaults below."),
+                lead="Or `own` (the default), or `shared` for the defaults below. " + SEARCH),
         *_strategies(),
         Section(path="agent", title="What language models share", record=LanguageAgent,
                 others=(CommonOptions, Options), beside={"min_output_tokens": {"max_output_tokens": MOST_TOKENS}}),

@@ -15,6 +15,7 @@ def space_to_search(
     fixed: Collection[str],
     samples_per_step: int | None,
     rows_are_samples: bool,
+    shared: bool = False,
 ) -> HyperparameterConfig:
     """Return the space to search: everything of `SEARCHED` that the caller has not fixed and that changes something.
 
@@ -25,10 +26,14 @@ def space_to_search(
         fixed: Names that the caller has given a value.
         samples_per_step: Samples of every member per learning step; None = unknown, so that group sizes stay.
         rows_are_samples: See `neutral`.
+        shared: Likewise.
     """
     space = HyperparameterConfig(**{name: ranges[name] for name in SEARCHED if name not in fixed})
     space = fitting_groups(space, samples_per_step)
-    idle = neutral(objective, [first], space, samples_per_step=samples_per_step or 2, rows_are_samples=rows_are_samples)
+    samples = samples_per_step or 2
+    idle = neutral(
+        objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples, shared=shared
+    )
     return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name not in idle})
 
 

@@ -1,5 +1,6 @@
 """How long a run lasts and what it spends: checked before anything expensive starts."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,10 @@ class Schedule:
         value = getattr(self, name)
         if value is not None or not optional:
             object.__setattr__(self, name, whole_between(name, value, least, most))
+
+    def late_starts(self, group_size: int) -> int:
+        """Return from how many starts a member has rewards in the last half of a generation's learning steps."""
+        return self.samples_per_step // group_size * math.ceil(self.steps_per_generation / 2)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
-from evogrpo.evolution import spread_members
+from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_members
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.hyperparameters import (
     HYPERPARAMETER_NAMES,
@@ -62,6 +62,58 @@ def test_leaving_evolve_out_is_auto_and_what_is_given_stays_fixed(values):
     assert list(own.evolve) == ["beta"]
 
 
+@pytest.mark.parametrize("values", [QUESTIONS, PLAY], ids=["questions", "play"])
+class TestHowASearchGoes:
+    """Where neither what evolves nor how is said: as the study's best search of unknown values."""
+
+    def test_it_narrows_and_members_share_what_they_sample(self, values):
+        config = parse_config({**values, "schedule": {"generations": 3}})
+        assert config.strategy == Narrowing()
+        assert config.experience == SharedExperience()
+        assert config.fitness == FitnessConfig(by="both", racing=True, candidates=3)
+        assert config.schedule.samples_per_step == 16
+        assert parse_config(config.to_json()) == config
+
+    @pytest.mark.parametrize(
+        "said",
+        [
+            {"strategy": {"name": "random_search"}},
+            {"experience": "own"},
+            {"fitness": "validation"},
+            {"evolve": {"lr": "auto"}},
+            {"population": {"size": 1}},
+        ],
+        ids=lambda said: next(iter(said)),
+    )
+    def test_whoever_says_part_of_it_gets_the_plain_defaults_of_the_rest(self, values, said):
+        config = parse_config({**values, "schedule": {"generations": 3}, **said})
+        plain = {"strategy": Tournament(), "experience": None, "fitness": FitnessConfig()}
+        assert all(getattr(config, name) == default for name, default in plain.items() if name not in said)
+        assert config.schedule.samples_per_step == 64
+
+    def test_fitness_goes_by_validation_where_a_generation_sees_too_few_starts(self, values):
+        schedule = {"generations": 3, "steps_per_generation": 2, "samples_per_step": 16}
+        assert parse_config({**values, "schedule": schedule}).fitness == FitnessConfig()
+        config = parse_config({**values, "schedule": schedule, "hyperparameters": {"group_size": 8}})
+        assert config.fitness.by == "both"
+
+    @pytest.mark.parametrize(("group_size", "samples"), [(4, 16), (12, 24), (16, 16), (24, 24)])
+    def test_samples_are_whole_groups(self, values, group_size, samples):
+        config = parse_config({**values, "hyperparameters": {"group_size": group_size}})
+        assert config.schedule.samples_per_step == samples
+
+
+def test_members_that_each_see_in_their_own_way_share_nothing():
+    config = parse_config({**PLAY, "agent": {"normalise_observations": True}})
+    assert (config.experience, config.strategy) == (None, Tournament())
+
+
+def test_a_clip_is_searched_where_shared_samples_make_it_count():
+    once = {"update_epochs": 1, "batch_size": 64}
+    shared = {"experience": "shared", "schedule": {"generations": 3, "samples_per_step": 64}}
+    assert "clip_coef" in parse_config({**QUESTIONS, "hyperparameters": once, **shared}).evolve
+
+
 @pytest.mark.parametrize("name", HYPERPARAMETER_NAMES)
 @pytest.mark.parametrize("section", ["hyperparameters", "evolve"])
 @pytest.mark.parametrize(
@@ -83,7 +135,7 @@ def test_a_first_member_starts_where_it_is_told_and_evolves_over_the_range():
 
 def test_what_cannot_matter_does_not_evolve():
     once = {"update_epochs": 1, "batch_size": 64}  # one optimizer step per rollout clips nothing
-    assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once}).evolve
+    assert "clip_coef" not in parse_config({**QUESTIONS, "hyperparameters": once, "experience": "own"}).evolve
     soft = {"agent": {"objective": {"loss_type": "sapo"}}}  # a soft gate instead of a clip
     assert "clip_coef" not in parse_config({**QUESTIONS, **soft}).evolve
     odd = {"schedule": {"generations": 1, "samples_per_step": 34}, "hyperparameters": {"batch_size": 8}}

@@ -171,7 +171,6 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ("evolve.lr", 3, "evolve.lr must be a mapping"),
         ("evolve.lr", {"min": 1, "max": 0.1}, "evolve.lr: min must be below max"),
         ("evolve.group_size", {"choices": [3, 4]}, "every choice of group_size must divide"),
-        ("hyperparameters.group_size", 5, "must divide samples_per_step=64.*got 5"),
         ("population.size", 0, "population: size must be at least 1"),
         ("population.spread", "no", "population.spread must be true or false"),
         ("strategy.name", "tournamnet", "unknown strategy 'tournamnet': did you mean 'tournament'"),
@@ -203,6 +202,11 @@ def test_a_wrong_value_is_refused_by_its_path(path, value, message):
     values = {**MINIMAL, path: value} if path == "task" else with_(path, value)
     with pytest.raises(ValueError, match=message):
         parse_config(values)
+
+
+def test_a_group_size_must_divide_the_samples():
+    with pytest.raises(ValueError, match=r"must divide samples_per_step=64.*got 5"):
+        parse_config({**MINIMAL, "hyperparameters": {"group_size": 5}, "evolve": {}})
 
 
 def test_a_run_needs_an_end():

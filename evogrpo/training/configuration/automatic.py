@@ -1,12 +1,17 @@
 """What a configuration leaves open as `auto`: sizes, chosen before the run, and hyperparameters, found by evolution."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.evolution.fitness_config import FitnessConfig
+from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.strategies.narrowing import Narrowing
+from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterConfig, Hyperparameters
 from evogrpo.objective.searching import fitting_groups
 from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.schedule import Schedule
 
 AUTO = "auto"
 IMPLIED = "evolve"
@@ -18,6 +23,9 @@ OPEN = {
 }
 """The sizes that may be `auto`, by section."""
 SIZES = frozenset(f"{section}.{key}" for section, keys in OPEN.items() for key in keys)
+
+SAMPLES_OF_A_SEARCH = 16
+"""Of every member per learning step, where a search shares them and nobody says how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +76,49 @@ def found_by_evolution(auto: frozenset[str], *, chooses_sizes: bool) -> frozense
     chosen = SIZES if chooses_sizes else frozenset()
     left = (name.partition(".") for name in auto - chosen)
     return frozenset(key for section, _, key in left if section in ("hyperparameters", "evolve") and key)
+
+
+def is_search(values: Mapping[str, Any], auto: frozenset[str]) -> bool:
+    """Return whether a configuration leaves to the package both what evolves and how, for members that can share.
+
+    Args:
+        values: Plain values of its sections.
+        auto: As `without_auto` returns them.
+    """
+    agent, population = (values.get(name) for name in ("agent", "population"))
+    apart = isinstance(agent, Mapping) and agent.get("normalise_observations")
+    alone = isinstance(population, Mapping) and population.get("size") == 1
+    said = any(values.get(name) is not None for name in ("strategy", "experience", "fitness"))
+    return IMPLIED in auto and "population.size" not in auto and not (said or apart or alone)
+
+
+def samples_of_a_search(group_size: object) -> int:
+    """Return the samples of every member per learning step where nobody says how many: whole groups of the size given.
+
+    Args:
+        group_size: As the configuration gives it; anything but a positive number is left for others to refuse.
+    """
+    size = group_size if isinstance(group_size, int) and group_size > 0 else 1
+    return math.ceil(SAMPLES_OF_A_SEARCH / size) * size
+
+
+def searched_by(space: HyperparameterConfig, first: Hyperparameters, schedule: Schedule) -> dict[str, Any]:
+    """Return strategy, experience and fitness of a search: those that did best in the study of unknown values.
+
+    Fitness goes by training rewards, and validation crowns; where steps have too few starts for that, by validation.
+
+    Args:
+        space: What evolves.
+        first: The first member's hyperparameters.
+        schedule: The run's.
+
+    Source: docs/results.md, "What evolution is worth".
+    """
+    fitting = space.for_samples_per_step(schedule.samples_per_step)
+    largest = int(fitting["group_size"].bounds[1]) if "group_size" in fitting else first.group_size
+    judged = schedule.late_starts(largest) > 1
+    fitness = {"fitness": FitnessConfig(by="both", racing=True, candidates=3)} if judged else {}
+    return {"strategy": Narrowing(), "experience": SharedExperience(), **fitness}
 
 
 def with_sizes(config: AnyConfig, sizes: RunSizes) -> AnyConfig:

@@ -18,7 +18,15 @@ from evogrpo.hyperparameters.synonyms import counterpart
 from evogrpo.objective.searching import space_to_search
 from evogrpo.persistence.durable import replace_file
 from evogrpo.policies.devices import Precision
-from evogrpo.training.configuration.automatic import IMPLIED, SIZES, found_by_evolution, without_auto
+from evogrpo.training.configuration.automatic import (
+    IMPLIED,
+    SIZES,
+    found_by_evolution,
+    is_search,
+    samples_of_a_search,
+    searched_by,
+    without_auto,
+)
 from evogrpo.training.configuration.own_strategies import named_strategy
 from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.sources import FILE_KINDS
@@ -91,6 +99,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     values, auto = without_auto(values)
     if values.get("task") is None:
         raise ValueError("task must be given")
+    search = is_search(values, auto)
     space = parse_space(values.get("evolve"))
     parsed = {
         "model": typed(str | None, values.get("model"), "model"),
@@ -103,7 +112,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         "hyperparameters": _hyperparameters(values.get("hyperparameters"), space, {}),
         "evolve": space,
         "population": _population(values.get("population")),
-        "schedule": build(Schedule, _schedule(values), "schedule"),
+        "schedule": build(Schedule, _schedule(values, search=search), "schedule"),
         "logging": _logging(values.get("logging"), {}),
         "auto": auto,
     }
@@ -121,8 +130,9 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
     given = mapping(values.get("hyperparameters") or {}, "hyperparameters")
     parsed["hyperparameters"] = _hyperparameters(given, space, kind.hyperparameters)
-    parsed["evolve"] = _searched(parsed, kind, given)
+    parsed["evolve"] = _searched(parsed, kind, given, search=search)
     parsed["hyperparameters"] = _hyperparameters(given, parsed["evolve"], kind.hyperparameters)
+    parsed |= searched_by(parsed["evolve"], parsed["hyperparameters"], parsed["schedule"]) if search else {}
     parsed["logging"] = _logging(values.get("logging"), {"completions": kind.completions})
     sizes = (auto & SIZES) - {"hyperparameters.group_size"}  # which evolution can find as well
     if sizes and not kind.chooses_sizes:
@@ -155,17 +165,25 @@ def _population(values: object) -> PopulationConfig:
     return replace(population, founders=tuple(each.to_json() for each in found))
 
 
-def _schedule(values: Mapping[str, Any]) -> Any:
-    return UNSAID_SCHEDULE if values.get("schedule") is None else values["schedule"]
+def _schedule(values: Mapping[str, Any], *, search: bool) -> Any:
+    schedule = UNSAID_SCHEDULE if values.get("schedule") is None else values["schedule"]
+    if not search or not isinstance(schedule, Mapping):
+        return schedule
+    given = values.get("hyperparameters")
+    group_size = given.get("group_size") if isinstance(given, Mapping) else None
+    return {"samples_per_step": samples_of_a_search(group_size), **schedule}
 
 
-def _searched(parsed: Mapping[str, Any], kind: "AnyKind", given: Mapping[str, Any]) -> HyperparameterConfig:
+def _searched(
+    parsed: Mapping[str, Any], kind: "AnyKind", given: Mapping[str, Any], *, search: bool
+) -> HyperparameterConfig:
     """Return what evolves: as the configuration says, and what it leaves evolution to find.
 
     Args:
         parsed: What the configuration says.
         kind: Of the run, which knows ranges.
         given: The hyperparameters that the configuration gives a value.
+        search: Whether how it evolves is left open as well.
     """
     auto, space = parsed["auto"], parsed["evolve"]
     names = found_by_evolution(auto, chooses_sizes=kind.chooses_sizes) - set(space)
@@ -178,6 +196,7 @@ def _searched(parsed: Mapping[str, Any], kind: "AnyKind", given: Mapping[str, An
             fixed=given,
             samples_per_step=parsed["schedule"].samples_per_step,
             rows_are_samples=kind.rows_are_samples,
+            shared=search or parsed["experience"] is not None,
         )
     return HyperparameterConfig(**{**space, **ranges})
 

@@ -168,7 +168,8 @@ class Config(Generic[TaskT, AgentT]):
         evolve: What evolution may change and between which values.
         population: How many members and how they start.
         strategy: The rule of selection and mutation: "tournament", another name of `evogrpo.evolution.strategies`, or
-            a class of your own as "path.py:Class" or "module:Class"; and its settings.
+            a class of your own as "path.py:Class" or "module:Class"; and its settings. Where a configuration leaves
+            open both what evolves and how, "narrowing" with shared experience and fitness by both.
         experience: How members learn from each other's samples: "own" for each from its own alone, "shared", or the
             settings of `evogrpo.evolution.SharedExperience`.
         fitness: How fitness is measured: "validation", "rollouts" or "both", or settings of `FitnessConfig`.

@@ -48,7 +48,7 @@ def check_starts(population: Population, schedule: Schedule, experience: SharedE
     sizes = [agent.hyperparameters.group_size for agent in population.agents if not agent.retired]
     if "group_size" in space:
         sizes.append(int(space["group_size"].bounds[1]))
-    starts = schedule.samples_per_step // max(sizes) * math.ceil(schedule.steps_per_generation / 2)
+    starts = schedule.late_starts(max(sizes))
     if starts < 2:
         raise ValueError(f"{TOO_FEW}, got {starts} in groups of {max(sizes)}: {REMEDY}")
 
