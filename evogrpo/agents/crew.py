@@ -11,6 +11,7 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.members.spread.lending import borrow, lend, lent_slots
 from evogrpo.agents.members.spread.places import Places
+from evogrpo.agents.members.spread.shared_members import SharedMembers
 from evogrpo.agents.members.spread.spread_members import Examinee, SpreadMembers
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.merging import merged
@@ -56,8 +57,12 @@ class Crew:
         """Let members learn from what they sampled; see `Agent.learn_together`."""
         return algorithm.learn_together(self.members, learners, experience)
 
+    def inherit(self, parents: Sequence[int | None], vacant: Collection[int]) -> None:
+        """Give slot i everything slot parents[i] has learnt; some slots hold nobody from now on."""
+        self.members.banks.inherit(parents)
+
     def settle(self, vacant: Collection[int]) -> None:
-        """Share out members evenly, now that these slots hold nobody: here all are in one process."""
+        """Share out members that have their states, where some slots hold nobody: here all are in one process."""
 
     def savable(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
         """Return an agent that can be saved in this process, given what it has learnt: here it is all there."""
@@ -163,9 +168,15 @@ class SpreadCrew(Crew):
         parts = {rank: self.processes.said(own if rank == places.rank else {}, source=rank) for rank in lenders}
         return borrow(self.members, places, experience, here, parts)
 
+    def inherit(self, parents: Sequence[int | None], vacant: Collection[int]) -> None:
+        """Let members take over states, and share them out anew."""
+        self._banks.inherit(parents, vacant)
+        if isinstance(self.members, SharedMembers):
+            self.members.regroup(self.processes.squad(self._places.squads))
+
     def settle(self, vacant: Collection[int]) -> None:
-        """Share out those that remain evenly."""
-        self._banks.settle(vacant)
+        """Share out those that remain; each keeps its state."""
+        self.inherit([None if slot in vacant else slot for slot in range(self._banks.size)], vacant)
 
     def savable(self, agent: "Agent", state: Mapping[str, Tensor]) -> "Agent":
         """Return an agent of its own, wherever the member lives."""

@@ -344,7 +344,7 @@ class Population(Sequence[Any]):
             raise ValueError(f"the plan is for {len(plan.parents)} members, this population has {len(self)}")
         lineage = self.lineage.extended(plan.children, generation=plan.generation)
         went_back = self._keep_and_drop(plan)
-        self.members.banks.inherit(plan.parents)
+        self.crew.inherit(plan.parents, plan.vacant)
         for slot, state in went_back.items():
             self.members.banks.load_state(slot, state)
         self.lineage = lineage
@@ -363,11 +363,6 @@ class Population(Sequence[Any]):
             self.next_index = max(self.next_index, child.index + 1)
             if child.changes:
                 agent.mutated()
-        self.settle()
-
-    def settle(self) -> None:
-        """Share out members evenly among processes, where there are several and slots hold nobody."""
-        self.crew.settle([agent.slot for agent in self.agents if agent.retired])
 
     def _keep_and_drop(self, plan: Plan) -> dict[int, State]:
         """Keep and drop states as a plan says; return by slot those that children begin with."""

@@ -107,6 +107,12 @@ def borrowed(folder: Path) -> Evolution:
     return tiny_run(folder, size=3, options=options, experience=SharedExperience(learn_from="better"), generations=2)
 
 
+def thinned(folder: Path) -> Evolution:
+    """Language models that leave until one is left, whose work all processes share."""
+    options = {"micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
+    return tiny_run(folder, size=3, strategy=SuccessiveHalving(), options=options, steps_per_generation=1)
+
+
 SCENARIOS: dict[str, Callable[[Path], Evolution]] = {
     "networks": networks,
     "halving": halving,
@@ -116,12 +122,13 @@ SCENARIOS: dict[str, Callable[[Path], Evolution]] = {
     "lent": lent,
     "led": led,
     "borrowed": borrowed,
+    "thinned": thinned,
 }
 
 
 def go_on(folder: Path, generations: int) -> Evolution:
     """Bring a run back that has ended, to go on up to so many generations."""
-    if folder.name in ("words", "pair", "borrowed"):
+    if folder.name in ("words", "pair", "borrowed", "thinned"):
         return resumed_run(folder, model=base_of(folder), generations=generations)
     return resumed_step_run(folder, generations=generations)
 
@@ -137,11 +144,12 @@ def perform(folder: str, *names: str) -> None:
 
 
 def assert_even(run: Evolution) -> None:
-    """Check that no process has nobody to train while another has two members more."""
+    """Check that no process has two members more than another, nor a language model where another has nobody."""
     members: Any = run.population.members
     living = [agent.slot for agent in run.population.agents if not agent.retired]
     loads = processes().all(len(members.places.here(living)))
     assert max(loads) - min(loads[: len(run.population)]) <= 1, loads
+    assert run.population.plays or min(loads) >= 1, loads
 
 
 def failing(folder: str) -> None:

@@ -13,7 +13,7 @@ from tests.processes.parting import store
 from tests.processes.scenarios import SCENARIOS, go_on, perform
 from tests.tiny_training import finish, shared_model
 
-IN_THREE = ["networks", "pair", "halving", "led", "borrowed"]
+IN_THREE = ["networks", "pair", "halving", "led", "borrowed", "thinned"]
 IN_TWO = [name for name in SCENARIOS if name not in IN_THREE[1:]]
 
 
@@ -40,11 +40,12 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scenarios in three processes, likewise."""
     folder = tmp_path_factory.mktemp("three")
-    for name in ("pair", "led"):
+    for name in ("pair", "led", "thinned"):
         shutil.copytree(alone / name, folder / "back" / name)
     shutil.copytree(alone / "pair", folder / "parts" / "back" / "pair")
     store(shared_model(), folder / "base")
-    performed(3, folder, *IN_THREE, "back/pair+3", "back/led+3", "parts/pair", "parts/back/pair+3")
+    several = ("back/pair+3", "back/led+3", "back/thinned+4", "parts/pair", "parts/back/pair+3", "parts/thinned")
+    performed(3, folder, *IN_THREE, *several)
     return folder
 
 
@@ -63,16 +64,16 @@ def test_two_processes_come_to_what_one_comes_to(name: str, alone: Path, two: Pa
 def test_shares_need_not_be_even(name: str, alone: Path, three: Path) -> None:
     """Three processes for five members, and for two: a language model is sampled and trained by two of them.
 
-    Members leave, and those that remain move to where nobody is left, also in a run that goes on.
+    Members leave, and those that remain move to where nobody is left, or are shared by whoever has nobody.
     """
     assert_same(alone / name, three / name)
 
 
-@pytest.mark.parametrize(("name", "several"), [("words", "two"), ("pair", "three")])
+@pytest.mark.parametrize(("name", "several"), [("words", "two"), ("pair", "three"), ("thinned", "three")])
 def test_a_base_in_parts_teaches_what_a_whole_one_does(
     name: str, several: str, alone: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Whether processes have members of their own, one more than the other, or share one."""
+    """Whether processes have members of their own, one more than the other, or share one, from the start or later."""
     assert_same(alone / name, request.getfixturevalue(several) / "parts" / name)
 
 
@@ -93,7 +94,8 @@ def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "several", "generations"), [("networks", "two", 6), ("pair", "three", 3), ("led", "three", 3)]
+    ("name", "several", "generations"),
+    [("networks", "two", 6), ("pair", "three", 3), ("led", "three", 3), ("thinned", "three", 4)],
 )
 def test_a_run_goes_on_in_another_number_of_processes(
     name: str, several: str, generations: int, alone: Path, tmp_path: Path, request: pytest.FixtureRequest

@@ -24,7 +24,7 @@ from tests.processes.launching import launch
 from tests.processes.scenarios import failing, go_on, killed, lending, limited, networks, stopped
 from tests.rounding import assert_states_agree
 from tests.tiny_steps import cart_pole, step_population
-from tests.tiny_training import finish, resumed_run
+from tests.tiny_training import equal_states, finish, resumed_run
 
 
 def both(function: Callable[..., object], folder: Path, *arguments: object) -> list[tuple[int | None, str]]:
@@ -124,6 +124,17 @@ def test_a_member_that_others_hold_too_is_not_tested_alone(slot: int) -> None:
     for asked in (agent.test, lambda env: agent.test(env, split="test", episodes=1)):
         with pytest.raises(ValueError, match=r"2 processes share out .* but test asks one alone: ask the run's best"):
             asked(cart_pole())
+
+
+def test_who_has_left_is_nowhere() -> None:
+    """Its slot has the state of somebody who has not begun, in every process, and no policy."""
+    population = step_population(2)
+    members = SpreadMembers(population.members, Places(4, 2, 0).without([1]), Processes(0, 2))
+    alone = step_population(1)
+    assert equal_states(members.banks.state(1), alone[0].state())
+    for ask in (members.policy, lambda slot: members.files(slot, include_base=False)):
+        with pytest.raises(ValueError, match=r"nobody is in slot 1 any more.*slots \[0, 2, 3\]"):
+            ask(1)
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])

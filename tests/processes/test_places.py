@@ -32,21 +32,30 @@ def test_slots_and_processes_are_dealt_evenly_and_in_order(size: int, processes:
     assert all(each.held >= 1 for each in everybody)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("processes", range(1, 8))
 @pytest.mark.parametrize("size", range(1, 6))
-def test_those_that_remain_are_dealt_out_evenly_again(size: int, processes: int) -> None:
-    """Whoever leaves: each process has as many places as ever, and nobody moves who need not."""
-    before = Places(size, processes, 0)
+def test_those_that_remain_are_dealt_out_evenly_again(size: int, processes: int, shared: bool) -> None:
+    """Whoever leaves: nobody needs more places than at first, and nobody moves who need not."""
+    before = Places(size, processes, 0, shared)
     for vacant in (set(leaving) for count in range(size) for leaving in combinations(range(size), count)):
-        everybody = [Places(size, processes, rank).without(vacant) for rank in range(processes)]
-        after = everybody[0]
-        assert [len(own) for own in after.shares] == [len(own) for own in before.shares]
-        assert sorted(slot for own in after.shares for slot in own) == list(range(size))
-        living = [[slot for slot in own if slot not in vacant] for own in after.shares]
-        assert [slot for own in living for slot in own] == [slot for slot in range(size) if slot not in vacant]
-        loads, unmoved = ([len(set(own) - vacant) for own in each.shares[:size]] for each in (after, before))
-        assert max(loads) - min(loads) <= 1
-        assert max(unmoved) - min(unmoved) > 1 or after.shares == before.shares
+        everybody = [Places(size, processes, rank, shared).without(vacant) for rank in range(processes)]
+        after, remaining = everybody[0], [slot for slot in range(size) if slot not in vacant]
+        loads = [len(own) for own in after.shares]
+        assert all(load <= each.held for load, each in zip(loads, everybody, strict=True))
+        assert list(dict.fromkeys(slot for own in after.shares for slot in own)) == remaining
+        if shared and processes > len(remaining):
+            assert loads == [1] * processes
+            assert {len(after.holders(slot)) for slot in remaining} <= {
+                processes // len(remaining),
+                processes // len(remaining) + 1,
+            }
+        else:
+            unmoved = [tuple(slot for slot in own if slot not in vacant) for own in before.shares]
+            even = [max(map(len, shares)) - min(map(len, shares)) for shares in (after.shares[:size], unmoved[:size])]
+            assert sum(loads) == len(remaining)
+            assert even[0] <= 1
+            assert even[1] > 1 or list(after.shares) == unmoved
         for each in everybody:
             numbers = [each.number(slot) for slot in range(size)]
             assert len(set(numbers)) == size

@@ -179,7 +179,7 @@ def restore_population(
         population.next_index = _next_index(record["next_index"], population)
         # Earlier versions kept no states.
         population.kept = KeptStates.restored(record.get("kept", []), tensors, population.crew.members.banks)
-        population.settle()
+        population.crew.settle([agent.slot for agent in agents if agent.retired])
     return population
 
 

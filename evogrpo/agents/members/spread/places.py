@@ -3,24 +3,24 @@
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice, pairwise
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
 class Places:
     """Slots shared out among processes, in order: the first processes have one more where it does not come out even.
 
-    Each process has as many slots as ever. Where slots that hold nobody would leave one process with two members more
-    than another, those that hold somebody are dealt out evenly in order, and the others fill up the places left.
+    Slots that hold nobody are nowhere. Where one process would have two members more than another without them, the
+    rest are dealt out anew.
 
-    Of more processes than slots, either several have the same slot, the first slots in one process more; or those
-    beyond the slots have none.
+    Of more processes than members, either several have the same one, the first members in one process more; or some
+    have none.
 
     Attributes:
         size: Number of slots.
         processes: Number of processes.
         rank: Which of them asks.
-        shared: Whether several processes have one slot, where there are more than slots.
+        shared: Whether several processes have one slot, where there are more than members.
         vacant: Slots that hold nobody.
     """
 
@@ -33,24 +33,17 @@ class Places:
     @cached_property
     def shares(self) -> tuple[tuple[int, ...], ...]:
         """The slots of every process, in the order of their places."""
-        if self.shared and self.processes > self.size:
-            squads = _dealt(range(self.processes), self.size)
-            return tuple((slot,) for slot, squad in enumerate(squads) for _ in squad)
-        none = ((),) * (self.processes - self.size)
-        shares = _dealt(range(self.size), min(self.size, self.processes))
-        living = [len(set(share) - self.vacant) for share in shares]
-        if max(living) - min(living) > 1:
-            shares = self._dealt_anew([len(share) for share in shares])
-        return (*shares, *none)
+        living = [slot for slot in range(self.size) if slot not in self.vacant]
+        if self.shared and 0 < len(living) < self.processes:
+            squads = _dealt(range(self.processes), len(living))
+            return tuple((slot,) for slot, squad in zip(living, squads, strict=True) for _ in squad)
+        staying = tuple(tuple(slot for slot in share if slot in living) for share in self._at_first)
+        loads = [len(share) for share in staying[: self.size]]
+        return staying if max(loads) - min(loads) <= 1 else _dealt(living, self.processes)
 
-    def _dealt_anew(self, room: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Deal out those slots that hold somebody first, to processes with so many places."""
-        living = _dealt([slot for slot in range(self.size) if slot not in self.vacant], len(room))
-        rest = iter(sorted(self.vacant))
-        return tuple(
-            tuple(sorted((*share, *islice(rest, places - len(share)))))
-            for share, places in zip(living, room, strict=True)
-        )
+    @property
+    def _at_first(self) -> tuple[tuple[int, ...], ...]:
+        return _dealt(range(self.size), self.processes)
 
     def without(self, vacant: Collection[int]) -> "Places":
         """Return where slots are while these hold nobody."""
@@ -64,7 +57,7 @@ class Places:
     @property
     def held(self) -> int:
         """How many members the process that asks needs to make: one even if it has no slot, to be asked questions."""
-        return max(1, len(self.own))
+        return max(1, len(self._at_first[self.rank]))
 
     @cached_property
     def squads(self) -> tuple[tuple[int, ...], ...]:
@@ -83,8 +76,8 @@ class Places:
         return [rank for rank, own in enumerate(self.shares) if slot in own]
 
     def owner(self, slot: int) -> int:
-        """Return which process speaks for a slot: the first that has it."""
-        return self.holders(slot)[0]
+        """Return which process speaks for a slot: the first that has it, or of all if nobody is in it."""
+        return next(iter(self.holders(slot)), 0)
 
     def here(self, slots: Iterable[int]) -> list[int]:
         """Return those of the slots that are in the process that asks."""

@@ -30,18 +30,30 @@ class SharedMembers:
 
     Args:
         local: The members of this process.
-        squad: The processes that have the same.
+        squad: The processes that have the same, at first; perhaps this one alone.
     """
 
     def __init__(self, local: LanguageMembers, squad: Processes) -> None:
-        self._local, self._squad = local, squad
-        local.bank.passes = SharedPasses(local.bank.passes, squad)
+        self._local, self._alone = local, local.bank.passes
+        self._squad = Processes()
+        self.regroup(squad)
+
+    def regroup(self, squad: Processes) -> None:
+        """Share the work with other processes from now on; all of them call this."""
+        if squad is self._squad:
+            return
+        self._squad, bank = squad, self._local.bank
+        # Micro-batches are planned alike in all of them, and memory may have run out in one only.
+        self._alone.micro_batch_tokens = min(squad.all(bank.micro_batch_tokens))
+        bank.passes = self._alone if squad.size == 1 else SharedPasses(self._alone, squad)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local, name)
 
     def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
         """Sample whole groups in each process, and return those of all."""
+        if self._squad.size == 1:
+            return self._local.sample(env, starts, wanted)
         own = _groups_dealt(wanted.group_ids, self._squad.size)[self._squad.rank]
 
         def share() -> Collected | None:
@@ -53,9 +65,9 @@ class SharedMembers:
 
     def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
         """Answer some of the questions in each process; the base answers what this one is asked."""
-        return (
-            self._local.evaluate(env, asked) if asked.base else answered_together(self._local, self._squad, env, asked)
-        )
+        if asked.base or self._squad.size == 1:
+            return self._local.evaluate(env, asked)
+        return answered_together(self._local, self._squad, env, asked)
 
 
 def answered_together(members: Members, processes: Processes, env: GroupEnvironment, asked: Asked) -> Answered:

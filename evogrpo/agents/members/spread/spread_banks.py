@@ -39,15 +39,15 @@ class SpreadBanks(Banks):
         """Note that learner states of slots change."""
         self._local.touch([self.places.place(slot) for slot in self.places.here(slots)])
 
-    def inherit(self, parents: Sequence[int | None]) -> None:
-        """Give slot i everything slot parents[i] has learnt; what lives elsewhere is handed over."""
-        self._take_over(parents, self.places)
+    def inherit(self, parents: Sequence[int | None], vacant: Collection[int] = ()) -> None:
+        """Give slot i everything slot parents[i] has learnt; what lives elsewhere is handed over.
 
-    def settle(self, vacant: Collection[int]) -> None:
-        """Share out members anew, now that these slots hold nobody; who moves takes along what it has learnt."""
+        Args:
+            parents: As in one process.
+            vacant: Slots that hold nobody from now on: members are shared out anew where others would not be even.
+        """
         after = self.places.without(vacant)
-        if after.shares != self.places.shares:
-            self._take_over([None if slot in vacant else slot for slot in range(self.size)], after)
+        self._take_over(parents, after)
         self.places = after
 
     def _take_over(self, parents: Sequence[int | None], after: Places) -> None:
@@ -75,6 +75,7 @@ class SpreadBanks(Banks):
                 place if parent in received else None if parent is None else places.place(parent)
                 for place, parent in enumerate(here)
             ]
+            + list(range(len(here), self._local.size))  # where nobody is now
         )
         for place, old in enumerate(here):
             if old is not None and old in received:
@@ -92,6 +93,8 @@ class SpreadBanks(Banks):
         """
         if slot in self._gathered:
             return {name: value.clone() for name, value in self._gathered[slot].items()}
+        if slot in self.places.vacant:
+            return self._fresh()
         if slot not in self.places.own:
             raise ValueError(
                 f"the member in slot {slot} lives in process {self.places.owner(slot)}, and this is process "
@@ -99,6 +102,14 @@ class SpreadBanks(Banks):
                 "as the run's `best`"
             )
         return self._local.state(self.places.place(slot))
+
+    def _fresh(self) -> State:
+        """Return what somebody has learnt who has not begun, as it is in slots that hold nobody."""
+        held = self._local.state(0)
+        self._local.inherit([None, *range(1, self._local.size)])
+        fresh = self._local.state(0)
+        self._local.load_state(0, held)
+        return fresh
 
     def everywhere(self, slot: int) -> State:
         """Return copies of what the member in `slot` has learnt in every process of the run; all of them call this."""
@@ -118,11 +129,14 @@ class SpreadBanks(Banks):
     @contextmanager
     def gathered(self, slots: Collection[int]) -> Iterator[None]:
         """Let the leading process know these members' learner states in the block, where the others need not follow."""
-        before = dict(self._gathered)
+        before, leads = dict(self._gathered), self._processes.leads
+        nowhere = self.places.vacant.intersection(slots)
+        if leads and nowhere:
+            self._gathered |= dict.fromkeys(nowhere, self._fresh())
         for slot in slots:
-            if slot in self._gathered:
+            if slot in self._gathered or slot in nowhere:
                 continue
-            owner, leads = self.places.owner(slot), self._processes.leads
+            owner = self.places.owner(slot)
             own = self._local.state(self.places.place(slot)) if owner == self.places.rank else None
             found = own if owner == 0 else self._processes.pass_tensors(own, source=owner, target=0)
             if leads and found is not None:

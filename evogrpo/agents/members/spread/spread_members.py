@@ -73,7 +73,8 @@ class SpreadMembers:
         )
 
     def policy(self, slot: int, *, base: bool = False) -> Any:
-        """Refuse a policy that lives elsewhere."""
+        """Refuse a policy that lives elsewhere, or nowhere."""
+        self._check_inhabited(slot)
         if slot not in self.places.own:
             raise ValueError(
                 f"the member in slot {slot} lives in process {self.places.owner(slot)}, and this is process "
@@ -96,8 +97,14 @@ class SpreadMembers:
 
     def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
         """Return further files of one member's checkpoint, where it lives."""
+        self._check_inhabited(slot)
         self.banks.state(slot)  # refuses the others
         return self.local.files(self.places.place(slot), include_base=include_base)
+
+    def _check_inhabited(self, slot: int) -> None:
+        if slot in self.places.vacant:
+            living = [own for own in range(self.places.size) if own not in self.places.vacant]
+            raise ValueError(f"nobody is in slot {slot} any more, so there is no policy: ask those in slots {living}")
 
 
 class Examinee:
@@ -138,17 +145,16 @@ def places_of(size: int) -> Places:
 def spread_out(members: Members, places: Places) -> Members:
     """Return the members of all processes, of whom these are the ones in this process.
 
-    Of more processes than members, several share the work of one that is a language model. That of small networks is
-    not shared: those beyond the members only answer a part of what one policy is asked.
+    Of more processes than members, be it that these are few or that many have left, several share the work of one that
+    is a language model. That of small networks is not shared: processes without one only answer a part of what one
+    policy is asked.
     """
     if places.processes == 1:
         return members
     crew, beyond = processes(), places.processes - places.size
-    if beyond > 0 and isinstance(members, LanguageMembers):
+    if isinstance(members, LanguageMembers):
         places = replace(places, shared=True)
-        squad = crew.squad(places.squads)
-        if squad.size > 1:
-            members = cast(Members, SharedMembers(members, squad))
+        members = cast(Members, SharedMembers(members, crew.squad(places.squads)))
     elif beyond > 0:
         remark(
             f"{counted(beyond, 'process', 'es')} of {places.processes} will have no member to train, as the work of a "
