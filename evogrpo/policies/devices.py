@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 LEAST_ROOM, MOST_TIMES = 2**26, 100
 """What a stored record may ask for: so many bytes, and so many times what its tensors take."""
 
-Precision = Literal["auto", "float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 """In what a frozen base may be held; see `evogrpo.policies.tokens.engine.precision.choose_precision`."""
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it

@@ -15,6 +15,7 @@ from evogrpo.agents.members.members import CheckpointFiles
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.devices import check_room, room_for
 from evogrpo.policies.tokens.bases.parts import held_by
+from evogrpo.policies.tokens.bases.quantised import is_quantised
 from evogrpo.policies.tokens.models import load_base
 
 BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
@@ -24,8 +25,13 @@ def base_files(model: PreTrainedModel) -> CheckpointFiles:
     """Return the files that `saved_base` reads, made when they are written.
 
     Raises:
-        ValueError: If this process holds a part of the base only.
+        ValueError: If this process holds a part of the base only, or it is quantised.
     """
+    if is_quantised(model):
+        raise ValueError(
+            "a quantised base is not saved, as it would have to be widened: leave out include_base, and give the base "
+            "as actor_network= where the checkpoint is loaded, in any precision"
+        )
     if held_by(model) > 1:
         raise ValueError(
             f"the base is held in {held_by(model)} parts, so no process can save it: leave out include_base, and "

@@ -15,9 +15,10 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.save_and_load import set_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from evogrpo.policies.tokens.bases.parts import held_by
+from evogrpo.policies.tokens.bases.quantised import is_quantised, plain_outline
 from evogrpo.policies.tokens.lora import Target, scaling
 
 Named = tuple[tuple[Target, ...], tuple[Target, ...]]
@@ -193,9 +194,8 @@ def _holds(layer: LoraLayer, weight: Tensor, mark: Tensor, factor: float) -> boo
 
 def _outline(model: nn.Module) -> nn.Module:
     """Copy a model without its weights: each is one zero, expanded to the shape."""
-    if isinstance(model, PreTrainedModel) and held_by(model) > 1:  # no copies can be made of parts
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
+    if isinstance(model, PreTrainedModel) and (held_by(model) > 1 or is_quantised(model)):
+        model = plain_outline(model)  # no copies can be made of parts, and what is exported is for the plain model
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(torch.zeros(()).expand(parameter.shape), requires_grad=False)

@@ -151,8 +151,9 @@ def find_targets(model: nn.Module, config: LoraConfig) -> tuple[Target, ...]:
                 f"{' that is the vocabulary head' if module is head else ''}: adapters go on linear layers inside "
                 "the model. Name others, or use target_modules='all-linear'."
             )
-        # Conv1D stores its weight as [in, out], nn.Linear as [out, in].
-        width_in, width_out = module.weight.shape if isinstance(module, Conv1D) else module.weight.shape[::-1]
+        # Conv1D stores its weight as [in, out]; that of nn.Linear may be packed.
+        shape = module.weight.shape if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+        width_in, width_out = shape
         start = targets[-1].end if targets else 0
         targets.append(Target(name=name, width_in=width_in, width_out=width_out, start=start, rank=config.r))
     if not targets:

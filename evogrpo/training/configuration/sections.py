@@ -157,7 +157,9 @@ class Config(Generic[TaskT, AgentT]):
         schedule: How long and at what cost.
         device: Such as "cpu" or "cuda"; null = for a model a GPU if there is one, for small networks the CPU.
         precision: Of a base model's weights: "float32", "bfloat16", or "auto" for bfloat16 where a short probe shows
-            that it pays, which is settled when the run begins. Adapters, moments and losses are in float32 in any case.
+            that it pays, which is settled when the run begins. "int8" and "nf4" hold its linear layers in 8 bits
+            (torchao) and, on GPUs, in 4 (bitsandbytes): less memory, more time.
+            Adapters, moments and losses are in float32 in any case.
             null in runs of earlier versions: float32 on the CPU and bfloat16 elsewhere.
         base_parts: How many processes hold a base model together, each a part of every layer (FSDP2), where it is too
             large for one card; 1 = each process holds all of it. Where that does not divide the number of processes, it

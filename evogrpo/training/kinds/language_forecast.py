@@ -11,7 +11,9 @@ from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
 from evogrpo.evolution.shared_experience import others_at_most
 from evogrpo.policies.tokens.bases.parts import fetched_parameters, held_parameters, parts_of
+from evogrpo.policies.tokens.bases.quantised import PACKAGES, bytes_of
 from evogrpo.policies.tokens.lora import Target
+from evogrpo.policies.tokens.models import own_precision
 from evogrpo.policies.tokens.sampling import CACHED_TOKENS
 from evogrpo.text import count_text, counted, number_text, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
@@ -148,7 +150,9 @@ def forecast_of(
     longest = max(len(prompt) for prompt in env.open("train", range(env.size("train"))).prompts)
     per_step = config.population.size * _member_tokens(config, max(rounds.groups.values()), longest)
     adapter = sum(target.end - target.start for target in targets)
-    precision, parts = 2 if config.precision == "bfloat16" else FLOAT, parts_of(config.base_parts)
+    parts, precision = parts_of(config.base_parts), FLOAT if config.precision == "float32" else 2
+    if config.precision in PACKAGES:
+        precision = own_precision(device).itemsize
     return LanguageForecast(
         rounds=rounds,
         optimizer_steps=(min(optimizer_steps), max(optimizer_steps)),
@@ -167,7 +171,7 @@ def forecast_of(
                 adapter=adapter,
                 longest=longest,
                 precision=precision,
-                parts=parts,
+                base=held_bytes(outline, config.precision, precision, parts),
             ),
             kept=kept_size(config.strategy, config.population.size, state_size(adapter)),
         ),
@@ -204,6 +208,20 @@ def _member_tokens(config: Config[QuestionTask, LanguageAgent], groups: int, lon
     return sampling + updates + reference
 
 
+def held_bytes(outline: PreTrainedModel, precision: str | None, compute: int, parts: int) -> int:
+    """Return the bytes of a base's weights that one process holds.
+
+    Args:
+        outline: The base without its weights.
+        precision: What they are held in.
+        compute: Bytes of a number in what it computes in.
+        parts: How many processes hold it together.
+    """
+    if precision in PACKAGES:
+        return bytes_of(outline, precision, compute)
+    return held_parameters(outline, parts) * compute
+
+
 class Sizes(Protocol):
     """What of members' settings decides on memory."""
 
@@ -229,7 +247,7 @@ def peak_memory(
     adapter: int,
     longest: int,
     precision: int,
-    parts: int = 1,
+    base: int,
 ) -> Memory:
     """Estimate the peak memory.
 
@@ -243,8 +261,8 @@ def peak_memory(
         rows: Most completions that are written together.
         adapter: Parameters of one member.
         longest: Tokens of the longest prompt.
-        precision: Bytes of one of the base's parameters.
-        parts: How many processes hold the base together.
+        precision: Bytes of a number in the precision that the base computes in.
+        base: Bytes of the base's weights, as far as one process holds them.
     """
     text = model.config.get_text_config()
     hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
@@ -256,7 +274,7 @@ def peak_memory(
     logits = (256 if agent.reduce_memory_peak else budget) * int(text.vocab_size) * FLOAT * 3
     cached = min(rows * (longest + agent.max_output_tokens), CACHED_TOKENS)
     return Memory(
-        base=held_parameters(model, parts) * precision,
+        base=base,
         members=(3 * members + 2) * adapter * FLOAT,
         learning=budget * layers * (12 * hidden + 5 * intermediate) * precision + logits,
         sampling=2 * cached * layers * 2 * key_heads * head * precision,

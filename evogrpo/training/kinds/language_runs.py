@@ -17,7 +17,8 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.objective import Objective
-from evogrpo.policies.tokens.bases.parts import check_parts, held_by, parts_of
+from evogrpo.policies.tokens.bases.parts import base_bytes, check_parts, parts_of
+from evogrpo.policies.tokens.bases.quantised import PACKAGES, check_quantised
 from evogrpo.policies.tokens.engine.precision import choose_precision
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids, context_of
 from evogrpo.policies.tokens.engine.token_model import check_context
@@ -113,7 +114,9 @@ class PreparedLanguage:
     def _base(self) -> PreTrainedModel:
         """Load the base model in the precision that `LanguageKind.prepare` settled."""
         assert self.config.precision is not None
-        dtype = getattr(torch, self.config.precision)
+        dtype: Any = self.config.precision
+        if dtype not in PACKAGES:
+            dtype = getattr(torch, dtype)
         return load_base(self.model, dtype=dtype, device=self.device, parts=self.config.base_parts).model
 
     def _in_parts(self) -> str:
@@ -174,6 +177,7 @@ class LanguageKind:
         outline = load_outline(config.model)
         check_causal_class(outline.model)
         check_parts(outline.model, config.base_parts, device)
+        check_quantised(config.precision, device, parts_of(config.base_parts))
         trained = trained_by(outline.model, lora, outline=True)
         if start is not None:
             start.flat(trained.targets)  # refuses an adapter of another base
@@ -217,7 +221,7 @@ class LanguageKind:
             adapter=members.banks.part(0, "adapter").numel(),
             longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
             precision=next(model.parameters()).element_size(),
-            parts=held_by(model),
+            base=base_bytes(model),
         )
         device = str(members.device)
         return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))

@@ -33,6 +33,7 @@ from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.bases.parts import held_by
+from evogrpo.policies.tokens.bases.quantised import is_quantised
 from evogrpo.policies.tokens.engine.probes import check_token_ids
 from evogrpo.policies.tokens.engine.token_model import check_context
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
@@ -97,10 +98,14 @@ class LanguageMembers:
         start: StoredAdapter | None = None,
         like: AdapterBank | None = None,
     ) -> None:
-        if device is not None and held_by(model) == 1:
+        fixed = held_by(model) > 1 or is_quantised(model)
+        if device is not None and not fixed:
             model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
         elif device is not None and torch.device(device).type != model.device.type:
-            raise ValueError(f"a base in parts stays where it was loaded, on {model.device.type}: leave out {device!r}")
+            raise ValueError(
+                f"a base in parts, or in fewer bits, stays where it was loaded, on {model.device.type}: load it there, "
+                f"with load_base(..., device={str(device)!r})"
+            )
         self.settings, self.hp_config = settings, hp_config
         self.observation_space, self.action_space = observation_space, action_space
         self.start = start

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from evogrpo.policies.tokens.bases.quantised import is_quantised, stored_bytes
 from evogrpo.processes import processes
 from evogrpo.processes.errands import Errands
 
@@ -165,6 +166,13 @@ def held_parameters(model: PreTrainedModel, parts: int) -> int:
         return whole
     layers = _sizes(model)
     return whole - sum(layers) + math.ceil(sum(layers) / parts) + 3 * max(layers)
+
+
+def base_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of a loaded model's weights that this process holds at most."""
+    if is_quantised(model):
+        return sum(stored_bytes(weights.data) for weights in model.parameters())
+    return held_parameters(model, held_by(model)) * next(model.parameters()).element_size()
 
 
 def fetched_parameters(model: PreTrainedModel, parts: int) -> int:

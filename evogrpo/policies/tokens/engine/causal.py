@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache
 
 from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.policies.tokens.bases.parts import parted
+from evogrpo.policies.tokens.bases.quantised import check_gradients_pass
 from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
 from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
 from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
@@ -102,6 +103,7 @@ class CausalModel:
             check_causal(model)
             self.head = find_head(model, self.decoder)
             check_differentiable(model, self.decoder, self._changed)
+            check_gradients_pass(model)
             self._probe_padding()
             self.shares_prefix = True  # as the probe tries it
             self.shares_prefix = self._probe_prefix()

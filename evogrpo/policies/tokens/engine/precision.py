@@ -12,7 +12,7 @@ from evogrpo.policies.devices import Precision
 from evogrpo.policies.tokens.engine.direct.reading import anatomy, switched_off
 from evogrpo.policies.tokens.engine.probes import find_decoder
 
-Chosen = Literal["float32", "bfloat16"]
+Chosen = Literal["float32", "bfloat16", "int8", "nf4"]
 SMALL = 20_000_000  # parameters, below which products are not what takes the time
 PAYS = 2.0  # how much faster products have to be, for what lies between them takes longer
 TOKENS, ROUNDS = 256, 40
@@ -28,7 +28,7 @@ def choose_precision(wanted: Precision | None, model: PreTrainedModel, device: s
         model: The base, or its outline.
         device: Where it will be.
     """
-    if wanted == "float32" or wanted == "bfloat16":
+    if wanted is not None and wanted != "auto":
         return wanted
     if not device.startswith("cpu"):
         return "bfloat16" if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else "float32"
