@@ -17,6 +17,7 @@ from transformers import (
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.engine.direct import attention
+from evogrpo.policies.tokens.engine.direct.reading import matrix_of
 from tests.rounding import LOG_PROB, assert_gradients_agree
 from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, lora, make_rows
 from tests.tiny_models import COMMON, tiny_model
@@ -132,6 +133,13 @@ def test_prompts_that_begin_alike_are_the_same(architecture, both):
 def test_adapters_may_be_on_some_layers_alone(targets, both):
     fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=targets))
     assert_same(fast, slow, make_rows(range(SIZE)))
+
+
+@pytest.mark.parametrize("members", [(0, 0, 0), (0, 0, 1), (1, 0, 0)], ids=str)
+def test_members_of_equally_many_rows_share_products(members, both):
+    fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=["k_proj", "v_proj", "up_proj"]))
+    fast.micro_batch_tokens = slow.micro_batch_tokens = 10_000  # all in one
+    assert_same(fast, slow, make_rows(members))
 
 
 def test_below_the_first_adapter_there_is_no_backward_pass(both):
@@ -273,6 +281,25 @@ def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
     assert len(told) == 1
     with bank.base.working():
         assert not bank.base.direct
+
+
+def test_the_matrix_of_a_vocabulary_head_stands_for_it_only_where_the_head_does_nothing_else():
+    class OddLayer(torch.nn.Linear):
+        pass
+
+    class OddTensor(torch.Tensor):
+        pass
+
+    plain = torch.nn.Linear(4, 9, bias=False)
+    hooked, replaced, of_odd = (copy.deepcopy(plain) for _ in range(3))
+    hooked.register_forward_hook(lambda *_: None)
+    replaced.forward = partial(torch.nn.Linear.forward, replaced)
+    of_odd.weight = torch.nn.Parameter(plain.weight.detach().as_subclass(OddTensor), requires_grad=False)
+    others = [hooked, replaced, of_odd, OddLayer(4, 9, bias=False), torch.nn.Linear(4, 9), plain.forward]
+    others.append(copy.deepcopy(plain).bfloat16())
+    hidden = torch.ones(2, 4)
+    assert torch.equal(matrix_of(plain, hidden), plain.weight)
+    assert [matrix_of(head, hidden) for head in others] == [None] * len(others)
 
 
 @pytest.mark.parametrize(("value", "direct"), [("1", False), ("0", True), ("", True)])

@@ -20,21 +20,37 @@ class _Segment:
 
 
 class Pieces(NamedTuple):
-    """What acts on one module in a forward pass, for who computes it together with the module itself.
+    """What acts on modules that read one input, for who computes it together with the modules themselves.
 
     Attributes:
-        sizes: Tokens of each segment, one after another.
-        leaves: A and B of each.
+        sizes: Tokens of each of s segments, one after another.
+        acting: Whether anything acts on each module.
+        leaves: A and B of every segment for the first module on which something acts, then for the second, ...
         scale: Factor on B A x.
     """
 
     sizes: list[int]
+    acting: list[bool]
     leaves: list[Tensor]
     scale: float
 
+    def joined(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> "Joined":
+        """Lay the leaves out for products of all segments and modules at once."""
+        segments, modules = len(self.sizes), sum(self.acting)
+        every_a = [
+            leaves[2 * (segment + segments * number)] for segment in range(segments) for number in range(modules)
+        ]
+        every_b = iter(leaves[1::2])
+        return Joined(
+            self.sizes,
+            torch.cat(every_a).view(segments, -1, every_a[0].shape[1]).to(dtype),
+            [torch.stack([next(every_b) for _ in self.sizes]).to(dtype) if acts else None for acts in self.acting],
+            self.scale,
+        )
+
 
 class Joined(NamedTuple):
-    """What acts on modules that read one input, laid out for many passes without gradient.
+    """What acts on modules that read one input, laid out for products of all segments and modules at once.
 
     Attributes:
         sizes: Tokens of each of s segments, one after another.
@@ -96,20 +112,17 @@ class RoutedAdapters:
             if not any(known):
                 return None
             every, slots = self._adapters.weights, [segment.slot for segment in self._segments]
-            a = torch.cat([target.a(every)[slots] for target in known if target is not None], 1).to(dtype)
-            self._joined[modules] = (
-                a,
-                [None if target is None else target.b(every)[slots].to(dtype) for target in known],
-            )
+            a = torch.cat([target.a(every)[slots] for target in known if target is not None], 1)
+            bs = [None if target is None else _transposed(target.b(every)[slots], dtype) for target in known]
+            self._joined[modules] = _transposed(a, dtype), bs
         return Joined(self._sizes(tokens), *self._joined[modules], self._adapters.scale)
 
-    def pieces(self, module: str, tokens: int) -> Pieces | None:
-        """Return what acts on a module of which so many tokens of all rows are given; None where nothing does."""
-        leaves = self._adapters.leaves.get(module)
-        if leaves is None:
-            return None
-        own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
-        return Pieces(self._sizes(tokens), own, self._adapters.scale)
+    def pieces(self, modules: Sequence[str], tokens: int) -> Pieces | None:
+        """Return what acts on modules of which so many tokens of all rows are given; None where nothing does."""
+        every = [self._adapters.leaves.get(name) for name in modules]
+        own = [leaf for slots in every if slots is not None for one in self._segments for leaf in slots[one.slot]]
+        acting = [slots is not None for slots in every]
+        return Pieces(self._sizes(tokens), acting, own, self._adapters.scale) if own else None
 
     def _sizes(self, tokens: int) -> list[int]:
         per_row = tokens // self._rows
@@ -194,6 +207,11 @@ def _add_all_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float
             wide.baddbmm_(low, b.mT, alpha=scale)
         else:
             wide.add_(torch.bmm(low, b.mT).to(wide.dtype), alpha=scale)
+
+
+def _transposed(matrices: Tensor, dtype: torch.dtype) -> Tensor:
+    """Lay `[s, a, b]` out so that its transpose, which many passes multiply by, is the one without gaps."""
+    return matrices.to(dtype).mT.contiguous().mT
 
 
 def _leaves(target: Target, row: Tensor) -> tuple[Tensor, Tensor]:

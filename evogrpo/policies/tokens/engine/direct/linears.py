@@ -27,91 +27,134 @@ def projected(
         changed: Names of the layers that views change.
     """
     if view is None:
-        return _Linears.apply(x, [layer for _, layer in layers], [None] * len(layers))  # type: ignore[no-any-return]
+        return _Linears.apply(x, [layer for _, layer in layers], None)  # type: ignore[no-any-return]
+    names = tuple(name for name, _ in layers)
     if isinstance(view, RoutedAdapters) and not torch.is_grad_enabled():
         outputs = [linear(x, layer.weight, layer.bias) for _, layer in layers]
-        joined = view.joined(tuple(name for name, _ in layers), len(x), x.dtype)
+        joined = view.joined(names, len(x), x.dtype)
         if joined is not None:
-            _add_joined(x, outputs, joined)
+            _add(x, outputs, joined)
         return outputs
     if isinstance(view, RoutedAdapters):
-        pieces = [view.pieces(name, len(x)) for name, _ in layers]
-        leaves = [leaf for piece in pieces if piece is not None for leaf in piece.leaves]
+        pieces = view.pieces(names, len(x))
+        leaves = [] if pieces is None else pieces.leaves
         return _Linears.apply(x, [layer for _, layer in layers], pieces, *leaves)  # type: ignore[no-any-return]
     whole = x.unflatten(0, (rows, -1))
     own = ((name, linear(whole, layer.weight, layer.bias)) for name, layer in layers)
     return [(view(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
 
 
-def _add_joined(x: Tensor, outputs: Sequence[Tensor], joined: Joined) -> None:
-    """Add scale * (x A^T) B^T to what several layers made of `x`: one product with all of their A."""
-    sizes, a, bs, scale = joined
-    acting = [(out, b) for out, b in zip(outputs, bs, strict=True) if b is not None]
-    rank = acting[0][1].shape[2]
-    if len(set(sizes)) == 1:
-        low = torch.bmm(x.view(len(sizes), -1, x.shape[1]), a.mT)
-        for part, (out, b) in zip(low.split(rank, 2), acting, strict=True):
-            out.view(len(sizes), -1, out.shape[1]).baddbmm_(part, b.mT, alpha=scale)
-        return
-    parts = [out.split(sizes) for out, _ in acting]
-    for number, rows in enumerate(x.split(sizes)):
-        lows = (rows @ a[number].mT).split(rank, 1)
-        for low, part, (_, b) in zip(lows, parts, acting, strict=True):
-            part[number].addmm_(low, b[number].mT, alpha=scale)
+Run = tuple[slice, slice, int]
+"""Neighbouring segments of equally many tokens: their tokens, which they are, and how many."""
+
+
+def _runs(sizes: Sequence[int]) -> list[Run]:
+    """Find the segments that one product of batches can do."""
+    found, first, at = list[Run](), 0, 0
+    while first < len(sizes):
+        last = first
+        while last < len(sizes) and sizes[last] == sizes[first]:
+            last += 1
+        end = at + sizes[first] * (last - first)
+        found.append((slice(at, end), slice(first, last), last - first))
+        first, at = last, end
+    return found
+
+
+def _columns(joined: Joined) -> list[slice | None]:
+    """Return where each module's part of x A^T is, None where nothing acts."""
+    at, found = 0, list[slice | None]()
+    for b in joined.b:
+        found.append(None if b is None else slice(at, at + b.shape[2]))
+        at += 0 if b is None else b.shape[2]
+    return found
+
+
+def _add(x: Tensor, outputs: Sequence[Tensor], joined: Joined) -> Tensor:
+    """Add scale * (x A^T) B^T to what layers made of `x`, and return x A^T of all of them `[m, modules * r]`."""
+    low = x.new_empty((len(x), joined.a.shape[1]))
+    acting = list(zip(outputs, joined.b, _columns(joined), strict=True))
+    for rows, own, count in _runs(joined.sizes):
+        torch.bmm(x[rows].view(count, -1, x.shape[1]), joined.a[own].mT, out=low[rows].view(count, -1, low.shape[1]))
+        for out, b, columns in acting:
+            if b is not None:
+                narrow = low[rows, columns].reshape(count, -1, b.shape[2])
+                out[rows].view(count, -1, out.shape[1]).baddbmm_(narrow, b[own].mT, alpha=joined.scale)
+    return low
 
 
 class _Linears(torch.autograd.Function):
     """x W^T + b + scale * (x A^T) B^T for several layers at once: their gradients add up in one buffer.
 
-    Products with adapters are in the precision of `x`; their gradients are cast to that of the adapters.
+    Products with adapters are in the precision of `x`; their gradients are cast to that of the adapters. Segments of
+    equally many tokens share their products, and so do layers where one matrix follows from another's rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, layers: Sequence[nn.Linear], pieces: Sequence[Pieces | None], *leaves: Tensor
+        ctx: Any, x: Tensor, layers: Sequence[nn.Linear], pieces: Pieces | None, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        outputs, lows, taken = [], list[Tensor](), 0
-        for layer, piece in zip(layers, pieces, strict=True):
-            out = linear(x, layer.weight, layer.bias)
-            if piece is not None:
-                own = leaves[taken : taken + 2 * len(piece.sizes)]
-                taken += len(own)
-                parts = zip(x.split(piece.sizes), out.split(piece.sizes), own[::2], own[1::2], strict=True)
-                for part, base, a, b in parts:
-                    low = part @ a.to(x.dtype).mT
-                    base.addmm_(low, b.to(x.dtype).mT, alpha=piece.scale)
-                    lows.append(low)
-            outputs.append(out)
+        outputs = tuple(linear(x, layer.weight, layer.bias) for layer in layers)
+        low = None if pieces is None else _add(x, outputs, pieces.joined(leaves, x.dtype))
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.pieces = layers, pieces
-        ctx.save_for_backward(x, *lows, *leaves)
-        return tuple(outputs)
+        ctx.save_for_backward(x, low, *leaves)
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors
-        lows, leaves = saved[: len(saved) // 3], saved[len(saved) // 3 :]  # a low, an A and a B for each
+        x, low, *leaves = ctx.saved_tensors
+        slopes = [None if grad is None else grad.contiguous() for grad in grads]
         into: Tensor | None = None
-        own = list[Tensor | None]()
-        for layer, piece, grad in zip(ctx.layers, ctx.pieces, grads, strict=True):
-            if ctx.needs_input_grad[0] and grad is not None:
-                into = grad @ layer.weight if into is None else into.addmm_(grad, layer.weight)
-            if piece is None:
-                continue
-            if grad is None:
-                own += [None] * (2 * len(piece.sizes))
-                continue
-            at = len(own) // 2
-            spots = None if into is None else into.split(piece.sizes)
-            for number, (slope, part) in enumerate(zip(grad.split(piece.sizes), x.split(piece.sizes), strict=True)):
-                a, b = (leaf.to(x.dtype) for leaf in leaves[2 * (at + number) : 2 * (at + number) + 2])
-                back = (slope @ b).mul_(piece.scale)
-                own += [(back.mT @ part).to(leaves[0].dtype), _outer(slope, lows[at + number], piece.scale, leaves[0])]
-                if spots is not None:
-                    spots[number].addmm_(back, a)
-        return into, None, None, *own
+        for layer, slope in zip(ctx.layers, slopes, strict=True):
+            if ctx.needs_input_grad[0] and slope is not None:
+                into = slope @ layer.weight if into is None else into.addmm_(slope, layer.weight)
+        if ctx.pieces is None:
+            return into, None, None
+        of_leaves = _backward(x, low, slopes, ctx.pieces.joined(leaves, x.dtype), into)
+        return into, None, None, *(grad if grad is None else grad.to(leaves[0].dtype) for grad in of_leaves)
 
 
-def _outer(slope: Tensor, low: Tensor, scale: float, like: Tensor) -> Tensor:
-    """Return scale * slope^T low `[out, r]` in the adapters' precision."""
-    return ((low * scale).mT @ slope).mT.to(like.dtype)
+def _backward(
+    x: Tensor, low: Tensor, slopes: Sequence[Tensor | None], joined: Joined, into: Tensor | None
+) -> list[Tensor | None]:
+    """Return the gradients of all leaves, in their order, and add that of `x` to `into`.
+
+    Args:
+        x: `[m, in]`.
+        low: `[m, modules * r]` x A^T.
+        slopes: `[m, out]` gradients of what each layer put out.
+        joined: The adapters.
+        into: `[m, in]`, or None where no gradient is wanted.
+    """
+    runs = _runs(joined.sizes)
+    back = torch.zeros_like(low)  # the gradient of x A^T
+    of_b = [
+        None
+        if b is None or slope is None
+        else _through_b(low[:, columns], slope, b, joined.scale, back[:, columns], runs)
+        for slope, b, columns in zip(slopes, joined.b, _columns(joined), strict=True)
+    ]
+    of_a = torch.empty_like(joined.a, memory_format=torch.contiguous_format)
+    for rows, own, count in runs:
+        narrow = back[rows].view(count, -1, back.shape[1])
+        torch.bmm(narrow.mT, x[rows].view(count, -1, x.shape[1]), out=of_a[own])
+        if into is not None:
+            into[rows].view(count, -1, x.shape[1]).baddbmm_(narrow, joined.a[own])
+    found = list[Tensor | None]()
+    for slope, grad, columns in zip(slopes, of_b, _columns(joined), strict=True):
+        if columns is not None:
+            for number in range(len(joined.sizes)):
+                missing = slope is None or grad is None
+                found += (None, None) if missing else (of_a[number, columns], grad[number])
+    return found
+
+
+def _through_b(low: Tensor, slope: Tensor, b: Tensor, scale: float, back: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Return the gradient `[s, out, r]` of one layer's B, and write that of x A^T `[m, r]` into `back`."""
+    parts = list[Tensor]()
+    for rows, own, count in runs:
+        steep = slope[rows].view(count, -1, slope.shape[1])
+        back[rows] = torch.bmm(steep, b[own]).mul_(scale).view(-1, b.shape[2])
+        parts.append(torch.bmm((low[rows] * scale).view(count, -1, b.shape[2]).mT, steep).mT)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
