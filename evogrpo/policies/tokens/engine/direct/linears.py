@@ -142,11 +142,10 @@ def _backward(
         if into is not None:
             into[rows].view(count, -1, x.shape[1]).baddbmm_(narrow, joined.a[own])
     found = list[Tensor | None]()
-    for slope, grad, columns in zip(slopes, of_b, _columns(joined), strict=True):
-        if columns is not None:
-            for number in range(len(joined.sizes)):
-                missing = slope is None or grad is None
-                found += (None, None) if missing else (of_a[number, columns], grad[number])
+    for b, grad, columns in zip(joined.b, of_b, _columns(joined), strict=True):
+        if b is not None:
+            for number in range(len(b)):
+                found += (None, None) if grad is None else (of_a[number, columns], grad[number])
     return found
 
 
