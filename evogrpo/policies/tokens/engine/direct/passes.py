@@ -18,8 +18,8 @@ from evogrpo.policies.tokens.weights.weights import View
 
 Attend = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
 """(number, layer, queries `[kv, n, rep * t, d]`, keys `[kv, n, t, d]`, values alike) -> `[n * t, kv * rep * d]`."""
-Turns = tuple[Tensor, Tensor]
-"""Cosine and sine of each token's position, `[n, t, d / 2]`."""
+Turns = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Cosine and sine of each token's position, `[n, t, d / 2]`: for keys, and for queries, which they scale as well."""
 
 
 class DirectPasses:
@@ -77,16 +77,17 @@ class DirectPasses:
         return embedding(ids, self.parts.decoder.embed_tokens.weight)
 
     def turns(self, hidden: Tensor, mask: Tensor) -> Turns:
-        """Return the cosine and sine `[n, t, d / 2]` of each token's position, counted from the first True."""
+        """Return what turns keys and queries by each token's position, counted from the first True."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -hidden.shape[1] :]
         cos, sin = self.parts.decoder.rotary_emb(hidden, positions)
         half = self.parts.width // 2  # the second half repeats the first
-        return cos[..., :half], sin[..., :half]
+        cos, sin, scaling = cos[..., :half], sin[..., :half], self.parts.scaling
+        return (cos, sin), (cos * scaling, sin * scaling)
 
     def layer(self, number: int, hidden: Tensor, turns: Turns, view: View | None, attend: Attend) -> Tensor:
         """Return what one layer makes of `[n * t, h]`."""
-        layer, heads, (cos, sin) = self.parts.layers[number], self.parts.heads, turns
-        rows, scaling = len(cos), self.parts.scaling
+        layer, heads, (of_keys, of_queries) = self.parts.layers[number], self.parts.heads, turns
+        rows = len(of_keys[0])
         if self._gathering is not None:
             self._gathering.gather(layer.module)
         q, k, v = self._projected(_normed(hidden, layer.before_attention), layer.projections, view, rows)
@@ -95,7 +96,7 @@ class DirectPasses:
                 _normed(x.view(-1, self.parts.width), norm).view(x.shape)
                 for x, norm in zip((q, k), layer.head_norms, strict=True)
             )
-        q, k = rotated(q, cos * scaling, sin * scaling, heads), rotated(k, cos, sin, (heads[0], 1))
+        q, k = rotated(q, *of_queries, heads), rotated(k, *of_keys, (heads[0], 1))
         v = v.view(rows, -1, heads[0], self.parts.width).permute(2, 0, 1, 3).contiguous()
         hidden = hidden + self._projected(attend(number, layer, q, k, v), [layer.output], view, rows)[0]
         gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates, view, rows)
