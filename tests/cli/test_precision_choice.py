@@ -110,3 +110,25 @@ def test_another_is_refused_with_those_that_there_are(project, here, value, caps
 def test_small_networks_have_none(here, capsys):
     assert main(["train", "--env", "CartPole-v1", "--dry-run", "precision=bfloat16"]) == 2
     assert "small networks are in float32" in " ".join(capsys.readouterr().err.split())
+
+
+def test_fewer_bits_are_refused_where_they_cannot_be_had(project, here, capsys, monkeypatch):
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=nf4"]) == 2
+    assert "a base in nf4 is trained on cuda only, got the device 'cpu'" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.setattr("evogrpo.policies.tokens.bases.quantised.importlib.util.find_spec", lambda name: None)
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=int8"]) == 2
+    assert "a base in int8 needs torchao, which is not installed" in " ".join(capsys.readouterr().err.split())
+    assert list(here.iterdir()) == []
+
+
+def test_a_base_in_parts_is_asked_for_and_may_be_another_number_when_a_run_goes_on(project, trained, capsys):
+    assert read_resumable(trained, ["base_parts=4"]).config.base_parts == 4
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "base_parts=4"]) == 0
+    assert "whole in every process, as 4 do not divide 1" in " ".join(capsys.readouterr().out.split())
+    for words, refused in (
+        (("--env", "CartPole-v1", "base_parts=2"), "as small networks have no base, got 2"),
+        ((str(project / "tiny.yaml"), "base_parts=0"), "base_parts must be at least 1, got 0"),
+        ((str(project / "tiny.yaml"), "base_parts=all"), "base_parts must be"),
+    ):
+        assert main(["train", *words, "--dry-run"]) == 2
+        assert refused in " ".join(capsys.readouterr().err.split())

@@ -3,10 +3,16 @@
 import re
 from pathlib import Path
 
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.memory import bytes_text, state_size
+from tests.cli.project import write_project
 from tests.processes.launching import launch
 from tests.processes.scenarios import commanded
+from tests.tiny_models import COMMON
 
 SMALL = (
     "population.size=3",
@@ -81,3 +87,22 @@ def test_what_is_chosen_by_measuring_is_chosen_for_all(tmp_path: Path) -> None:
     )
     assert "members, each a network" in leader
     assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "stopped"
+
+
+def test_a_dry_run_tells_what_each_process_holds_of_a_base_in_parts(tmp_path: Path) -> None:
+    """Its part of the layers, and three whole ones on the way; and what it gets from the others."""
+    write_project(tmp_path)
+    wide = {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 4096}
+    config = LlamaConfig(**COMMON | wide)
+    config.save_pretrained(tmp_path / "model")  # no weights are read
+    with torch.device("meta"):
+        whole = 4 * sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters()) / 1e9
+    words = ("--dry-run", "--allow-memory", "precision=float32", "base_parts=2")
+    leader, other = both(tmp_path, "train", "tiny.yaml", *words)
+    told = " ".join(leader.split())
+    assert "in parts of 2 processes each" in told
+    assert "each process gets" in told
+    assert float(re.search(r"base ([\d.]+) GB \+ members", told)[1]) == pytest.approx(
+        whole * (1 / 2 + 3 / 24), rel=0.02
+    )
+    assert other == ""
