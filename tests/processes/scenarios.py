@@ -103,14 +103,26 @@ def led(folder: Path) -> Evolution:
 def borrowed(folder: Path) -> Evolution:
     """Language models that learn from better ones, whose old log-probabilities have to be found where these live."""
     objective = Objective(dynamic_sampling=1, importance_correction="token_truncate")
-    options = {"objective": objective, "beta": 0.02}
-    return tiny_run(folder, size=3, options=options, experience=SharedExperience(learn_from="better"), generations=2)
+    return tiny_run(
+        folder,
+        size=3,
+        options={"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"},
+        experience=SharedExperience(learn_from="better"),
+        generations=2,
+        steps_per_generation=1,
+    )
 
 
 def thinned(folder: Path) -> Evolution:
-    """Language models that leave until one is left, whose work all processes share."""
-    options = {"micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
-    return tiny_run(folder, size=3, strategy=SuccessiveHalving(), options=options, steps_per_generation=1)
+    """Language models that leave, so that several processes share the work of those that remain."""
+    return tiny_run(
+        folder,
+        size=3,
+        strategy=SuccessiveHalving(),
+        options={"micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"},
+        generations=2,
+        steps_per_generation=1,
+    )
 
 
 SCENARIOS: dict[str, Callable[[Path], Evolution]] = {

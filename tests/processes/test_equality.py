@@ -44,7 +44,7 @@ def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(alone / name, folder / "back" / name)
     shutil.copytree(alone / "pair", folder / "parts" / "back" / "pair")
     store(shared_model(), folder / "base")
-    several = ("back/pair+3", "back/led+3", "back/thinned+4", "parts/pair", "parts/back/pair+3", "parts/thinned")
+    several = ("back/pair+3", "back/led+3", "back/thinned+3", "parts/pair", "parts/back/pair+3", "parts/thinned")
     performed(3, folder, *IN_THREE, *several)
     return folder
 
@@ -95,7 +95,7 @@ def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "several", "generations"),
-    [("networks", "two", 6), ("pair", "three", 3), ("led", "three", 3), ("thinned", "three", 4)],
+    [("networks", "two", 6), ("pair", "three", 3), ("led", "three", 3), ("thinned", "three", 3)],
 )
 def test_a_run_goes_on_in_another_number_of_processes(
     name: str, several: str, generations: int, alone: Path, tmp_path: Path, request: pytest.FixtureRequest
