@@ -13,8 +13,8 @@ from tests.processes.parting import store
 from tests.processes.scenarios import SCENARIOS, go_on, perform
 from tests.tiny_training import finish, shared_model
 
-IN_THREE = ["networks", "pair", "halving", "led", "borrowed", "thinned"]
-IN_TWO = [name for name in SCENARIOS if name not in IN_THREE[1:]]
+IN_THREE = ["networks", "pair", "led", "borrowed", "thinned"]
+IN_TWO = [name for name in SCENARIOS if name not in ("halving", *IN_THREE[1:])]
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,21 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scenarios in three processes, likewise."""
     folder = tmp_path_factory.mktemp("three")
-    for name in ("pair", "led", "thinned"):
+    for name in ("pair", "led"):
         shutil.copytree(alone / name, folder / "back" / name)
+    store(shared_model(), folder / "base")
+    performed(3, folder, *IN_THREE, "back/pair+3", "back/led+3", "parts/thinned")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rest(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What three processes do besides, and takes its time."""
+    folder = tmp_path_factory.mktemp("rest")
+    shutil.copytree(alone / "thinned", folder / "back" / "thinned")
     shutil.copytree(alone / "pair", folder / "parts" / "back" / "pair")
     store(shared_model(), folder / "base")
-    several = ("back/pair+3", "back/led+3", "back/thinned+3", "parts/pair", "parts/back/pair+3", "parts/thinned")
-    performed(3, folder, *IN_THREE, *several)
+    performed(3, folder, "halving", "thinned", "back/thinned+3", "parts/pair", "parts/back/pair+3")
     return folder
 
 
@@ -69,7 +78,16 @@ def test_shares_need_not_be_even(name: str, alone: Path, three: Path) -> None:
     assert_same(alone / name, three / name)
 
 
-@pytest.mark.parametrize(("name", "several"), [("words", "two"), ("pair", "three"), ("thinned", "three")])
+@pytest.mark.slow
+def test_members_that_are_stopped_for_good_leave_processes_to_others(alone: Path, rest: Path) -> None:
+    """Small networks, of which a process may have none left."""
+    assert_same(alone / "halving", rest / "halving")
+
+
+@pytest.mark.parametrize(
+    ("name", "several"),
+    [("words", "two"), ("thinned", "three"), pytest.param("pair", "rest", marks=pytest.mark.slow)],
+)
 def test_a_base_in_parts_teaches_what_a_whole_one_does(
     name: str, several: str, alone: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -77,14 +95,15 @@ def test_a_base_in_parts_teaches_what_a_whole_one_does(
     assert_same(alone / name, request.getfixturevalue(several) / "parts" / name)
 
 
-def test_a_run_goes_on_with_its_base_in_parts_or_whole(alone: Path, three: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_base_in_parts_or_whole(alone: Path, rest: Path, tmp_path: Path) -> None:
     """Begun in parts and continued whole, begun whole and continued in parts, whole all the time: all the same."""
     straight, there = tmp_path / "straight" / "pair", tmp_path / "there" / "pair"
-    for source, folder in ((alone / "pair", straight), (three / "parts" / "pair", there)):
+    for source, folder in ((alone / "pair", straight), (rest / "parts" / "pair", there)):
         shutil.copytree(source, folder)
         finish(go_on(folder, 3))
     assert_same(straight, there)
-    assert_same(straight, three / "parts" / "back" / "pair")
+    assert_same(straight, rest / "parts" / "back" / "pair")
 
 
 def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
@@ -95,7 +114,12 @@ def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "several", "generations"),
-    [("networks", "two", 6), ("pair", "three", 3), ("led", "three", 3), ("thinned", "three", 3)],
+    [
+        ("networks", "two", 6),
+        ("pair", "three", 3),
+        ("led", "three", 3),
+        pytest.param("thinned", "rest", 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_goes_on_in_another_number_of_processes(
     name: str, several: str, generations: int, alone: Path, tmp_path: Path, request: pytest.FixtureRequest
