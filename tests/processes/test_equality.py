@@ -31,8 +31,7 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scenarios in two processes, which also go on with what one has begun."""
     folder = tmp_path_factory.mktemp("two")
     shutil.copytree(alone / "networks", folder / "back" / "networks")
-    store(shared_model(), folder / "base")
-    performed(2, folder, *IN_TWO, "parts/words", "back/networks+6")
+    performed(2, folder, *IN_TWO, "back/networks+6")
     return folder
 
 
@@ -40,10 +39,9 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scenarios in three processes, likewise."""
     folder = tmp_path_factory.mktemp("three")
-    for name in ("pair", "led"):
-        shutil.copytree(alone / name, folder / "back" / name)
+    shutil.copytree(alone / "pair", folder / "back" / "pair")
     store(shared_model(), folder / "base")
-    performed(3, folder, *IN_THREE, "back/pair+3", "back/led+3", "parts/thinned")
+    performed(3, folder, *IN_THREE, "back/pair+3", "parts/thinned")
     return folder
 
 
@@ -51,10 +49,12 @@ def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rest(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three processes do besides, and takes its time."""
     folder = tmp_path_factory.mktemp("rest")
-    shutil.copytree(alone / "thinned", folder / "back" / "thinned")
+    for name in ("led", "thinned"):
+        shutil.copytree(alone / name, folder / "back" / name)
     shutil.copytree(alone / "pair", folder / "parts" / "back" / "pair")
     store(shared_model(), folder / "base")
-    performed(3, folder, "halving", "thinned", "back/thinned+3", "parts/pair", "parts/back/pair+3")
+    several = ("parts/words", "parts/pair", "parts/back/pair+3")
+    performed(3, folder, "halving", "led", "back/led+3", "thinned", "back/thinned+3", *several)
     return folder
 
 
@@ -86,7 +86,11 @@ def test_members_that_are_stopped_for_good_leave_processes_to_others(alone: Path
 
 @pytest.mark.parametrize(
     ("name", "several"),
-    [("words", "two"), ("thinned", "three"), pytest.param("pair", "rest", marks=pytest.mark.slow)],
+    [
+        ("thinned", "three"),
+        pytest.param("words", "rest", marks=pytest.mark.slow),
+        pytest.param("pair", "rest", marks=pytest.mark.slow),
+    ],
 )
 def test_a_base_in_parts_teaches_what_a_whole_one_does(
     name: str, several: str, alone: Path, request: pytest.FixtureRequest
@@ -117,7 +121,7 @@ def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
     [
         ("networks", "two", 6),
         ("pair", "three", 3),
-        ("led", "three", 3),
+        pytest.param("led", "rest", 3, marks=pytest.mark.slow),
         pytest.param("thinned", "rest", 3, marks=pytest.mark.slow),
     ],
 )

@@ -15,8 +15,8 @@ from tests.processes.scenarios import PARTS
 from tests.tiny_models import CONFIGS, tiny_model
 from tests.tiny_training import resumed_run, shared_model
 
-ARCHITECTURES = ("gpt2", "qwen3")
-"""Run by transformers' own passes, and by the direct one."""
+ARCHITECTURES = ("gpt2",)
+"""Run by transformers' own passes; `test_equality` has members whose base runs by the direct one."""
 
 
 def test_members_learn_over_a_base_in_parts_what_they_learn_over_a_whole_one(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def check_parts(model: PreTrainedModel, parts: int, device: str) -> None:
 
 
 def part(model: PreTrainedModel, parts: int, device: str) -> None:
-    """Keep every so manieth part of each layer in this process; all processes of the program call this.
+    """Keep this process's part of each layer, and no more; all processes of the program call this.
 
     Args:
         model: Whole, in the CPU's memory, nobody else's. On return its parts are on the device.
