@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,13 +22,12 @@ from evogrpo import GRPO, evolve
 from evogrpo.agents.rollout.collecting import evaluate
 from evogrpo.envs.prompts.builtin import TASKS
 from evogrpo.evolution.strategies import Fixed
-from evogrpo.policies.devices import Precision
 from evogrpo.policies.tokens.models import load_base
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarking.variants import interval
 
-PRECISIONS = [precision for precision in get_args(Precision) if precision != "auto"]
+PRECISIONS = ("float32", "bfloat16")
 GENERATIONS, STEPS, SAMPLES, VALIDATION, TEST = 6, 5, 64, 128, 256
 
 
