@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 _answering = threading.local()
 _lock = threading.Lock()
-_open = 0
+_runs = 0  # how many blocks of `exits_answered` are open, in any thread
+_needed = 0  # by how many blocks `os._exit` is replaced
 _real: Callable[[int], NoReturn] = os._exit
 
 
@@ -30,44 +31,74 @@ class ProgramEndError(RuntimeError):
 
 @contextmanager
 def exits_answered() -> Iterator[None]:
-    """Let `os._exit` raise `ExitCalled` in the block, in this thread and those that `answer_here` names.
+    """Let `os._exit` raise `ExitCalled` in the block, in this thread.
 
-    Another thread still ends the process, but not with status 0; and so does a process that was forked off.
+    Another thread still ends the process meanwhile, but not with status 0; and so does a process that was forked off.
     """
-    global _open  # noqa: PLW0603 (os._exit is one for the whole process)
+    global _runs  # noqa: PLW0603 (one for the whole process, as `os._exit` is)
+    with answered_here():
+        with _lock:
+            _runs += 1
+        process = os.getpid()
+        try:
+            yield
+        finally:
+            with _lock:
+                _runs -= os.getpid() == process
+
+
+@contextmanager
+def answered_here() -> Iterator[None]:
+    """Let `os._exit` raise `ExitCalled` in the block, in this thread, whether or not a run has control."""
+    global _needed  # noqa: PLW0603 (likewise)
     process, before = os.getpid(), getattr(_answering, "on", False)
-
-    def answer(status: int) -> NoReturn:
-        if os.getpid() == process:
-            if getattr(_answering, "on", False):
-                raise ExitCalled(f"os._exit({status}) was called")
-            if status == 0:
-                os.write(2, b"error: a thread has called os._exit(0) in the middle of a run\n")
-        _real(status or int(os.getpid() == process))
-
     with _lock:
-        _open += 1
-        if _open == 1:
-            os._exit = answer
+        _needed += 1
+        if _needed == 1:
+            os._exit = _answer_in(process)  # type: ignore[assignment]
     _answering.on = True
     try:
         yield
     finally:
         _answering.on = before
         with _lock:
-            _open -= 1
-            if _open == 0:
-                os._exit = _real  # type: ignore[assignment]
+            if os.getpid() == process:  # else nothing is left to take back
+                _needed -= 1
+                if _needed == 0:
+                    os._exit = _real  # type: ignore[assignment]
+
+
+def _answer_in(process: int) -> Callable[[int], NoReturn]:
+    """Return what takes the place of `os._exit` in a process, and obeys in those that are forked off."""
+
+    def answer(status: int) -> NoReturn:
+        if os.getpid() != process:
+            _real(status)
+        if getattr(_answering, "on", False):
+            raise ExitCalled(f"os._exit({status}) was called")
+        if _runs and status == 0:
+            os.write(2, b"error: a thread has called os._exit(0) in the middle of a run\n")
+            _real(1)
+        _real(status)
+
+    return answer
+
+
+def _begin_anew() -> None:
+    """Answer nothing in a process that was forked off, whose other threads are gone."""
+    global _runs, _needed, _lock
+    _runs, _needed, _lock = 0, 0, threading.Lock()
+    _answering.on = False
+    os._exit = _real  # type: ignore[assignment]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
 
 
 def end_process(status: int) -> NoReturn:
     """End the process at once, whoever has control."""
     _real(status)
-
-
-def answer_here() -> None:
-    """Let `os._exit` raise in this thread from now on, wherever a run has control."""
-    _answering.on = True
 
 
 def refuse_end(error: SystemExit) -> NoReturn:

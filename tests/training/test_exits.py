@@ -1,5 +1,6 @@
 """Code of the user's that asks for the program's end: in the middle of a run that is an error, and never success."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, evolve
 from evogrpo.cli import main
+from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution import Tournament
 from evogrpo.exits import exits_answered
 from evogrpo.persistence.journal import read_journal
@@ -133,6 +135,43 @@ def test_another_thread_ends_the_process_but_not_with_success(capfd):
 
     assert status_of(work) == 1
     assert "error: a thread has called os._exit(0) in the middle of a run" in capfd.readouterr().err
+
+
+def test_a_call_that_outlasts_the_run_does_not_end_the_program_with_success():
+    over, answered = threading.Event(), threading.Event()
+
+    async def fails(completions, **_):
+        assert "made-up" in completions[0]
+        return [0.5] * len(completions)
+
+    async def ends(completions, **_):
+        try:
+            await asyncio.sleep(0 if "made-up" in completions[0] else 60)
+        except asyncio.CancelledError:  # as another function has failed
+            while not over.is_set():
+                await asyncio.sleep(0.01)
+            try:
+                os._exit(0)
+            except SystemExit:
+                answered.set()
+        return [0.5] * len(completions)
+
+    def work():
+        env, population = tiny_env(reward_funcs=[fails, ends]), tiny_population(2)
+        with pytest.raises(RewardError):
+            list(evolve(population, env, **QUICK))
+        over.set()
+        assert answered.wait(60)
+
+    shared_model()
+    assert status_of(work) == 99
+
+
+def test_a_process_that_was_forked_off_has_runs_of_its_own(tmp_path, capfd):
+    with exits_answered():
+        status = status_of(lambda: run_in("step", ENDS["os._exit(0)"], tmp_path / "run"))
+    assert status == 98
+    assert "ProgramEndError: os._exit(0) was called" in capfd.readouterr().err
 
 
 def test_a_process_that_was_forked_off_ends_as_it_likes():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from evogrpo.envs.prompts.rewards.verifiers.printing import visible_prints
-from evogrpo.exits import answer_here, exits_answered
+from evogrpo.exits import answered_here, exits_answered
 from evogrpo.interruption import Interrupted, give_way
 
 Function = Callable[..., Any]
@@ -111,12 +111,16 @@ async def call_async(function: Function, calls: Sequence[Call], timeout: float |
             return error
 
     tasks = [asyncio.ensure_future(call(args, keywords)) for args, keywords in calls]
-    await asyncio.wait(tasks, timeout=timeout)
+    try:
+        await asyncio.wait(tasks, timeout=timeout)
+    finally:
+        late = [task for task in tasks if not task.done()]
+        for task in late:
+            task.cancel()  # and not waited for: it may refuse
     values: list[Any] = []
     for task in tasks:
-        if not task.done():
-            assert timeout is not None  # else all of them are
-            task.cancel()  # and not waited for: it may refuse
+        if task in late:
+            assert timeout is not None  # else none of them is
             values.append(CallTimeoutError(timeout))
         elif task.cancelled():
             values.append(CallFailedError("was cancelled"))
@@ -179,8 +183,8 @@ class EventLoop:
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
-    answer_here()
-    loop.run_forever()
+    with answered_here():  # as long as it lives: calls may outlast the run that has given them up
+        loop.run_forever()
 
 
 class InProcess:
