@@ -16,11 +16,13 @@ import evogrpo
 from evogrpo.text import printable, shorten
 
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+MOST_STATUS = 255
 
 _OVERRIDES = "key=value with dots between nested keys, e.g. schedule.generations=8 hyperparameters.lr=1e-4"
 _EXIT_CODES = (
-    "exit codes: 0 done; 1 the run or the command failed; 2 the request was refused; 130 stopped by Ctrl-C; "
-    "128 + N stopped by signal N, e.g. 143 by SIGTERM"
+    "exit codes: 0 done, or a run was stopped by SIGTERM, SIGHUP or SIGUSR1 and saved (--stopped-status is another "
+    "one); 1 the run or the command failed; 2 the request was refused; 130 stopped by Ctrl-C; 128 + N ended at once by "
+    "signal N, e.g. 143 by SIGTERM"
 )
 
 
@@ -163,7 +165,8 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     train.usage = (
         "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--allow-memory]\n"
-        "                     [--preset] [--wrapper MODULE:CLASS] [--traceback]\n"
+        "                     [--stopped-status N] [--preset] [--wrapper MODULE:CLASS]\n"
+        "                     [--traceback]\n"
         "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
     )
     instead = train.add_mutually_exclusive_group()
@@ -207,7 +210,7 @@ def _add_further_runs(commands: "argparse._SubParsersAction[argparse.ArgumentPar
     _existing_run(resume)
     resume.set_defaults(own_code=True)
     resume.add_argument("--generations", type=int, metavar="N", help="generations in all, those already done included")
-    _allow_memory(resume)
+    _running(resume)
     resume.add_argument(
         "--allow-changed-data",
         action="store_true",
@@ -244,7 +247,7 @@ def _starting(parser: argparse.ArgumentParser) -> None:
         "--run-dir", type=Path, metavar="DIR", help="where records go (default: a new folder under runs/)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained and at what cost")
-    _allow_memory(parser)
+    _running(parser)
 
 
 def _existing_run(parser: argparse.ArgumentParser, about: str = "the folder of a run") -> None:
@@ -264,10 +267,29 @@ def check_folder(folder: Path) -> None:
     raise ValueError(f"{folder} is no folder{meant}")
 
 
-def _allow_memory(parser: argparse.ArgumentParser) -> None:
+def _running(parser: argparse.ArgumentParser) -> None:
+    """Declare what every run takes, whether it begins or goes on."""
     parser.add_argument(
         "--allow-memory", action="store_true", help="go on although more memory is estimated to be needed than is there"
     )
+    parser.add_argument(
+        "--stopped-status",
+        type=_status,
+        default=OK,
+        metavar="N",
+        help="exit code of a run that SIGTERM, SIGHUP or SIGUSR1 has stopped, once it is saved (default 0): another "
+        "one, such as 143, tells a scheduler that it is not done",
+    )
+
+
+def _status(text: str) -> int:
+    """Read an exit code."""
+    if not re.fullmatch(r"\d{1,3}", text) or int(text) > MOST_STATUS:
+        raise argparse.ArgumentTypeError(
+            f"an exit code is a whole number from 0 to {MOST_STATUS}, got {text!r:.40}: 143, say, is that of a program "
+            "which SIGTERM has ended"
+        )
+    return int(text)
 
 
 def _add_others(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -70,7 +70,7 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         with working(console, "making the population"):
             evolution = start(prepared, run_dir)
         with fitting_threads(one=prepared.one_thread):
-            return _go(console, evolution, run_dir)
+            return _go(console, evolution, run_dir, chosen.stopped_status)
 
 
 def go_on(chosen: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def go_on(chosen: argparse.Namespace) -> int:
         for change in evolution.changed_data:
             say_warning(f"changed since the run began: {change}")
         with fitting_threads(one=prepared.one_thread):
-            return _go(console, evolution, run_dir)
+            return _go(console, evolution, run_dir, chosen.stopped_status)
 
 
 def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
@@ -115,13 +115,13 @@ def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
         check_memory(need, allowed=chosen.allow_memory, remedy="--allow-memory")
 
 
-def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
-    """Run to the end, to Ctrl-C or to an error, and say how to go on."""
+def _go(console: Console, evolution: Evolution, run_dir: Path, stopped_status: int) -> int:
+    """Run to the end, to a signal or to an error, and say how to go on."""
     display = RunDisplay(console, evolution)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with stopping_on_signals(evolution.stopping, _announce) as signals, display, clean_warnings(console):
+        with stopping_on_signals(evolution.stopping, _announce), display, clean_warnings(console):
             for report in evolution.reports():
                 display.show(report)
     except KeyboardInterrupt:
@@ -148,7 +148,7 @@ def _go(console: Console, evolution: Evolution, run_dir: Path) -> int:
     display.say_end()
     if not evolution.result.complete:
         _show_way_on(console, run_dir)
-        return 128 + (signals[0] if signals else signal.SIGTERM)  # that of another process
+        return INTERRUPTED if evolution.stopping.signal == signal.SIGINT else stopped_status
     if not processes().leads:
         return OK
     console.print()

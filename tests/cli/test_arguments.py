@@ -40,6 +40,9 @@ def test_reports_are_drawn_without_torch(tmp_path):
         (["train", "c.yaml", "--dryrun"], "evogrpo train: error: there is no option --dryrun; did you mean --dry-run?"),
         (["train", "--steps=3"], "no option --steps; settings are written without dashes, such as steps=3"),
         (["report", "-q", "x"], "no option -q; `evogrpo report --help` lists them"),
+        (["train", "c.yaml", "--stopped-status", "256"], "an exit code is a whole number from 0 to 255, got '256'"),
+        (["resume", "run", "--stopped-status=-1"], "an exit code is a whole number from 0 to 255, got '-1'"),
+        (["demo", "--stopped-status", "1.0"], "an exit code is a whole number from 0 to 255, got '1.0'"),
         (["tasks", "more"], "evogrpo tasks: error: one argument too many: 'more'"),
         (["lineage", "run", "two\x1b[31m"], r"one argument too many: 'two\x1b[31m'"),
     ],
@@ -58,7 +61,7 @@ def test_a_usage_error_fits_the_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     with pytest.raises(SystemExit):
         main(["train", "--learning-rate=3"])
-    lines = capsys.readouterr().err.splitlines()[3:]
+    lines = capsys.readouterr().err.partition("MODULE) [KEY=VALUE ...]\n")[2].splitlines()
     assert len(lines) > 1
     assert max(map(len, lines)) <= 60
 

@@ -53,11 +53,13 @@ def wait_for_step(run_dir: Path, step: int) -> None:
     raise AssertionError("the run did not get there")
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "options", "code"), [(signal.SIGINT, ("--stopped-status", "9"), 130), (signal.SIGTERM, (), 0)]
+)
 def test_a_signal_stops_the_run_and_resuming_equals_never_stopping(
-    project, here, slow, uninterrupted, number, code, capsys
+    project, here, slow, uninterrupted, number, options, code, capsys
 ):
-    process = command("train", project / "tiny.yaml", "--run-dir", "run", *slow, cwd=here)
+    process = command("train", project / "tiny.yaml", "--run-dir", "run", *options, *slow, cwd=here)
     wait_for_step(here / "run", 1)
     process.send_signal(number)
     output, errors = process.communicate(timeout=60)

@@ -21,6 +21,7 @@ from evogrpo.objective import Objective
 from evogrpo.policies.tokens.models import load_base
 from evogrpo.processes import ProcessError, processes
 from evogrpo.records import LearnReport
+from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.run import Evolution
 from tests.tiny_steps import cart_pole, resumed_step_run, step_run
 from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_population, tiny_run, variety
@@ -223,6 +224,31 @@ def killed(folder: str, step: int) -> None:
     for report in networks(Path(folder)).reports():
         if processes().rank == 1 and getattr(report, "step", None) == step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Signalled(AbstractContextManager[None]):
+    """In place of what shows a run: one process gets a signal after a learning step."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, report: object) -> None:
+        if processes().rank == 1 and getattr(report, "step", None) == self.step:
+            signal.raise_signal(self.number)
+
+    def say_end(self) -> None:
+        pass
+
+
+def looped(folder: str, number: int) -> None:
+    """Iterate over a run as programs do, until a signal comes."""
+    display: Any = Signalled(number, step=3)
+    for _ in Run(networks(Path(folder)), display):
+        pass
+    print("after the loop")
 
 
 def limited(folder: str) -> None:

@@ -1,6 +1,9 @@
 """`torchrun -m evogrpo ...`: one run, in one folder, told once."""
 
+import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from evogrpo.persistence.journal import read_journal
 from evogrpo.training.memory import bytes_text, state_size
 from tests.cli.project import write_project
 from tests.processes.launching import launch
-from tests.processes.scenarios import commanded
+from tests.processes.scenarios import commanded, looped
 from tests.tiny_models import COMMON
 
 SMALL = (
@@ -71,6 +74,45 @@ def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> Non
     leader, _ = both(tmp_path, *words, restarts=1)
     assert "started again by the launcher, so the run in run goes on" in leader
     assert "nothing is left to do" in leader
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "options", "status"),
+    [
+        (signal.SIGUSR1, (1,), (), 0),
+        (signal.SIGTERM, (0, 1, 0, 1), ("--stopped-status", "143"), 143),
+        (signal.SIGINT, (1,), ("--stopped-status", "143"), 130),
+    ],
+)
+def test_a_signal_to_any_process_ends_all_with_one_status(
+    number: signal.Signals, to: tuple[int, ...], options: tuple[str, ...], status: int, tmp_path: Path
+) -> None:
+    """It may come twice, as launchers pass on what their processes have got already."""
+    words = ("train", "--env", "CartPole-v1", *SMALL, "schedule.generations=100000", *options)
+    launched = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words)
+    journal = tmp_path / "runs" / "CartPole-v1" / "journal.jsonl"
+    while all(process.is_alive() for process in launched.processes):
+        if journal.exists() and any(event["event"] == "step" for event in read_journal(journal)):
+            break
+        time.sleep(0.05)
+    for rank in to:
+        os.kill(launched.processes[rank].pid or 0, number)
+    (leads, said), (follows, other) = launched.ended(60)
+    assert (leads, follows) == (status, status), said + other
+    assert "evogrpo resume runs/CartPole-v1" in said
+    last = read_journal(journal)[-1]
+    by = "the user" if number == signal.SIGINT else number.name
+    assert (last["event"], last["reason"]) == ("stopped", f"stopped by {by}")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    """Where the loop is, and not with what follows it; each says where the run goes on."""
+    ends = launch(2, tmp_path / "logs", looped, str(tmp_path / "run"), int(number)).ended(60)
+    said = f"stopped after learning step 4; evogrpo.resume({str(tmp_path / 'run')!r}, ...) goes on"
+    assert [each for each, _ in ends] == [status, status], ends
+    assert all("after the loop" not in words for _, words in ends)
+    assert [said in words for _, words in ends] == [True, number == signal.SIGINT], ends
 
 
 def test_every_process_says_where_it_is(tmp_path: Path) -> None:

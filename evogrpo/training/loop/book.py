@@ -25,6 +25,7 @@ class Book:
         experience: How members learn from each other's samples; None = each from its own.
 
     Attributes:
+        known: The folder as all processes know it; None = nothing is recorded.
         folder: Where this process writes; None = nowhere.
     """
 
@@ -38,7 +39,7 @@ class Book:
     ) -> None:
         self._population, self._progress, self._acting = acting.population, acting.progress, acting
         self._strategy, self._data, self._experience = strategy, data, experience
-        self._known = run_dir  # to all processes
+        self.known = run_dir
         self.folder = run_dir if self._population.crew.processes.leads else None
 
     def create(self) -> None:
@@ -99,6 +100,6 @@ class Book:
 
     def save_between(self) -> None:
         """Write a checkpoint amid a generation, where the run is to have them."""
-        every = None if self._known is None else self._known.logging.checkpoint_steps
+        every = None if self.known is None else self.known.logging.checkpoint_steps
         if every is not None and self._progress.step_in_generation % every == 0:
             self.save()

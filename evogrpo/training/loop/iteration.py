@@ -21,8 +21,8 @@ from evogrpo.training.loop.stopping import STOPPED, leave, stopping_on_signals
 class Run(Iterator[GenerationReport]):
     """A run: iterating over it trains, and yields a report after every generation.
 
-    A loop that was left goes on where it was. Ctrl-C, SIGTERM and the like stop the run, which is saved first; signals
-    that the program handles itself are left to it.
+    A loop that was left goes on where it was. Ctrl-C, SIGTERM and the like stop the run and end the program, in all
+    processes, once everything is saved; signals that the program handles itself are left to it.
 
     Args:
         evolution: The run, step by step.
@@ -38,7 +38,7 @@ class Run(Iterator[GenerationReport]):
         self._reports = evolution.reports()
 
     def __repr__(self) -> str:
-        progress, run_dir = self.evolution.progress, self.evolution.run_dir
+        progress, run_dir = self.evolution.progress, self.evolution.recorded_in
         where = "" if run_dir is None else f", in {str(run_dir.path)!r}"
         return f"Run(after generation {progress.generation}, learning step {progress.step}{where})"
 
@@ -125,6 +125,7 @@ class Run(Iterator[GenerationReport]):
         Raises:
             StopIteration: If the schedule has come to its end, or the run was stopped.
             KeyboardInterrupt: After Ctrl-C, once everything is saved.
+            SystemExit: After SIGTERM, SIGHUP or SIGUSR1, likewise; with status 0.
         """
         # Outermost: what is shown takes time as well, and an interrupt may come while it is put up or taken away.
         with exits_answered(), stopping_on_signals(self.evolution.stopping) as received:
@@ -133,10 +134,11 @@ class Run(Iterator[GenerationReport]):
                 self._advance()
         if self._display is not None and self.evolution.over:
             self._display.say_end()
-        if received:
-            run_dir, step = self.evolution.run_dir, self.evolution.progress.step
+        number = received[0] if received else self.evolution.stopping.signal  # which another process may have got
+        if number is not None:
+            run_dir, step = self.evolution.recorded_in, self.evolution.progress.step
             where = "nothing was recorded" if run_dir is None else f"evogrpo.resume({str(run_dir.path)!r}, ...) goes on"
-            leave(received[0], f"stopped after learning step {step}; {where}")
+            leave(number, f"stopped after learning step {step}; {where}")
         if report is None:
             raise StopIteration
         return report
@@ -166,7 +168,7 @@ def _prolonged(evolution: Evolution, timesteps: int) -> Evolution:
         schedule=replace(evolution.schedule, **limits),
         strategy=evolution.strategy,
         fitness=evolution.fitness,
-        run_dir=None if evolution.run_dir is None else evolution.run_dir.again(),
+        run_dir=None if evolution.recorded_in is None else evolution.recorded_in.again(),
         progress=evolution.progress,
         experience=evolution.experience,
     )

@@ -111,6 +111,7 @@ class Evolution:
         self._planning = Planning(population, strategy, schedule, self.progress, experience)
         self._description = description or {}
         self._ended: str | None = None
+        self._complete = False
         self._tested: TestReport | None = None
         generations = schedule.generations
         every = generations and generations * schedule.steps_per_generation
@@ -127,6 +128,11 @@ class Evolution:
     def run_dir(self) -> RunDir | None:
         """Where this process writes records; None = nowhere."""
         return self._book.folder
+
+    @property
+    def recorded_in(self) -> RunDir | None:
+        """Where records of the run are, in all processes alike; None = nowhere."""
+        return self._book.known
 
     @property
     def schedule(self) -> Schedule:
@@ -177,7 +183,7 @@ class Evolution:
         if self.schedule.test_questions != 0 and self.progress.best is not None:
             yield from self._test()
         self.acting.clock.tick()
-        self._ended = self.ended()
+        self._ended, self._complete = self.ended(), True
         if self.acting.clock.is_up or self._given_up:
             self._book.save()
             if not self.progress.step:
@@ -259,10 +265,10 @@ class Evolution:
         return result_of(
             self.progress,
             reason=self._ended,
-            complete=self.stopping.reason is None,
+            complete=self._complete,
             timesteps=self._timesteps,
             test=self._tested,
-            run_dir=None if self.run_dir is None else self.run_dir.path,
+            run_dir=None if self.recorded_in is None else self.recorded_in.path,
         )
 
     @property

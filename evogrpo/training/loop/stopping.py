@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +12,7 @@ from typing import NoReturn
 
 from evogrpo.exits import end_process
 from evogrpo.interruption import Interrupted, interruptible
-from evogrpo.processes import Processes
+from evogrpo.processes import Processes, speaks
 
 STOPPED = "stopped by the user"
 
@@ -33,21 +34,28 @@ class Stopping:
 
     Attributes:
         reason: Why; None while nobody has asked.
+        signal: The number of the signal that asked; None if it was none.
     """
 
     def __init__(self, processes: Processes | None = None) -> None:
         self.reason: str | None = None
+        self.signal: int | None = None
         self._abandonable, self._leaving = False, threading.Lock()
         self._processes = processes or Processes()
 
-    def ask(self, reason: str) -> None:
-        """Ask the run to stop; the first reason counts."""
-        self.reason = self.reason or reason
+    def ask(self, reason: str, number: int | None = None) -> None:
+        """Ask the run to stop, perhaps because a signal of that number came; the first reason counts."""
+        if self.reason is None:
+            self.reason, self.signal = reason, number
 
     def agreed(self) -> str | None:
         """Return why the run is to stop, the same in all processes; None if none of them has been asked."""
-        if self._processes.size > 1:
-            self.reason = self._processes.told(self.reason)
+        if self._processes.size == 1:
+            return self.reason
+        asked = self._processes.told(None if self.reason is None else (self.reason, self.signal))
+        if asked is None:  # whoever was asked meanwhile, as by a signal, tells it the next time
+            return None
+        self.reason, self.signal = asked
         return self.reason
 
     def check(self) -> None:
@@ -91,7 +99,9 @@ class Stopping:
 
 @contextmanager
 def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambda: None) -> Iterator[Sequence[int]]:
-    """Let the first signal ask for a stop and the second abort with KeyboardInterrupt; yields the signals that came.
+    """Let the first signal ask for a stop, and a Ctrl-C after it abort; yields the signals that came.
+
+    A scheduler's signal may come more than once, as launchers pass on what their processes have got already.
 
     Code that does not look whether it shall stop, such as a reward function that waits, is broken off a few seconds
     after the first signal, again and again. Where it catches even that, the process ends before ten seconds are over,
@@ -101,6 +111,9 @@ def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambd
     Args:
         stopping: What is asked.
         announce: Called at the first signal, in the middle of whatever is being done.
+
+    Raises:
+        KeyboardInterrupt: Wherever the run is, if it is to abort.
     """
     received: list[int] = []
     insisting, over = threading.Event(), threading.Event()
@@ -112,8 +125,10 @@ def stopping_on_signals(stopping: Stopping, announce: Callable[[], None] = lambd
             return
         received.append(number)
         if len(received) > 1:
-            raise KeyboardInterrupt
-        stopping.ask(stop_reason(number))
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return
+        stopping.ask(stop_reason(number), number)
         announce()
         threading.Thread(target=_press, args=(stopping, number, insisting, over), daemon=True).start()
 
@@ -153,8 +168,11 @@ def leave(number: int, said: str) -> NoReturn:
     """Leave the program as a signal asks, now that everything is saved.
 
     Raises:
-        KeyboardInterrupt: For Ctrl-C, with what is to be said; any other signal ends the process as it would have.
+        KeyboardInterrupt: For Ctrl-C, with what is to be said.
+        SystemExit: For any other signal, with status 0: what a scheduler asked for has been done.
     """
-    if number != signal.SIGINT:
-        signal.raise_signal(number)  # its handler is the default one: nothing else was replaced
-    raise KeyboardInterrupt(said)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt(said)
+    if speaks():
+        sys.stderr.write(f"{said}\n")
+    raise SystemExit(0)
