@@ -94,6 +94,11 @@ class SpreadCrew(Crew):
         own = self._places.own
         return len(own) > 0 and self._places.owner(own[0]) == self._places.rank
 
+    @property
+    def _shares_learning(self) -> bool:
+        """Whether this process does a part of what a member learns, and others the rest."""
+        return self._places.divided and isinstance(self.members, SharedMembers) and self.members.shares_learning
+
     def _here(self, learners: Sequence[Learner]) -> list[Learner]:
         """Return the learners of this process by its own numbers, and so those whom they learn from."""
         places = self._places
@@ -153,7 +158,7 @@ class SpreadCrew(Crew):
             found = algorithm.learn_together(self.members, here, experience) if here else {}
             return {places.own[place]: report for place, report in found.items()} if self._speaks else {}
 
-        reports = self.processes.together(learn, divided=places.divided)
+        reports = self.processes.together(learn, divided=self._shares_learning)
         return {slot: report for part in reports for slot, report in part.items()}
 
     def _with_lent(self, here: Sequence[Learner], experience: Experience, lent: Sequence[int]) -> Experience:
@@ -163,7 +168,7 @@ class SpreadCrew(Crew):
         def find() -> None:
             own.update(lend(self.members, places, experience, lent))
 
-        self.processes.together(find, divided=places.divided)
+        self.processes.together(find, divided=self._shares_learning)
         lenders = sorted({places.owner(slot) for slot in lent})
         parts = {rank: self.processes.said(own if rank == places.rank else {}, source=rank) for rank in lenders}
         return borrow(self.members, places, experience, here, parts)

@@ -1,6 +1,7 @@
 """What a run is going to be, in words; and with `--dry-run` its arithmetic instead of the run."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -8,7 +9,6 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.agents.members.spread.places import Places
-from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.history.words import words_of
 from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
@@ -17,6 +17,7 @@ from evogrpo.processes import processes
 from evogrpo.text import count_text, counted, duration_text, number_text, printable
 from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.forecast import possible
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.memory import bytes_text, check_memory, gigabytes
@@ -35,29 +36,51 @@ def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, prese
         "objective": _objective(config.agent.objective),
         "schedule": _schedule(config),
         "run directory": str(run_dir),
-        **layout(config.population.size, processes().size, words=kind_of(config.task).word == LanguageMembers.kind),
+        **layout(config.population.size, processes().size, groups=_most_groups(config)),
         **config.task.facts(),
     }
     _show(console, rows)
 
 
-def layout(members: int, count: int, *, words: bool) -> dict[str, str]:
+def layout(members: int, count: int, *, groups: int) -> dict[str, str]:
     """Say how many members each of several processes has, or how many processes each member.
 
     Args:
         members: How many there are.
         count: How many processes.
-        words: Whether members are language models.
+        groups: That a member has in a learning step, at most: as many processes can share them.
     """
     if count == 1:
         return {}
-    places = Places(members, count, 0, shared=words)
-    if words and count > members:
-        squads = ", ".join(str(len(ranks)) for ranks in places.squads)
-        return {"processes": f"{count}, of which {squads} share the work of one member each"}
-    shares = ", ".join(str(len(own)) for own in places.shares)
-    idle = "; those without only help to test the base and the best" if count > members else ""
-    return {"processes": f"{count}, with {shares} members{idle}"}
+    places = Places(members, count, 0)
+    if count <= members:
+        told = _told(Counter(len(own) for own in places.shares), _with_members)
+        return {"processes": f"{count}: {told}"}
+    squads = Counter(len(ranks) for ranks in places.squads)
+    told = f"{count}: {_told(squads, _with_a_member)}"
+    idle = sum(number * max(0, squad - groups) for squad, number in squads.items())
+    if idle:
+        told = f"{told}; {idle} would sample nothing, as a member has {counted(groups, 'group')} in a step"
+    return {"processes": told}
+
+
+def _told(numbers: Mapping[int, int], words: Callable[[int, int], str]) -> str:
+    return " and ".join(words(size, number) for size, number in numbers.items())
+
+
+def _with_members(size: int, number: int) -> str:
+    return f"{number} with {counted(size, 'member')}{' each' if number > 1 else ''}"
+
+
+def _with_a_member(size: int, number: int) -> str:
+    if size == 1:
+        return f"{number} with a member{' each' if number > 1 else ' of its own'}"
+    return f"{size} that share the work of {'one member' if number == 1 else f'each of {number} members'}"
+
+
+def _most_groups(config: AnyConfig) -> int:
+    """Return how many groups a member can have in a learning step, as group sizes begin and evolve."""
+    return config.schedule.samples_per_step // min(possible(config, "group_size"))
 
 
 def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool) -> None:
@@ -86,6 +109,8 @@ def _traffic(traffic: Traffic) -> dict[str, str]:
         return {}
     shared = bytes_text(traffic.gradients)
     gradients = f"; {shared} of gradients in each optimizer step of a shared member" if traffic.gradients else ""
+    most = bytes_text(traffic.pooled)
+    pooled = f"; at most {most} of samples among the processes of a shared member" if traffic.pooled else ""
     lent = (
         f" and at most {bytes_text(traffic.lent)} of samples that members elsewhere learn from" if traffic.lent else ""
     )
@@ -93,7 +118,7 @@ def _traffic(traffic: Traffic) -> dict[str, str]:
         "exchange": f"about {bytes_text(traffic.records)} of records{lent} to each process in a generation, in "
         f"{count_text(traffic.messages)} messages; {bytes_text(traffic.state)} for each clone whose parent lives "
         f"elsewhere, at most {counted(traffic.clones, 'clone')}; {bytes_text(traffic.gathered)} to the "
-        f"first process for each checkpoint{gradients}",
+        f"first process for each checkpoint{pooled}{gradients}",
     }
 
 

@@ -46,7 +46,7 @@ class Traffic:
         state: Bytes of what a member has learnt: its weights and AdamW's moments.
         tokens: Of a completion; 0 where nothing is written.
         sources: Of how many others' samples a member learns at most.
-        sample: Bytes of one of these.
+        sample: Bytes of a sample that is learnt from in another process than that which took it.
     """
 
     members: int
@@ -94,12 +94,24 @@ class Traffic:
         return self.members - 1 if len(self.shares) > 1 else 0
 
     @property
+    def _sharers(self) -> int:
+        """How many processes share the work of one member at most."""
+        return math.ceil(len(self.shares) / self.members)
+
+    @property
+    def pooled(self) -> int:
+        """Bytes of samples that a process gets in a generation at most from those that share its member's work."""
+        most = math.ceil(self.samples / self._sharers) * (self._sharers - 1)
+        return self.steps * most * self.sample
+
+    @property
     def gradients(self) -> int:
         """Bytes that each process of a member gives the others in an optimizer step; none if it has one process.
 
-        It sends a part of its gradient to each of them, and the sum of its own part; see `Processes.summed`.
+        It sends a part of its gradient to each of them, and the sum of its own part; see `Processes.summed`. Small
+        networks learn everything in each process.
         """
-        sharers = math.ceil(len(self.shares) / self.members) if self.tokens else 1
+        sharers = self._sharers if self.tokens else 1
         return 2 * (sharers - 1) * (self.state // 3) // sharers if sharers > 1 else 0
 
 

@@ -183,15 +183,23 @@ def test_a_dry_run_shows_the_network_that_is_really_used(called, folder, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("members", "count", "words", "said"),
+    ("members", "count", "said"),
     [
-        (3, 2, True, "2, with 2, 1 members"),
-        (2, 3, True, "3, of which 2, 1 share the work of one member each"),
-        (1, 4, True, "4, of which 4 share the work of one member each"),
-        (1, 3, False, "3, with 1, 0, 0 members; those without only help to test the base and the best"),
+        (4, 2, "2: 2 with 2 members each"),
+        (3, 2, "2: 1 with 2 members and 1 with 1 member"),
+        (64, 10, "10: 4 with 7 members each and 6 with 6 members each"),
+        (2, 3, "3: 2 that share the work of one member and 1 with a member of its own"),
+        (1, 4, "4: 4 that share the work of one member"),
+        (2, 4, "4: 2 that share the work of each of 2 members"),
+        (
+            2,
+            9,
+            "9: 5 that share the work of one member and 4 that share the work of one member; 1 would sample nothing, "
+            "as a member has 4 groups in a step",
+        ),
     ],
 )
-def test_the_plan_says_who_has_which_members(members: int, count: int, words: bool, said: str) -> None:
-    """More processes than language models share their work; more than small networks are not of much use."""
-    assert layout(members, count, words=words) == {"processes": said}
-    assert layout(members, 1, words=words) == {}
+def test_the_plan_says_who_has_which_members(members: int, count: int, said: str) -> None:
+    """More processes than members share their work, by groups."""
+    assert layout(members, count, groups=4) == {"processes": said}
+    assert layout(members, 1, groups=4) == {}

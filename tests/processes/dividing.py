@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import numpy as np
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from evogrpo.processes import processes
 from evogrpo.training.loop.run import Evolution
 from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_models import EOS
+from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run, variety
 from tests.two_turns import GuessTwice
 
@@ -53,6 +55,7 @@ def divided() -> None:
 
         learn_both_ways(tiny_env(reward_fn=reward), {"objective": objective, **options}, rewarded)
     learn_both_ways(GuessTwice(tokenizer=shared_tokenizer()), TALK)
+    play_together()
     run_out_of_memory(beta=0.0)  # nothing is scored
     run_out_of_memory(beta=0.05)  # scored first
 
@@ -84,6 +87,25 @@ def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | 
     state = together.members.banks.state(0)
     assert_states_agree(state, alone.members.banks.state(0), lr=LR)
     assert_equal_everywhere(state)
+
+
+class Counting(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Counts the episodes of this process."""
+
+    played = 0
+
+    def reset(self, **options: Any) -> Any:
+        """Count, and begin an episode."""
+        Counting.played += 1
+        return super().reset(**options)
+
+
+def play_together() -> None:
+    """Let a small network play in all processes, each its own part of the episodes."""
+    env = cart_pole(wrappers=[Counting])
+    population, Counting.played = step_population(1, env), 0
+    found = population.collect(env, step=0, samples_per_step=8, block=2)
+    assert processes().all((Counting.played, len(found.experience["default"]))) == [(4, 8), (4, 8)]
 
 
 def run_out_of_memory(beta: float) -> None:

@@ -52,7 +52,7 @@ def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
     """In all processes, and nobody writes."""
     leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL, "experience=shared", "--dry-run")
     assert "nothing was trained" in leader
-    assert "2, with 2, 1 members" in leader
+    assert "2: 1 with 2 members and 1 with 1 member" in leader
     told = " ".join(leader.split())
     assert "as 2 processes share that memory" in told  # each needs its own memory of one machine
     state = state_size(int(re.search(r"parameters (\d[\d,]*) in each member", told)[1].replace(",", "")))

@@ -13,7 +13,7 @@ from tests.processes.parting import store
 from tests.processes.scenarios import SCENARIOS, go_on, perform
 from tests.tiny_training import finish, shared_model
 
-IN_THREE = ["networks", "pair", "led", "borrowed", "thinned"]
+IN_THREE = ["networks", "team", "pair", "led", "borrowed", "thinned"]
 IN_TWO = [name for name in SCENARIOS if name not in ("halving", *IN_THREE[1:])]
 
 
@@ -71,7 +71,7 @@ def test_two_processes_come_to_what_one_comes_to(name: str, alone: Path, two: Pa
 
 @pytest.mark.parametrize("name", IN_THREE)
 def test_shares_need_not_be_even(name: str, alone: Path, three: Path) -> None:
-    """Three processes for five members, and for two: a language model is sampled and trained by two of them.
+    """Three processes for five members, and for two: one of these acts in two of them, and is trained by both.
 
     Members leave, and those that remain move to where nobody is left, or are shared by whoever has nobody.
     """

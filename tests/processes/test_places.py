@@ -7,16 +7,15 @@ import pytest
 from evogrpo.agents.members.spread.places import Places
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("processes", range(1, 8))
 @pytest.mark.parametrize("size", range(1, 6))
-def test_slots_and_processes_are_dealt_evenly_and_in_order(size: int, processes: int, shared: bool) -> None:
+def test_slots_and_processes_are_dealt_evenly_and_in_order(size: int, processes: int) -> None:
     """Each slot has somebody to speak for it; nobody has two where somebody has none; squads have the same slot."""
-    everybody = [Places(size, processes, rank, shared) for rank in range(processes)]
+    everybody = [Places(size, processes, rank) for rank in range(processes)]
     first, loads = everybody[0], [len(each.own) for each in everybody]
     holders = [first.holders(slot) for slot in range(size)]
     assert [rank for ranks in first.squads for rank in ranks] == list(range(processes))
-    if shared and processes > size:
+    if processes > size:
         assert loads == [1] * processes
         assert [list(ranks) for ranks in first.squads] == holders
         assert {len(ranks) for ranks in holders} <= {processes // size, processes // size + 1}
@@ -32,19 +31,18 @@ def test_slots_and_processes_are_dealt_evenly_and_in_order(size: int, processes:
     assert all(each.held >= 1 for each in everybody)
 
 
-@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("processes", range(1, 8))
 @pytest.mark.parametrize("size", range(1, 6))
-def test_those_that_remain_are_dealt_out_evenly_again(size: int, processes: int, shared: bool) -> None:
+def test_those_that_remain_are_dealt_out_evenly_again(size: int, processes: int) -> None:
     """Whoever leaves: nobody needs more places than at first, and nobody moves who need not."""
-    before = Places(size, processes, 0, shared)
+    before = Places(size, processes, 0)
     for vacant in (set(leaving) for count in range(size) for leaving in combinations(range(size), count)):
-        everybody = [Places(size, processes, rank, shared).without(vacant) for rank in range(processes)]
+        everybody = [Places(size, processes, rank).without(vacant) for rank in range(processes)]
         after, remaining = everybody[0], [slot for slot in range(size) if slot not in vacant]
         loads = [len(own) for own in after.shares]
         assert all(load <= each.held for load, each in zip(loads, everybody, strict=True))
         assert list(dict.fromkeys(slot for own in after.shares for slot in own)) == remaining
-        if shared and processes > len(remaining):
+        if processes > len(remaining):
             assert loads == [1] * processes
             assert {len(after.holders(slot)) for slot in remaining} <= {
                 processes // len(remaining),

@@ -38,6 +38,15 @@ def test_samples_of_members_elsewhere_travel(
     assert found.messages == 2 * (MESSAGES + messages)
 
 
+@pytest.mark.parametrize(
+    ("shares", "members", "pooled"),
+    [([2, 2], 4, 0), ([1, 1, 1], 2, 2 * 4 * 1000), ([1, 1, 1], 1, 2 * 2 * 3 * 1000)],
+)
+def test_samples_of_a_shared_member_travel(shares: list[int], members: int, pooled: int) -> None:
+    """Each of its processes gets what the others took: halves of 8, or thirds, the longest of 3."""
+    assert traffic(shares, members, 0).pooled == pooled
+
+
 @pytest.mark.parametrize("correction", [None, "token_truncate"])
 def test_completions_take_as_many_bytes_as_is_told(correction: str | None) -> None:
     """Within a tenth, whatever has to be told of the policies that acted."""

@@ -115,8 +115,13 @@ class Members(Protocol):
         """Refuse with a ValueError an environment that these members cannot act in."""
         ...
 
-    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
-        """Act from training starts, sampling."""
+    def sample(
+        self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None
+    ) -> Collected:
+        """Act from training starts, sampling; only the rows `part` `[k]` of what is wanted, in whole groups, if given.
+
+        What comes of a row does not depend on which others are sampled.
+        """
         ...
 
     def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:

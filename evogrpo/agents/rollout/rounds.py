@@ -105,6 +105,16 @@ def in_one(batches: Sequence[Batch]) -> Batch:
     return reduce(Batch.joined, batches)
 
 
+def groups_apart(batches: Sequence[Batch]) -> list[Batch]:
+    """Return batches in which no two groups have the same number, in their order; numbers that do not meet stay."""
+    found, first = [], 0
+    for batch in batches:
+        shift = max(0, first - int(batch.group_ids.min()))
+        found.append(replace(batch, group_ids=batch.group_ids + shift))
+        first = 1 + shift + int(batch.group_ids.max())
+    return found
+
+
 def _with_steps(batch: Batch) -> Batch:
     if batch.step_rewards is not None:
         return batch

@@ -54,8 +54,40 @@ class Wanted:
         further = [self.number] if self.number else []
         return [(learner.step, learner.index, *further) for learner in self.learners]
 
+    def rows(self, part: Tensor | None = None) -> "WantedRows":
+        """Return the rows, or the given ones of them."""
+        chosen = torch.arange(len(self.start_ids)) if part is None else part
+        return WantedRows(
+            chosen=chosen,
+            member_ids=self.member_ids[chosen],
+            start_ids=self.start_ids[chosen],
+            group_ids=self.group_ids[chosen],
+            temperature=self.temperature[chosen],
+        )
+
     def _spread(self, values: Tensor) -> Tensor:
         return values.repeat_interleave(torch.tensor(self.counts))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WantedRows:
+    """Rows that are sampled at once, of all that are wanted.
+
+    Attributes:
+        chosen: `[k]` which of all; random numbers are drawn by these.
+        member_ids: `[k]` slots.
+        start_ids: `[k]` position of each row's start among those opened.
+        group_ids: `[k]` one number per member and start.
+        temperature: `[k]` sampling temperatures.
+    """
+
+    chosen: Tensor
+    member_ids: Tensor
+    start_ids: Tensor
+    group_ids: Tensor
+    temperature: Tensor
+
+    __repr__ = outline
 
 
 Observed = Mapping[str, ObservationStatistics]

@@ -18,7 +18,7 @@ from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.step_experiences import StepExperiences, as_arrays, as_step_batch, tensors_of
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles, TextRequest
-from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted, WantedRows
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import StepDraws, StepUniforms
 from evogrpo.envs.control.episodes import Played
@@ -100,50 +100,54 @@ class NetworkMembers:
                     "environment is wrapped as evogrpo.GymnasiumGroups(...)"
                 )
 
-    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
-        """Play one episode for each row."""
+    def sample(
+        self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None
+    ) -> Collected:
+        """Play one episode for each row, or for each row of a part."""
         self.check(env)
-        bank, member_ids = self.networks.bank, wanted.member_ids
+        bank, rows = self.networks.bank, wanted.rows(part)
+        draws = StepDraws(
+            self.settings.seed,
+            wanted.purpose,
+            streams=wanted.streams,
+            rows=wanted.counts,
+            width=bank.uniforms_per_action,
+        )
+        chosen, member_ids = rows.chosen.numpy(), rows.member_ids
         played = env.open("train", starts).play(
             bank,
-            wanted.start_ids.tolist(),
+            rows.start_ids.tolist(),
             member_ids.tolist(),
-            uniforms=StepDraws(
-                self.settings.seed,
-                wanted.purpose,
-                streams=wanted.streams,
-                rows=wanted.counts,
-                width=bank.uniforms_per_action,
-            ),
-            temperature=wanted.temperature.numpy(),
+            uniforms=lambda own, t: draws(chosen[own], t),
+            temperature=rows.temperature.numpy(),
             statistics=self.networks.statistics,
         )
         steps = np.bincount(member_ids.numpy(), weights=played.lengths, minlength=bank.size)
         return Collected(
-            experience={DEFAULT: self._batch(played, wanted)},
+            experience={DEFAULT: self._batch(played, rows)},
             scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
             member_ids=member_ids,
-            start_ids=wanted.start_ids,
+            start_ids=rows.start_ids,
             truncated=torch.from_numpy(played.truncated),
             tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
             observed=() if played.observed is None else ({DEFAULT: played.observed},),
         )
 
-    def _batch(self, played: Played, wanted: Wanted) -> Batch:
+    def _batch(self, played: Played, rows: WantedRows) -> Batch:
         present, truncated = torch.from_numpy(played.present), torch.from_numpy(played.truncated)
         self.masked = self.masked or played.action_masks is not None
         return Batch(
             inputs=ObservationInputs(
                 observations=tensors_of(played.observations),
-                temperature=wanted.temperature,
+                temperature=rows.temperature,
                 action_masks=None if played.action_masks is None else torch.from_numpy(played.action_masks),
             ),
             actions=torch.from_numpy(played.actions),
             present=present,
             action_mask=present & ~truncated[:, None] if self.settings.objective.mask_truncated else present,
             rewards=torch.from_numpy(played.rewards).float(),
-            group_ids=wanted.group_ids,
-            member_ids=wanted.member_ids,
+            group_ids=rows.group_ids,
+            member_ids=rows.member_ids,
             sampler_log_probs=torch.from_numpy(played.log_probs),
             step_rewards=torch.from_numpy(played.step_rewards).float(),
             truncated=truncated,

@@ -123,8 +123,8 @@ class TeamMembers:
             if given != own:
                 raise ValueError(f"these members' {name} are {own}, but those of {env.name} are {given}")
 
-    def sample(self, env: Any, starts: Sequence[int], wanted: Wanted) -> Collected:
-        """Play one joint episode for each row.
+    def sample(self, env: Any, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None) -> Collected:
+        """Play one joint episode for each row, or for each row of a part.
 
         Member i's agent a draws at step t of its joint episode r with numbers `[r, t]` of the stream
         (seed, "purpose for a", step, index), so nobody's draws depend on who else plays.
@@ -132,19 +132,21 @@ class TeamMembers:
         self.check(env)
         if any(learner.step == 0 for learner in wanted.learners):  # before anybody has learnt
             env.warn_of_opposed(team_credit=self.settings.credit == "team")
-        member_ids, temperature = wanted.member_ids.numpy(), wanted.temperature.numpy()
+        asked = wanted.rows(part)
+        member_ids, temperature, chosen = asked.member_ids.numpy(), asked.temperature.numpy(), asked.chosen.numpy()
+        draws = AgentDraws(
+            self.settings.seed,
+            wanted.purpose,
+            streams=wanted.streams,
+            rows=list(wanted.counts),
+            width_of=self._width_of,
+        )
         played = env.open("train", starts).play(
             self.policies,
             self.assignment,
-            wanted.start_ids.tolist(),
+            asked.start_ids.tolist(),
             member_ids.tolist(),
-            uniforms=AgentDraws(
-                self.settings.seed,
-                wanted.purpose,
-                streams=wanted.streams,
-                rows=list(wanted.counts),
-                width_of=self._width_of,
-            ),
+            uniforms=lambda agent, rows, t: draws(agent, chosen[rows], t),
             temperature=temperature,
         )
         truncated = np.zeros(len(member_ids), dtype=np.bool_)
@@ -162,8 +164,8 @@ class TeamMembers:
         return Collected(
             experience=experience,
             scores=Scores(rewards=env.scores(played), components={}, completions=(), weights=()),
-            member_ids=wanted.member_ids,
-            start_ids=wanted.start_ids,
+            member_ids=asked.member_ids,
+            start_ids=asked.start_ids,
             truncated=torch.from_numpy(truncated),
             tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
             observed=(seen,),

@@ -11,7 +11,7 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import Policy
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.members.spread.places import Places
-from evogrpo.agents.rollout.rounds import in_one
+from evogrpo.agents.rollout.rounds import groups_apart, in_one
 from evogrpo.kinds import FULL_KLS
 from evogrpo.policies.bank import WholeDistributions
 from evogrpo.records import Batch, Experience, moved
@@ -85,7 +85,7 @@ def borrow(
             if part is not None and len(part):
                 parts.append(part)
         if parts:
-            found[name] = in_one(_groups_apart(parts))
+            found[name] = in_one(groups_apart(parts))
     return found
 
 
@@ -95,15 +95,6 @@ def _for_learners(batch: Batch | None, numbers: Tensor, wanted: set[int], device
         return None
     here = replace(batch, member_ids=numbers[batch.member_ids])
     return moved(here.of_members(sorted(wanted)), device)
-
-
-def _groups_apart(parts: Sequence[Batch]) -> list[Batch]:
-    """Return batches in which no two groups have the same number, in their order."""
-    found, first = [], 0
-    for batch in parts:
-        found.append(replace(batch, group_ids=batch.group_ids + first))
-        first += 1 + int(batch.group_ids.max())
-    return found
 
 
 def _as_acted(policy: Policy, rows: Batch) -> Batch:

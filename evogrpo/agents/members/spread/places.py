@@ -13,32 +13,29 @@ class Places:
     Slots that hold nobody are nowhere. Where one process would have two members more than another without them, the
     rest are dealt out anew.
 
-    Of more processes than members, either several have the same one, the first members in one process more; or some
-    have none.
+    Of more processes than members several have the same one, the first members in one process more.
 
     Attributes:
         size: Number of slots.
         processes: Number of processes.
         rank: Which of them asks.
-        shared: Whether several processes have one slot, where there are more than members.
         vacant: Slots that hold nobody.
     """
 
     size: int
     processes: int
     rank: int
-    shared: bool = False
     vacant: frozenset[int] = frozenset()
 
     @cached_property
     def shares(self) -> tuple[tuple[int, ...], ...]:
         """The slots of every process, in the order of their places."""
         living = [slot for slot in range(self.size) if slot not in self.vacant]
-        if self.shared and 0 < len(living) < self.processes:
+        if 0 < len(living) < self.processes:
             squads = _dealt(range(self.processes), len(living))
             return tuple((slot,) for slot, squad in zip(living, squads, strict=True) for _ in squad)
         staying = tuple(tuple(slot for slot in share if slot in living) for share in self._at_first)
-        loads = [len(share) for share in staying[: self.size]]
+        loads = [len(share) for share in staying]
         return staying if max(loads) - min(loads) <= 1 else _dealt(living, self.processes)
 
     @property

@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.agents.members.banks import DEFAULT
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.members.spread.shared_passes import SharedPasses
 from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.rollout.merging import merged
-from evogrpo.agents.rollout.rounds import in_one
+from evogrpo.agents.rollout.rounds import groups_apart, in_one
 from evogrpo.agents.rollout.wanted import Answered, Asked, Collected, Wanted
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.processes import Processes
@@ -22,30 +21,27 @@ from evogrpo.records import moved
 
 
 class SharedMembers:
-    """Language models of several processes; see `evogrpo.agents.members.members.Members`, whose methods it has.
+    """Members of several processes; see `evogrpo.agents.members.members.Members`, whose methods it has.
 
-    All processes of the squad call the same methods. Each samples and has rewarded whole groups, answers some of the
-    held-out questions, and does some micro-batches of what is learnt; all of them know what came of it, and take the
-    same optimizer steps.
+    All processes of the squad call the same methods. Each acts in whole groups and has them rewarded, and answers some
+    of the held-out questions; all of them know what came of it, and learn the same.
 
     Args:
         local: The members of this process.
         squad: The processes that have the same, at first; perhaps this one alone.
+
+    Attributes:
+        shares_learning: Whether each does a part of what is learnt, and not all of it.
     """
 
-    def __init__(self, local: LanguageMembers, squad: Processes) -> None:
-        self._local, self._alone = local, local.bank.passes
-        self._squad = Processes()
-        self.regroup(squad)
+    shares_learning: ClassVar[bool] = False
+
+    def __init__(self, local: Members, squad: Processes) -> None:
+        self._local, self._squad = local, squad
 
     def regroup(self, squad: Processes) -> None:
         """Share the work with other processes from now on; all of them call this."""
-        if squad is self._squad:
-            return
-        self._squad, bank = squad, self._local.bank
-        # Micro-batches are planned alike in all of them, and memory may have run out in one only.
-        self._alone.micro_batch_tokens = min(squad.all(bank.micro_batch_tokens))
-        bank.passes = self._alone if squad.size == 1 else SharedPasses(self._alone, squad)
+        self._squad = squad
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._local, name)
@@ -60,14 +56,44 @@ class SharedMembers:
             return _moved(self._local.sample(env, starts, wanted, own), "cpu") if len(own) else None
 
         parts = [part for part in self._squad.together(share) if part is not None]
-        batch = in_one([part.experience[DEFAULT] for part in parts])
-        return _moved(replace(merged(parts), experience={DEFAULT: batch}), self._local.device)
+        rows = {name: [each.experience[name] for each in parts if name in each.experience] for name in self.policies}
+        experience = {name: in_one(groups_apart(batches)) for name, batches in rows.items() if batches}
+        observed = tuple(each for part in parts for each in part.observed)
+        return _moved(replace(merged(parts), experience=experience, observed=observed), self._local.device)
 
     def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
         """Answer some of the questions in each process; the base answers what this one is asked."""
         if asked.base or self._squad.size == 1:
             return self._local.evaluate(env, asked)
         return answered_together(self._local, self._squad, env, asked)
+
+
+class SharedLanguageMembers(SharedMembers):
+    """Language models of several processes, each of which does some micro-batches of what is learnt.
+
+    All of them take the same optimizer steps. Small networks are not so: a step of theirs takes less time than telling
+    each other gradients.
+
+    Args:
+        local: The members of this process.
+        squad: The processes that have the same, at first; perhaps this one alone.
+    """
+
+    shares_learning = True
+
+    def __init__(self, local: LanguageMembers, squad: Processes) -> None:
+        self._bank, self._alone = local.bank, local.bank.passes
+        super().__init__(local, Processes())
+        self.regroup(squad)
+
+    def regroup(self, squad: Processes) -> None:
+        """Share the work with other processes from now on; all of them call this."""
+        if squad is self._squad:
+            return
+        super().regroup(squad)
+        # Micro-batches are planned alike in all of them, and memory may have run out in one only.
+        self._alone.micro_batch_tokens = min(squad.all(self._bank.micro_batch_tokens))
+        self._bank.passes = self._alone if squad.size == 1 else SharedPasses(self._alone, squad)
 
 
 def answered_together(members: Members, processes: Processes, env: GroupEnvironment, asked: Asked) -> Answered:

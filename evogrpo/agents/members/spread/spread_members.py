@@ -8,15 +8,13 @@ import numpy as np
 
 from evogrpo.agents.members.members import CheckpointFiles, Members
 from evogrpo.agents.members.spread.places import Places
-from evogrpo.agents.members.spread.shared_members import SharedMembers, answered_together
+from evogrpo.agents.members.spread.shared_members import SharedLanguageMembers, SharedMembers, answered_together
 from evogrpo.agents.members.spread.spread_banks import SpreadBanks
 from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.rollout.wanted import Answered, Asked
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.processes import Processes, processes
-from evogrpo.remarks import remark
-from evogrpo.text import counted
 
 _IN_A_LOOP = ("act", "predict", "generate", "experience", "sample")
 """What a caller's own loop asks of one member: it runs in one process."""
@@ -145,19 +143,15 @@ def places_of(size: int) -> Places:
 def spread_out(members: Members, places: Places) -> Members:
     """Return the members of all processes, of whom these are the ones in this process.
 
-    Of more processes than members, be it that these are few or that many have left, several share the work of one that
-    is a language model. That of small networks is not shared: processes without one only answer a part of what one
-    policy is asked.
+    Of more processes than members, be it that these are few or that many have left, several share the work of one.
     """
     if places.processes == 1:
         return members
-    crew, beyond = processes(), places.processes - places.size
+    crew = processes()
+    squad = crew.squad(places.squads)
+    shared: SharedMembers
     if isinstance(members, LanguageMembers):
-        places = replace(places, shared=True)
-        members = cast(Members, SharedMembers(members, crew.squad(places.squads)))
-    elif beyond > 0:
-        remark(
-            f"{counted(beyond, 'process', 'es')} of {places.processes} will have no member to train, as the work of a "
-            f"small network is not shared: start {places.size}, or take more members"
-        )
-    return cast(Members, SpreadMembers(members, places, crew))
+        shared = SharedLanguageMembers(members, squad)
+    else:
+        shared = SharedMembers(members, squad)
+    return cast(Members, SpreadMembers(cast(Members, shared), places, crew))

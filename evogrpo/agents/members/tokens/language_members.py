@@ -199,8 +199,7 @@ class LanguageMembers:
             wanted: The rows.
             part: `[k]` which of them; None = all.
         """
-        chosen = torch.arange(len(wanted.start_ids)) if part is None else part
-        opened = self._open(env, "train", starts)
+        asked, opened = wanted.rows(part), self._open(env, "train", starts)
 
         def draws(turn: int) -> Tensor:
             purpose = wanted.purpose if not turn else f"{wanted.purpose} turn {turn}"
@@ -210,18 +209,17 @@ class LanguageMembers:
                 )
                 for stream, count in zip(wanted.streams, wanted.counts, strict=True)
             ]
-            return torch.from_numpy(np.concatenate(parts))[chosen]
+            return torch.from_numpy(np.concatenate(parts))[asked.chosen]
 
-        start_ids, member_ids = wanted.start_ids[chosen], wanted.member_ids[chosen]
-        rows = self._rows(opened, start_ids, member_ids, wanted.temperature[chosen], draws(0))
+        rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, draws(0))
         conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device)
         scores = self._scored(opened, conversed)
-        batch = token_batch(self.settings, rows, conversed, scores, group_ids=wanted.group_ids[chosen])
+        batch = token_batch(self.settings, rows, conversed, scores, group_ids=asked.group_ids)
         return Collected(
             experience={DEFAULT: batch},
             scores=replace(scores, step_rewards=None),
-            member_ids=member_ids,
-            start_ids=start_ids,
+            member_ids=asked.member_ids,
+            start_ids=asked.start_ids,
             truncated=conversed.rollout.truncated,
             tokens=self.bank.cost(batch),
             questions=tuple(opened.questions),
