@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.policies.tokens.engine.direct import attention
+from evogrpo.policies.tokens.engine.direct import attention, columns, decoding
 from evogrpo.policies.tokens.engine.direct.reading import matrix_of
 from tests.rounding import LOG_PROB, assert_gradients_agree
 from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, lora, make_rows
@@ -156,6 +156,30 @@ def test_long_sequences_take_a_kernel_that_keeps_no_scores(both, monkeypatch):
     assert_same(fast, slow, make_rows(range(SIZE)))
 
 
+@pytest.mark.parametrize("architecture", ["qwen2, some windows", "qwen2"])
+def test_room_for_what_is_written_grows(architecture, both, monkeypatch):
+    monkeypatch.setattr(decoding, "LEAST_ROOM", 2)
+    fast, slow = both(built(KNOWN[architecture]))
+    assert_same(fast, slow, make_rows(range(SIZE), tokens=9))
+
+
+def test_weights_of_any_other_kind_act_on_tokens_that_are_written(both):
+    class Other:  # acts as adapters do, and is no adapter
+        def __init__(self, view):
+            self.view = view
+
+        def __call__(self, module, inputs, output):
+            return self.view(module, inputs, output)
+
+    banks = both(built(KNOWN["qwen2"]))
+    plain = banks[1].sample(rows := make_rows(range(SIZE)))
+    route = banks[0].weights.route
+    banks[0].weights.route = lambda policy: lambda slots: Other(route(policy)(slots))
+    other = banks[0].sample(rows)
+    assert torch.equal(other.actions, plain.actions)
+    torch.testing.assert_close(other.log_probs, plain.log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+
+
 def test_rows_in_any_order_continue_their_prompts():
     base = different_members(built(KNOWN["llama 3"]), SIZE).base
     rows, ids = torch.tensor([1, 0, 1, 1, 0]), torch.arange(3, 18).view(5, 3)
@@ -281,6 +305,13 @@ def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
     assert len(told) == 1
     with bank.base.working():
         assert not bank.base.direct
+
+
+def test_tokens_that_are_written_are_compared_too(monkeypatch):
+    turned = columns._turned
+    monkeypatch.setattr(columns, "_turned", lambda x, cos, sin: turned(x, cos, -sin))
+    with pytest.warns(UserWarning, match="LlamaForCausalLM is run by transformers' own passes"):
+        assert not known_to(tiny_model("llama"))
 
 
 def test_the_matrix_of_a_vocabulary_head_stands_for_it_only_where_the_head_does_nothing_else():

@@ -105,16 +105,26 @@ class RoutedAdapters:
         self._rows = sum(segment.rows for segment in segments)
         self._joined: dict[tuple[str, ...], tuple[Tensor, list[Tensor | None]]] = {}
 
-    def joined(self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype) -> Joined | None:
-        """Return what acts on modules of which so many tokens of all rows are given, made once; None = nothing does."""
+    def joined(
+        self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype, *, first: bool = False
+    ) -> Joined | None:
+        """Return what acts on modules of which so many tokens of all rows are given, made once; None = nothing does.
+
+        Args:
+            modules: Their names.
+            tokens: How many.
+            dtype: Of the products.
+            first: Whether matrices come first in products, rather than, transposed, last.
+        """
         if modules not in self._joined:
             known = [self._adapters.targets.get(name) for name in modules]
             if not any(known):
                 return None
             every, slots = self._adapters.weights, [segment.slot for segment in self._segments]
             a = torch.cat([target.a(every)[slots] for target in known if target is not None], 1)
-            bs = [None if target is None else _transposed(target.b(every)[slots], dtype) for target in known]
-            self._joined[modules] = _transposed(a, dtype), bs
+            laid_out = torch.Tensor.to if first else _transposed
+            bs = [None if target is None else laid_out(target.b(every)[slots], dtype) for target in known]
+            self._joined[modules] = laid_out(a, dtype), bs
         return Joined(self._sizes(tokens), *self._joined[modules], self._adapters.scale)
 
     def pieces(self, modules: Sequence[str], tokens: int) -> Pieces | None:

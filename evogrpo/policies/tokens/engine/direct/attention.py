@@ -1,5 +1,6 @@
 """Attention of rows that continue shared prompts: to each prompt's keys once for all of its rows."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -97,16 +98,81 @@ def _folded(x: Tensor, runs: tuple[int, ...]) -> list[tuple[slice, Tensor]]:
     Neighbouring prompts with equally many rows go together.
     """
     kv, _, wide, c = x.shape
-    found, first, at = [], 0, 0
+    found, at = [], 0
+    for prompts, count in _equal(runs):
+        number = prompts.stop - prompts.start
+        part = x[:, at : at + count * number].reshape(kv * number, count * wide, c)
+        found.append((prompts, part))
+        at += count * number
+    return found
+
+
+def _equal(runs: tuple[int, ...]) -> list[tuple[slice, int]]:
+    """Find neighbouring prompts that equally many rows continue: which prompts, and how many rows each."""
+    found, first = list[tuple[slice, int]](), 0
     while first < len(runs):
         last = first
         while last < len(runs) and runs[last] == runs[first]:
             last += 1
-        rows = runs[first] * (last - first)
-        part = x[:, at : at + rows].reshape(kv * (last - first), runs[first] * wide, c)
-        found.append((slice(first, last), part))
-        first, at = last, at + rows
+        found.append((slice(first, last), runs[first]))
+        first = last
     return found
+
+
+class Keys(NamedTuple):
+    """Keys and values as products read them.
+
+    Attributes:
+        rows: Which rows they are of, or continue them.
+        keys: `[b, d, s]`.
+        values: `[b, s, d]`.
+    """
+
+    rows: slice
+    keys: Tensor
+    values: Tensor
+
+
+def of_prompts(shared: Shared) -> list[Keys]:
+    """Lay out shared prompts for products with all rows that continue them, equally many of each at a time."""
+    found, at = list[Keys](), 0
+    kv, _, past, d = shared.keys.shape
+    for prompts, count in _equal(shared.runs):
+        keys, values = (x[:, prompts].reshape(-1, past, d) for x in (shared.keys, shared.values))
+        rows = count * (len(keys) // kv)
+        found.append(Keys(slice(at, at + rows), keys.mT, values))
+        at += rows
+    return found
+
+
+def attended_once(q: Tensor, own: Keys, shared: Sequence[Keys], bias: Tensor) -> Tensor:
+    """Return what one token of every row attends to, without gradients; see `attended`.
+
+    Args:
+        q: `[kv, n, rep, d]`, scaled already.
+        own: Of the rows themselves, b = kv * n.
+        shared: Of their prompts.
+        bias: `[n, 1, P + s]`.
+
+    Returns:
+        `[n, kv * rep * d]`.
+    """
+    kv, n, rep, d = q.shape
+    past = shared[0].keys.shape[2]
+    parts = (torch.bmm(q[:, one.rows].reshape(len(one.keys), -1, d), one.keys) for one in shared)
+    before = [part.view(kv, -1, rep, past) for part in parts]
+    here = torch.bmm(_rows(q), own.keys).view(kv, n, rep, -1)
+    scores = torch.cat([before[0] if len(before) == 1 else torch.cat(before, 1), here], 3)
+    chances = torch.softmax(scores.add_(bias), -1, dtype=torch.float32)
+    of_past, of_own = (part.to(q.dtype) for part in (chances[..., :past], chances[..., past:]))
+    out = torch.bmm(_rows(of_own), own.values).view(q.shape)
+    for one in shared:
+        weights = of_past[:, one.rows].reshape(len(one.values), -1, past)
+        if len(shared) == 1:
+            out.view(len(weights), -1, d).baddbmm_(weights, one.values)
+        else:
+            out[:, one.rows] += torch.bmm(weights, one.values).view(kv, -1, rep, d)
+    return out.transpose(0, 1).reshape(n, -1)
 
 
 class _Attention(torch.autograd.Function):

@@ -5,14 +5,20 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from evogrpo.policies.tokens.engine.cache import Context, Prefix
-from evogrpo.policies.tokens.engine.direct.attention import Shared, attended, in_runs
-from evogrpo.policies.tokens.engine.direct.passes import Biases, DirectPasses
+from evogrpo.policies.tokens.engine.direct.attention import Keys, Shared, attended_once, in_runs, of_prompts
+from evogrpo.policies.tokens.engine.direct.columns import ColumnPasses
+from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer
 from evogrpo.policies.tokens.weights.weights import Route
+
+LEAST_ROOM = 16  # tokens; beyond that a cache grows by a quarter
 
 
 class DirectDecoding:
     """Decoding on top of prompts that have been run; see `evogrpo.policies.tokens.engine.token_model.Decoding`.
+
+    Attention reads all the room that there is for a row's own keys, what is not filled yet masked: a part of it would
+    be copied for each product. Nothing that a token needs is asked of the device.
 
     Args:
         passes: The model's.
@@ -27,24 +33,38 @@ class DirectDecoding:
         self, passes: DirectPasses, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, route: Route
     ) -> None:
         self._passes, self._route, self._slots = passes, route, slots
+        self._windows = {layer.window for layer in passes.parts.layers}
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
-        self._past, self._length = prefix.mask.shape[1], 0
+        self._past, self._length, self._most = prefix.mask.shape[1], 0, room
         self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
         heads, width = passes.parts.heads[0], passes.parts.width
-        self._own = [
-            tuple(keys.new_empty((heads, len(rows), room, width)) for _ in range(2)) for keys, _ in prefix.layers
-        ]
-        self._view = route(slots)
+        self._own = [tuple(keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)) for keys, _ in prefix.layers]
         self._continue(rows)
 
     def _continue(self, rows: Tensor) -> None:
         """Note which prompt each row continues, and forget prompts that none does."""
-        order, self._runs = in_runs(rows, self._prompts[0][0].shape[1])
+        order, runs = in_runs(rows, self._prompts[0][0].shape[1])
         if order is not None:
             self._prompts = [(keys[:, order], values[:, order]) for keys, values in self._prompts]
-        counts = torch.tensor(self._runs, device=rows.device)
+        counts = torch.tensor(runs, device=rows.device)
         self._rows = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
+        self._shared = [of_prompts(Shared(*prompts, self._rows, runs)) for prompts in self._prompts]
+        self._columns = ColumnPasses(self._passes, self._route(self._slots))
+        self._positions = self._mask.sum(1)
+        self._seen = self._sight()
+
+    def _sight(self) -> Tensor:
+        """Return what is added to scores `[n, 1, P + room]`: padding of prompts, and room not filled, are not seen."""
+        room = self._own[0][0].shape[2]
+        seen = pad(self._mask, (0, room))
+        seen[:, self._past : self._past + self._length] = True
+        bias = torch.zeros(seen.shape, dtype=self._own[0][0].dtype, device=seen.device)
+        return bias.masked_fill_(~seen, self._lowest)[:, None]
+
+    @property
+    def _lowest(self) -> float:
+        return torch.finfo(self._own[0][0].dtype).min / 2  # as in `passes.Biases`
 
     def start(self) -> Tensor:
         """Return the hidden states of the prompts' last tokens."""
@@ -52,29 +72,43 @@ class DirectDecoding:
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Run one more token of each row."""
-        self._mask = pad(self._mask, (0, 1), value=True)
-        biases = Biases(self._passes.parts, self._mask, self._past, 1)
-        at, self._length = self._length, self._length + 1
+        at = self._length
+        if at == self._own[0][0].shape[2]:
+            room = min(self._most, at + max(LEAST_ROOM, at // 4))
+            self._own = [tuple(_moved(part, None, at, room) for part in parts) for parts in self._own]
+            self._seen = self._sight()
+        self._length = at + 1
+        self._seen[..., self._past + at] = 0.0
+        seen = {window: self._near(window) for window in self._windows}
 
         def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._own[number]
-            keys[:, :, at], values[:, :, at] = k[:, :, 0], v[:, :, 0]
-            own, of_prompts = biases.apart(layer.window)
-            shared = Shared(*self._prompts[number], self._rows, self._runs)
-            return attended(q, keys[:, :, : at + 1], values[:, :, : at + 1], 1, own, shared, of_prompts)
+            keys.select(2, at).copy_(k.mT)
+            values.select(2, at).copy_(v.mT)
+            own = Keys(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
+            return attended_once(q, own, self._shared[number], seen[layer.window])
 
-        return self._passes.through(tokens[:, None], self._mask, self._view, attend)[:, 0]
+        return self._columns.through(tokens, self._positions + at, attend)
+
+    def _near(self, window: int | None) -> Tensor:
+        """Return what is added to scores where only the nearest tokens are seen; None = all are."""
+        far = 0 if window is None else self._past + self._length - window
+        if far <= 0:
+            return self._seen
+        seen = self._seen.clone()
+        seen[..., :far] = self._lowest
+        return seen
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows alone."""
-        self._own = [tuple(_compacted(part, rows, self._length) for part in parts) for parts in self._own]
+        room = self._own[0][0].shape[2]
+        self._own = [tuple(_moved(part, rows, self._length, room) for part in parts) for parts in self._own]
         self._mask, self._slots = self._mask[rows], self._slots[rows]
-        self._view = self._route(self._slots)
         self._continue(self._rows[rows])
 
     def set_aside(self, rows: Tensor, real: Tensor) -> Context:
         """Return the keys and values of some rows, what is not theirs masked."""
-        mask = torch.cat([self._mask[rows, : self._past], real], dim=1)
+        mask = torch.cat([self._mask[rows], real], dim=1)
         layers = tuple(
             tuple(
                 torch.cat([past[:, self._rows[rows]], own[:, rows, : self._length]], 2).transpose(0, 1)
@@ -85,8 +119,8 @@ class DirectDecoding:
         return Context(layers=layers, mask=mask).tightened()  # type: ignore[arg-type]  # pairs
 
 
-def _compacted(part: Tensor, rows: Tensor, length: int) -> Tensor:
-    """Return some rows of `[kv, n, room, d]`, of which `length` places are filled."""
-    kept = part.new_empty((part.shape[0], len(rows), *part.shape[2:]))
-    kept[:, :, :length] = part[:, rows, :length]
+def _moved(part: Tensor, rows: Tensor | None, length: int, room: int) -> Tensor:
+    """Return some rows, or all, of `[kv, n, ., d]` with `length` places filled, and 0 in what room is left."""
+    kept = part.new_zeros((part.shape[0], part.shape[1] if rows is None else len(rows), room, part.shape[3]))
+    kept[:, :, :length] = part[:, :, :length] if rows is None else part[:, rows, :length]
     return kept

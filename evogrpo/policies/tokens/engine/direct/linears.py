@@ -48,7 +48,7 @@ Run = tuple[slice, slice, int]
 """Neighbouring segments of equally many tokens: their tokens, which they are, and how many."""
 
 
-def _runs(sizes: Sequence[int]) -> list[Run]:
+def runs_of(sizes: Sequence[int]) -> list[Run]:
     """Find the segments that one product of batches can do."""
     found, first, at = list[Run](), 0, 0
     while first < len(sizes):
@@ -61,7 +61,7 @@ def _runs(sizes: Sequence[int]) -> list[Run]:
     return found
 
 
-def _columns(joined: Joined) -> list[slice | None]:
+def columns_of(joined: Joined) -> list[slice | None]:
     """Return where each module's part of x A^T is, None where nothing acts."""
     at, found = 0, list[slice | None]()
     for b in joined.b:
@@ -73,8 +73,8 @@ def _columns(joined: Joined) -> list[slice | None]:
 def _add(x: Tensor, outputs: Sequence[Tensor], joined: Joined) -> Tensor:
     """Add scale * (x A^T) B^T to what layers made of `x`, and return x A^T of all of them `[m, modules * r]`."""
     low = x.new_empty((len(x), joined.a.shape[1]))
-    acting = list(zip(outputs, joined.b, _columns(joined), strict=True))
-    for rows, own, count in _runs(joined.sizes):
+    acting = list(zip(outputs, joined.b, columns_of(joined), strict=True))
+    for rows, own, count in runs_of(joined.sizes):
         torch.bmm(x[rows].view(count, -1, x.shape[1]), joined.a[own].mT, out=low[rows].view(count, -1, low.shape[1]))
         for out, b, columns in acting:
             if b is not None:
@@ -127,13 +127,13 @@ def _backward(
         joined: The adapters.
         into: `[m, in]`, or None where no gradient is wanted.
     """
-    runs = _runs(joined.sizes)
+    runs = runs_of(joined.sizes)
     back = torch.zeros_like(low)  # the gradient of x A^T
     of_b = [
         None
         if b is None or slope is None
         else _through_b(low[:, columns], slope, b, joined.scale, back[:, columns], runs)
-        for slope, b, columns in zip(slopes, joined.b, _columns(joined), strict=True)
+        for slope, b, columns in zip(slopes, joined.b, columns_of(joined), strict=True)
     ]
     of_a = torch.empty_like(joined.a, memory_format=torch.contiguous_format)
     for rows, own, count in runs:
@@ -142,7 +142,7 @@ def _backward(
         if into is not None:
             into[rows].view(count, -1, x.shape[1]).baddbmm_(narrow, joined.a[own])
     found = list[Tensor | None]()
-    for b, grad, columns in zip(joined.b, of_b, _columns(joined), strict=True):
+    for b, grad, columns in zip(joined.b, of_b, columns_of(joined), strict=True):
         if b is not None:
             for number in range(len(b)):
                 found += (None, None) if grad is None else (of_a[number, columns], grad[number])

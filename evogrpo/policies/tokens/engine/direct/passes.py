@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers.cache_utils import Cache
 
@@ -33,6 +33,11 @@ class DirectPasses:
 
     def __init__(self, parts: Anatomy, changed: Collection[str], gathering: PartedLayers | None = None) -> None:
         self.parts, self.changed, self._gathering = parts, frozenset(changed), gathering
+
+    def gather(self, layer: nn.Module) -> None:
+        """Put a layer together, where several processes hold it, before its weights are read."""
+        if self._gathering is not None:
+            self._gathering.gather(layer)
 
     def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
@@ -78,8 +83,11 @@ class DirectPasses:
 
     def turns(self, hidden: Tensor, mask: Tensor) -> Turns:
         """Return what turns keys and queries by each token's position, counted from the first True."""
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -hidden.shape[1] :]
-        cos, sin = self.parts.decoder.rotary_emb(hidden, positions)
+        return self.turns_at((mask.cumsum(1) - 1).clamp(min=0)[:, -hidden.shape[1] :])
+
+    def turns_at(self, positions: Tensor) -> Turns:
+        """Return what turns keys and queries of tokens at positions `[n, t]`."""
+        cos, sin = self.parts.decoder.rotary_emb(self.parts.decoder.norm.weight, positions)
         half = self.parts.width // 2  # the second half repeats the first
         cos, sin, scaling = cos[..., :half], sin[..., :half], self.parts.scaling
         return (cos, sin), (cos * scaling, sin * scaling)
@@ -88,8 +96,7 @@ class DirectPasses:
         """Return what one layer makes of `[n * t, h]`."""
         layer, heads, (of_keys, of_queries) = self.parts.layers[number], self.parts.heads, turns
         rows = len(of_keys[0])
-        if self._gathering is not None:
-            self._gathering.gather(layer.module)
+        self.gather(layer.module)
         q, k, v = self._projected(_normed(hidden, layer.before_attention), layer.projections, view, rows)
         if layer.head_norms is not None:
             q, k = (

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from evogrpo.policies.tokens.engine.direct.attention import Shared, attended
+from evogrpo.policies.tokens.engine.direct.attention import Keys, Shared, attended, attended_once, of_prompts
+from evogrpo.policies.tokens.engine.direct.columns import ColumnPasses
 from evogrpo.policies.tokens.engine.direct.passes import Biases, DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer
 
@@ -66,9 +67,31 @@ def _layers_agree(passes: DirectPasses, prompts: Tensor, mask: Tensor, rows: Ten
         passes.layer(number, prompts[number].flatten(0, 1), turns[0], None, read)
         got = passes.layer(number, rows[number].flatten(0, 1), turns[1], None, follow)
         before, after = rows[number].flatten(0, 1), rows[number + 1].flatten(0, 1)
-        if not _near(got - before, after - before, after):
-            return False
+        one_by_one = _written(passes, number, Shared(kept[0], kept[1], continued, RUNS), whole, rows[number])
+        for made in (got - before, one_by_one - before.float()):
+            if not _near(made, after - before, after):
+                return False
     return True
+
+
+def _written(passes: DirectPasses, number: int, prompts: Shared, mask: Tensor, rows: Tensor) -> Tensor:
+    """Return what one layer makes of rows `[n, t, h]` that are written token by token, `[n * t, h]`."""
+    columns, past, made = ColumnPasses(passes, None), prompts.keys.shape[2], list[Tensor]()
+    keys, values = [], []
+
+    def attend(_: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys.append(k.mT)
+        values.append(v.mT)
+        own = Keys(slice(None), torch.stack(keys, 2).flatten(0, 1).mT, torch.stack(values, 2).flatten(0, 1))
+        seen = mask[:, : past + len(keys)]
+        bias = Biases(passes.parts, seen, past, 1).whole(layer.window)
+        return attended_once(q, own, of_prompts(prompts), q.new_zeros(1) if bias is None else bias)
+
+    for at, tokens in enumerate(rows.unbind(1)):
+        hidden = tokens.float().T.contiguous()
+        columns.layer(number, hidden, columns.turns(mask[:, :past].sum(1) + at), attend)
+        made.append(hidden.T)
+    return torch.stack(made, 1).flatten(0, 1)
 
 
 def _near(got: Tensor, expected: Tensor, rounded_with: Tensor) -> bool:
