@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from evogrpo.training.kinds.registry import kind_of
+from tests.forking import Forked, evogrpo
 from tests.tiny_models import tiny_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -53,9 +54,14 @@ def prepare(config):
     return kind_of(config.task).prepare(config)
 
 
-def command(*arguments: str | Path, cwd: Path, **environment: str) -> "subprocess.Popen[str]":
-    """Start `evogrpo` in a process of its own."""
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+def command(*arguments: str | Path, cwd: Path, file_bytes: int | None = None, **environment: str) -> Forked:
+    """Start `evogrpo` in a process of its own, which has imported everything."""
+    return Forked(evogrpo, *map(str, arguments), cwd=cwd, environment=environment, file_bytes=file_bytes)
+
+
+def program(*arguments: str | Path, cwd: Path) -> "subprocess.Popen[str]":
+    """Start `evogrpo` in a Python of its own, as a user does."""
+    settings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         [sys.executable, "-m", "evogrpo", *map(str, arguments)],
         cwd=cwd,

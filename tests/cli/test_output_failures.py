@@ -1,13 +1,15 @@
 """What is shown may fail to be written: training goes on. What is saved may too: then the message says what is left."""
 
-import resource
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
-from tests.cli.project import ROOT, command
+from evogrpo.training.rundir import RunDir
+from tests.cli.project import ROOT, command, program
+from tests.forking import Forked
 
 
 def ended(run_dir: Path) -> bool:
@@ -15,7 +17,7 @@ def ended(run_dir: Path) -> bool:
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(project, here):
-    process = command("train", project / "tiny.yaml", "--run-dir", "run", "schedule.generations=1", cwd=here)
+    process = program("train", project / "tiny.yaml", "--run-dir", "run", "schedule.generations=1", cwd=here)
     assert process.stdout is not None
     assert process.stderr is not None
     process.stdout.readline()
@@ -45,60 +47,36 @@ def test_a_full_disk_behind_the_output_does_not_end_the_run(project, here):
     assert ended(here / "run")
 
 
-def limited(size: int) -> None:
-    """Let this process write no file larger than this: as good as a full disk."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def with_small_files(here: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    code = (
-        "import sys; from tests.cli.test_output_failures import limited; from evogrpo.cli import main; "
-        "limited(30_000); sys.exit(main(sys.argv[1:]))"
-    )
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], env=environment, cwd=here, capture_output=True, text=True, check=False
-    )
-
-
 def test_a_checkpoint_that_cannot_be_written_says_what_is_left(project, here):
     tiny = str(project / "tiny.yaml")
-    process = with_small_files(here, "train", tiny, "--run-dir", "run", "schedule.generations=1")
+    process = command("train", tiny, "--run-dir", "run", "schedule.generations=1", cwd=here, file_bytes=30_000)
+    output, errors = process.communicate(timeout=100)
     assert process.returncode == 1
-    said = " ".join(process.stderr.split())
+    said = " ".join(errors.split())
     assert "nothing of this run has been saved yet, so it is to be started again: " in said
     assert "run/checkpoints/generation-0000" in said
-    assert "resume" not in process.stdout
+    assert "resume" not in output
 
     assert main(["train", tiny, "--run-dir", "whole", "schedule.generations=1"]) == 0
-    process = with_small_files(here, "resume", "whole", "--generations", "2")
+    process = command("resume", "whole", "--generations", "2", cwd=here, file_bytes=30_000)
+    output, errors = process.communicate(timeout=100)
     assert process.returncode == 1
-    said = " ".join(process.stderr.split())
+    said = " ".join(errors.split())
     assert "the checkpoint of generation 1 is whole, so the run goes on from there once that is mended" in said
-    assert "evogrpo" in process.stdout.splitlines()[-1]
-    assert "resume whole" in process.stdout.splitlines()[-1]
+    assert "evogrpo" in output.splitlines()[-1]
+    assert "resume whole" in output.splitlines()[-1]
     assert main(["resume", "whole", "--generations", "2"]) == 0
 
 
-CURVES = """
-import warnings
-from pathlib import Path
-from evogrpo.training.rundir import RunDir
-from tests.cli.test_output_failures import limited
-
-limited(100)
-run_dir = RunDir(Path("run"))
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    for step in range(200):
-        run_dir.log_scalars(step, {"reward/slot_0": 1.0})
-print(len(said), said[0].message)
-"""
+def draw_curves() -> None:
+    run_dir = RunDir(Path("run"))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for step in range(200):
+            run_dir.log_scalars(step, {"reward/slot_0": 1.0})
+    print(len(said), said[0].message)
 
 
 def test_curves_that_cannot_be_written_are_left_out(here):
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    process = subprocess.run(
-        [sys.executable, "-c", CURVES], env=environment, cwd=here, capture_output=True, text=True, check=False
-    )
-    assert "1 nothing more is logged for TensorBoard: File too large" in process.stdout, process.stderr
+    output, errors = Forked(draw_curves, cwd=here, file_bytes=100).communicate(timeout=100)
+    assert "1 nothing more is logged for TensorBoard: File too large" in output, errors

@@ -1,7 +1,6 @@
 """Running a function in several processes that find each other, as those of torchrun and accelerate launch do."""
 
 import contextlib
-import multiprocessing
 import os
 import socket
 import sys
@@ -11,9 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-# What all of them import is imported once, in a process that has computed nothing yet and can be forked.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.processes.scenarios"])
+from tests.forking import started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +37,7 @@ def launch(count: int, logs: Path, function: Callable[..., object], *arguments: 
         port = free.getsockname()[1]
     logs.mkdir(parents=True, exist_ok=True)
     files = [logs / f"process-{rank}.log" for rank in range(count)]
-    running = [
-        _SERVER.Process(target=_run, args=(rank, count, port, str(files[rank]), function, arguments))
-        for rank in range(count)
-    ]
-    for process in running:
-        process.start()
+    running = [started(_run, rank, count, port, str(files[rank]), function, arguments) for rank in range(count)]
     return Launched(processes=running, logs=files)
 
 

@@ -3,8 +3,6 @@
 import io
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -20,7 +18,7 @@ from evogrpo.training.loop import acting, stopping
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.stopping import Stopping
 from evogrpo.training.saved import open_run
-from tests.cli.project import ROOT
+from tests.forking import Forked
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import (
     QUICK,
@@ -119,41 +117,32 @@ def test_work_is_only_interrupted_where_somebody_lets_it_be():
     give_way()
 
 
-SCRIPT = """
-import signal, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
-from tests.tiny_training import tiny_env, tiny_population, variety
-from evogrpo import evolve
+def train_slowly(seconds: float) -> None:
+    """Train in a loop, as a program of a user does."""
 
-def slow(completion, answer, question):
-    if "made-up" not in completion:  # the trial before anything is trained
-        print("rewarding", flush=True)
-        time.sleep({seconds})
-    return variety(completion, answer, question)
+    def slow(completion, answer, question):
+        if "made-up" not in completion:  # the trial before anything is trained
+            print("rewarding", flush=True)
+            time.sleep(seconds)
+        return variety(completion, answer, question)
 
-slow.__name__ = "variety"
-run = evolve(tiny_population(2), tiny_env(reward_fn=slow), run_dir="run", generations=2, steps_per_generation=2,
-             samples_per_step=8)
-for generation in run:
-    pass
-print("ended:", run.result.reason)
-"""
+    slow.__name__ = "variety"
+    env, short = tiny_env(reward_fn=slow), {"generations": 2, "steps_per_generation": 2, "samples_per_step": 8}
+    run = evolve(tiny_population(2), env, run_dir="run", **short)
+    for _ in run:
+        pass
+    print("ended:", run.result.reason)
 
 
-def started(folder: Path, seconds: float) -> "subprocess.Popen[str]":
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    program = [sys.executable, "-c", SCRIPT.format(seconds=seconds)]
-    process = subprocess.Popen(
-        program, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "rewarding\n"
+def training(folder: Path, seconds: float) -> Forked:
+    process = Forked(train_slowly, seconds, cwd=folder)
+    process.wait_for("rewarding")
     return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_loop_in_python_that_gets_a_signal_is_saved_before_it_ends(tmp_path, number):
-    process = started(tmp_path, 0.05)
+    process = training(tmp_path, 0.05)
     process.send_signal(number)
     output, errors = process.communicate(timeout=100)
     assert "ended" not in output
@@ -169,7 +158,7 @@ def test_a_loop_in_python_that_gets_a_signal_is_saved_before_it_ends(tmp_path, n
 
 
 def test_a_function_of_the_users_that_waits_is_broken_off(tmp_path):
-    process = started(tmp_path, 10_000)
+    process = training(tmp_path, 10_000)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=100)
     assert process.returncode == 0
