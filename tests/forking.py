@@ -18,9 +18,9 @@ _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.processes.scenarios", "evogrpo.cli", "evogrpo.cli.arguments"])
 
 
-def started(function: Callable[..., object], *arguments: Any) -> BaseProcess:
-    """Call a function of a module in a process of its own."""
-    process = _SERVER.Process(target=function, args=arguments)
+def started(function: Callable[..., object], *arguments: Any, daemon: bool = False, **keywords: Any) -> BaseProcess:
+    """Call a function of a module in a process of its own; a daemon's ends with this one."""
+    process = _SERVER.Process(target=function, args=arguments, kwargs=keywords, daemon=daemon)
     process.start()
     return process
 

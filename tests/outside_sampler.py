@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo import Population
 from evogrpo.records import Rollout, Rows, SamplingOptions
+from tests.forking import started
 from tests.tiny_models import EOS, PAD
 
 
@@ -29,10 +30,8 @@ class GenerateSampler:
         self._population, self._folder = population, folder
         self.loaded: list[list[int]] = []
         model.save_pretrained(folder / "base")
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, str(folder), dtype), daemon=True)
-        self._process.start()
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = started(_serve, theirs, str(folder), dtype, daemon=True)
 
     def sync(self, changed: "list[int]") -> None:
         self.loaded.append(list(changed))

@@ -1,7 +1,6 @@
 """A strategy from outside the package: it is stored with its state, resumes, retires members and changes budgets."""
 
 import dataclasses
-import multiprocessing
 import shutil
 import signal
 import subprocess
@@ -29,6 +28,7 @@ from evogrpo.training.launch import resume as resume_configured
 from evogrpo.training.loop.planning import StrategyError
 from evogrpo.training.saved import open_run
 from tests.cli.project import prepare, write_project
+from tests.forking import started
 from tests.strategies.gaussian_process import GaussianProcess
 from tests.strategies.halving import Halving
 from tests.tiny_models import tiny_model
@@ -74,8 +74,6 @@ def bandit(tmp_path_factory):
 
 def test_killed_again_and_again_it_ends_as_if_never_killed(bandit, tmp_path):
     """Real kills, -9, each at another moment after another generation; a new process goes on every time."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.tiny_training"])
     folder, journal = tmp_path / "run", tmp_path / "run" / "journal.jsonl"
 
     def generations():
@@ -83,8 +81,7 @@ def test_killed_again_and_again_it_ends_as_if_never_killed(bandit, tmp_path):
         return sum(event["event"] == "generation" for event in events)
 
     for kill, delay in enumerate((0.0, 0.05)):
-        process = context.Process(target=start_or_resume, args=(str(folder), GaussianProcess), kwargs=LONG)
-        process.start()
+        process = started(start_or_resume, str(folder), GaussianProcess, **LONG)
         seen = generations()
         while process.is_alive() and generations() == seen:
             time.sleep(0.002)
