@@ -112,6 +112,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         log_probs = torch.empty(hidden.shape[0], dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(log_probs)
         wanted = ctx.needs_input_grad[0]  # type: ignore[attr-defined]
+        heated, ruled_out = bool((temperature != 1.0).any()), bool(forbidden.any())  # a device is asked only once
         slopes = torch.empty_like(hidden) if wanted else None
         entropy_slopes = torch.empty_like(hidden) if wanted and entropy_gradient else None
         for start in range(0, hidden.shape[0], chunk):
@@ -120,14 +121,15 @@ class _ChunkedLogProbs(torch.autograd.Function):
             entropy_slope = None if entropy_slopes is None else torch.empty_like(logits)
             for rows in tiles(logits):
                 at = slice(start + rows.start, start + rows.stop)
-                scaled = scaled_logits(logits[rows], temperature[at], forbidden[at], forbidden_ids)
+                heat, early = temperature[at] if heated else None, forbidden[at] if ruled_out else None
+                scaled = scaled_logits(logits[rows], heat, early, forbidden_ids)
                 log_probs[at], entropies[at] = _measure(
                     scaled,
                     targets[at, None],
                     temperature[at, None],
                     logits[rows] if wanted else None,
                     None if entropy_slope is None else entropy_slope[rows],
-                    ruled_out=bool(forbidden[at].any()),
+                    ruled_out=ruled_out,
                 )
             if entropy_slopes is not None and entropy_slope is not None:
                 entropy_slopes[part] = head.back(entropy_slope, last=False)
@@ -193,24 +195,26 @@ def tiles(logits: Tensor) -> list[slice]:
     return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
 
 
-def scaled_logits(logits: Tensor, temperature: Tensor, forbidden: Tensor, forbidden_ids: Tensor) -> Tensor:
+def scaled_logits(
+    logits: Tensor, temperature: Tensor | None, forbidden: Tensor | None, forbidden_ids: Tensor
+) -> Tensor:
     """Divide logits by their row's temperature and rule out forbidden tokens; overwrites float32 logits.
 
     Args:
         logits: `[k, v]`.
-        temperature: `[k]` above 0.
-        forbidden: `[k]` booleans: rows in which `forbidden_ids` get -inf.
+        temperature: `[k]` above 0; None = 1.
+        forbidden: `[k]` booleans: rows in which `forbidden_ids` get -inf; None = none.
         forbidden_ids: `[e]` token ids.
 
     Returns:
         `[k, v]` float32.
     """
     scaled = logits.float()
-    if not bool((temperature == 1.0).all()):
+    if temperature is not None:
         scaled /= temperature[:, None]
-    if forbidden_ids.numel() and bool(forbidden.any()):
-        rows = forbidden.nonzero()[:, 0]
-        scaled[rows[:, None], forbidden_ids[None, :]] = -torch.inf
+    if forbidden is not None:
+        ruled_out = scaled[:, forbidden_ids].masked_fill(forbidden[:, None], -torch.inf)
+        scaled[:, forbidden_ids] = ruled_out
     return scaled
 
 

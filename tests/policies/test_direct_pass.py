@@ -1,11 +1,13 @@
 """The direct pass gives what transformers' own gives, in all it claims; all else stays with transformers."""
 
 import copy
+import dataclasses
 import warnings
 from functools import partial
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -16,8 +18,10 @@ from transformers import (
 )
 
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.policies.tokens import generation
 from evogrpo.policies.tokens.engine.direct import attention, columns, decoding
 from evogrpo.policies.tokens.engine.direct.reading import matrix_of
+from evogrpo.records import SamplingOptions
 from tests.rounding import LOG_PROB, assert_gradients_agree
 from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, lora, make_rows
 from tests.tiny_models import COMMON, tiny_model
@@ -190,6 +194,43 @@ def test_rows_in_any_order_continue_their_prompts():
         for row in range(5):
             alone = base.extend(prefix, rows[row, None], ids[row, None], present[row, None], None)
             torch.testing.assert_close(together[row, None], alone, rtol=1e-4, atol=1e-4)
+
+
+# ---- waiting
+
+
+class Asking(TorchDispatchMode):
+    """Counts operations for whose result a program has to wait."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero")
+    asked = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        indices = args[1] if "index" in str(func) and len(args) > 1 and isinstance(args[1], list | tuple) else ()
+        by_mask = any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in indices)
+        self.asked += by_mask or any(name in str(func) for name in self.WAITS)
+        return func(*args, **kwargs or {})
+
+
+SETTINGS = {
+    "temperatures": {},
+    "greedy": {"temperature": torch.zeros(27)},
+    "both": {"temperature": torch.arange(27) % 3 / 2},
+    "truncated": {"options": SamplingOptions(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2)},
+}
+
+
+@pytest.mark.parametrize("architecture", ["mistral, window", "llama 3"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_no_token_that_is_written_waits_for_the_device(settings, architecture, monkeypatch):
+    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", 100)
+    bank, counts = different_members(built(KNOWN[architecture]), SIZE), []
+    for tokens in (4, 11):
+        rows = make_rows(range(SIZE), tokens=tokens, min_new_tokens=tokens // 2)
+        with Asking() as asking:
+            bank.sample(dataclasses.replace(rows, **SETTINGS[settings]))
+        counts.append(asking.asked)
+    assert counts[0] == counts[1] > 0
 
 
 # ---- precision

@@ -5,14 +5,16 @@ import dataclasses
 import pytest
 import torch
 
-from evogrpo.policies.tokens import sampling
+from evogrpo.policies.tokens import generation, sampling
 from evogrpo.records import Rows
 from tests.oracles.peft_members import PeftMember
+from tests.rounding import LOG_PROB
 from tests.tiny_batches import (
     GROUP_SIZES,
     PROMPTS,
     TEMPERATURES,
     as_batch,
+    clear,
     different_members,
     lora,
     make_rows,
@@ -274,3 +276,16 @@ def test_each_member_samples_at_its_own_temperature():
     torch.testing.assert_close(bank.log_probs(batch), rollout.log_probs, rtol=1e-4, atol=1e-4)
     surprise = [-float(rollout.log_probs[together.member_ids == slot].mean()) for slot in range(3)]
     assert surprise[1] < surprise[0] < surprise[2]  # temperatures 0.7, 1.0, 1.3
+
+
+@pytest.mark.parametrize("every", [2, 5, 100])
+def test_asking_rarely_which_rows_have_ended_changes_no_completion(every, monkeypatch):
+    bank = different_members(MODEL, 3)
+    rows = clear(bank, make_rows(range(3), tokens=9))
+    expected = bank.sample(rows)
+    assert 0 < int(expected.truncated.sum()) < len(rows)
+    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", every)
+    actual = bank.sample(rows)
+    for field in FIELDS:
+        assert torch.equal(getattr(actual, field), getattr(expected, field))
+    torch.testing.assert_close(actual.log_probs, expected.log_probs, rtol=LOG_PROB, atol=LOG_PROB)

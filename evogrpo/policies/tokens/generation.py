@@ -9,11 +9,13 @@ from evogrpo.functional.log_probs import invert_cumulative, scaled_logits, tiles
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
-from evogrpo.records import Rollout, Rows, SamplingOptions
+from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
 ROWS_OF_LOGITS = 128
 COMPACT_BELOW = 0.75  # copying the cache pays when at least a quarter of its rows have ended
+LOOK_EVERY = {"cpu": 1}
+"""After how many tokens it is asked which rows have ended, by the kind of device: 8 where that means to wait for it."""
 
 
 def generate(
@@ -51,28 +53,31 @@ def generate(
         return None if read is None else torch.cat([read[carried], actions[carried, :step]], dim=1)
 
     read = None if rows.options.repetition_penalty == 1.0 else _read(rows, device)
+    asked = _Asked(rows, end_ids)
     hidden = decoding.start()
     carried = torch.arange(count, device=device)  # rows that take part in the forward passes
     live = torch.ones(count, dtype=torch.bool, device=device)  # of those, the ones that have not ended
+    alive, looked, every = count, 0, LOOK_EVERY.get(device.type, 8)
     for step in range(width):
         give_way()
         forbid = step < rows.min_new_tokens
-        policy = rows.temperature[carried], end_ids, forbid, rows.options, said(step)
-        tokens, chosen = _choose(model, hidden, uniforms[carried, step], *policy)
-        at = carried[live]
-        before = len(at)
-        actions[at, step], log_probs[at, step], present[at, step] = tokens[live], chosen[live], True
-        live &= ~torch.isin(tokens, end_ids)
-        alive = int(live.sum())
-        tally.add((alive + (before - alive) * (width - step)) / width)
-        if alive == 0 or step == width - 1:
-            set_aside(torch.arange(len(carried), device=device), carried, step)
-            break
-        if alive <= COMPACT_BELOW * len(carried):
-            gone, left = (~live).nonzero()[:, 0], live.nonzero()[:, 0]
-            set_aside(gone, carried[gone], step)
-            decoding.keep(left)
-            carried, tokens, live = carried[left], tokens[left], live[left]
+        tokens, chosen = _choose(model, hidden, uniforms[carried, step], asked, carried, forbid, said(step))
+        actions[carried, step] = torch.where(live, tokens, model.pad_id)
+        log_probs[carried, step] = torch.where(live, chosen, 0.0)
+        present[carried, step] = live
+        live = live & ~torch.isin(tokens, end_ids)
+        if (step + 1) % every == 0 or step == width - 1:
+            before, alive = alive, int(live.sum())
+            tally.add((alive * (step + 1 - looked) + (before - alive) * (width - looked)) / width)
+            looked = step + 1
+            if alive == 0 or step == width - 1:
+                set_aside(torch.arange(len(carried), device=device), carried, step)
+                break
+            if alive <= COMPACT_BELOW * len(carried):
+                gone, left = (~live).nonzero()[:, 0], live.nonzero()[:, 0]
+                set_aside(gone, carried[gone], step)
+                decoding.keep(left)
+                carried, tokens, live = carried[left], tokens[left], live[left]
         hidden = decoding.advance(tokens)
     ended = (present & torch.isin(actions, end_ids)).any(1)
     exact = model.exact and rows.options.whole
@@ -88,14 +93,28 @@ def _read(rows: Rows, device: torch.device) -> Tensor:
     return torch.stack(wide).to(device)[rows.prompt_ids]
 
 
+class _Asked:
+    """What is asked of the tokens of all rows, as far as it is the same for every token: found once.
+
+    Args:
+        rows: The rows as work.
+        end_ids: `[e]` token ids that end a completion.
+    """
+
+    def __init__(self, rows: Rows, end_ids: Tensor) -> None:
+        self.options, self.end_ids, self.greedy = rows.options, end_ids, rows.temperature == 0
+        self.heat = torch.where(self.greedy, 1.0, rows.temperature)
+        self.all_greedy, self.any_greedy = bool(self.greedy.all()), bool(self.greedy.any())
+        self.heated = bool((self.heat != 1.0).any())
+
+
 def _choose(
     model: TokenModel[Any],
     hidden: Tensor,
     uniforms: Tensor,
-    temperature: Tensor,
-    end_ids: Tensor,
+    asked: _Asked,
+    carried: Tensor,
     forbid: bool,
-    options: SamplingOptions,
     said: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row and its log-probability under what it is drawn from (0 for greedy rows)."""
@@ -105,30 +124,24 @@ def _choose(
         logits = model.head(hidden[start : start + ROWS_OF_LOGITS])
         for rows in tiles(logits):
             part = slice(start + rows.start, start + rows.stop)
-            policy = temperature[part], end_ids, forbid, options, None if said is None else said[part]
-            tokens[part], log_probs[part] = _drawn(logits[rows], uniforms[part], *policy)
+            heard = None if said is None else said[part]
+            tokens[part], log_probs[part] = _drawn(logits[rows], uniforms[part], asked, carried[part], forbid, heard)
     return tokens, log_probs
 
 
 def _drawn(
-    logits: Tensor,
-    uniforms: Tensor,
-    temperature: Tensor,
-    end_ids: Tensor,
-    forbid: bool,
-    options: SamplingOptions,
-    said: Tensor | None,
+    logits: Tensor, uniforms: Tensor, asked: _Asked, numbers: Tensor, forbid: bool, said: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Do it for some rows, given their logits, which are overwritten."""
-    greedy = temperature == 0
-    heat = torch.where(greedy, 1.0, temperature)
+    """Do it for the rows of these numbers, given their logits, which are overwritten."""
+    options, heat, greedy = asked.options, asked.heat[numbers], asked.greedy[numbers]
     if said is not None:
         logits = penalise_repetition(logits, said, options.repetition_penalty)
-    scaled = scaled_logits(logits, heat, torch.full_like(greedy, forbid), end_ids)
-    if bool(greedy.all()):
+    forbidden = torch.ones_like(greedy) if forbid else None
+    scaled = scaled_logits(logits, heat if asked.heated else None, forbidden, asked.end_ids)
+    if asked.all_greedy:
         return scaled.argmax(1), torch.zeros_like(heat)
     # Where the largest is costs three times as much as how large it is.
-    best = scaled.argmax(1) if bool(greedy.any()) else None
+    best = scaled.argmax(1) if asked.any_greedy else None
     largest = scaled.amax(1)
     if not options.whole:
         scaled = truncate(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)

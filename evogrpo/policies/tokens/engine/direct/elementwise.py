@@ -1,5 +1,6 @@
 """What lies between the products of a decoder, in few passes over memory: norms, rotary embeddings, gates."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,21 +17,39 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+CUT = 1 << 17
+"""Numbers of half precision that a few passes in a row find in a processor's cache, and their copies in float32."""
+
+
+def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Cut rows that are computed in float32 and held in less into parts of which the copies stay small, on a CPU."""
+    x = every[0]
+    if x.dtype == torch.float32 or x.device.type != "cpu":
+        return [every]
+    return zip(*(each.split(max(1, CUT // x.shape[1])) for each in every), strict=True)
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse = size.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, inverse)
-        return torch.mul(x, inverse, out=torch.empty_like(x)).mul_(weight)
+        out, inverses = torch.empty_like(x), x.new_empty((len(x), 1), dtype=torch.float32)
+        for rows, inverse, made in _cuts(x, inverses, out):
+            torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32, out=inverse)
+            inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            torch.mul(rows, inverse, out=made).mul_(weight)
+        ctx.save_for_backward(x, weight, inverses)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, inverse = ctx.saved_tensors
-        slope = grads[0] * weight
-        # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
-        mean = torch.linalg.vecdot(slope, x)[:, None].float() * inverse.pow(3) / -x.shape[-1]
-        return slope.mul_(inverse).addcmul_(x, mean.to(x.dtype)), None, None
+        x, weight, inverses = ctx.saved_tensors
+        out = torch.empty_like(x)
+        for rows, inverse, slope, made in _cuts(x, inverses, grads[0], out):
+            torch.mul(slope, weight, out=made)
+            # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
+            mean = torch.linalg.vecdot(made, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
+            made.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
+        return out, None, None
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
