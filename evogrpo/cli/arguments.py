@@ -164,7 +164,7 @@ def _add_runs(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "Reward functions and environments named in CONFIG are your code, and are run.",
     )
     train.usage = (
-        "evogrpo train [-h] [--run-dir DIR] [--dry-run] [--allow-memory]\n"
+        "evogrpo train [-h] [--run-dir DIR] [--go-on] [--dry-run] [--allow-memory]\n"
         "                     [--stopped-status N] [--preset] [--wrapper MODULE:CLASS]\n"
         "                     [--traceback]\n"
         "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
@@ -245,6 +245,12 @@ def _starting(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(own_code=True)
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where records go (default: a new folder under runs/)"
+    )
+    parser.add_argument(
+        "--go-on",
+        action="store_true",
+        help="where --run-dir holds a run already, resume it as it is: one command for a scheduler, however often it "
+        "has to start",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would be trained and at what cost")
     _running(parser)

@@ -38,8 +38,12 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
     """Start a run, or only say what it would be."""
     console = make_console()
     wanted = chosen.run_dir or (None if config.run_dir is None else Path(config.run_dir).expanduser())
-    if wanted is not None and restarted() and processes().led(latest_complete(wanted).folder is not None):
-        console.print(f"started again by the launcher, so the run in {wanted} goes on", soft_wrap=True)
+    if wanted is None and chosen.go_on:
+        raise ValueError("--go-on goes on with the run in a folder, if there is one: name it with --run-dir")
+    may_go_on = wanted is not None and not chosen.dry_run and (chosen.go_on or restarted())
+    if wanted is not None and may_go_on and processes().led(latest_complete(wanted).folder is not None):
+        why = "there is one already" if chosen.go_on else "started again by the launcher"
+        console.print(f"{why}, so the run in {wanted} goes on", soft_wrap=True)
         again: dict[str, Any] = {"run_dir": wanted, "overrides": [], "generations": None, "allow_changed_data": False}
         return go_on(argparse.Namespace(**{**vars(chosen), **again}))
     with ExitStack() as stack:

@@ -239,14 +239,14 @@ class Processes:
         """Return the first value that any process gave; None where all gave None."""
         return next((each for each in self.all(value) if each is not None), None)
 
-    def numbers(self, value: int) -> list[int]:
-        """Return the whole number that every process gave, in their order: quicker than `all`."""
+    def numbers(self, *values: int) -> list[tuple[int, ...]]:
+        """Return the whole numbers that every process gave, in their order: quicker than `all`."""
         import torch
         import torch.distributed as dist
 
-        found = torch.zeros((self.size, 1), dtype=torch.int64)
-        self._wait(lambda: dist.all_gather(list(found.unbind()), torch.tensor([value]), group=self._group))
-        return [int(number) for number in found]
+        found = torch.zeros((self.size, len(values)), dtype=torch.int64)
+        self._wait(lambda: dist.all_gather(list(found.unbind()), torch.tensor(values), group=self._group))
+        return [tuple(row) for row in found.tolist()]
 
     # ---- tensors
 

@@ -71,7 +71,8 @@ def test_a_signal_stops_the_run_and_resuming_equals_never_stopping(
     assert events[-1]["reason"] == ("stopped by SIGTERM" if number == signal.SIGTERM else "stopped by the user")
     assert sum(event["event"] == "step" for event in events) < 9
 
-    assert main(["resume", "run"]) == 0
+    words = ("resume", "run") if code else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--go-on")
+    assert main(words) == 0
     assert "resuming run after generation" in capsys.readouterr().out
     assert story(here / "run") == uninterrupted
 

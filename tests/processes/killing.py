@@ -34,11 +34,11 @@ class Elastic:
 
 
 def elastic(folder: Path, words: Sequence[str], *, kills: Sequence[float] = (), seed: int = 0) -> Elastic:
-    """Let a launcher run a command of `evogrpo` in two processes, and kill one of them at several moments.
+    """Let a launcher run a program in two processes, and kill one of them at several moments.
 
     Args:
         folder: Where it runs; the run itself is in `run` there.
-        words: The command.
+        words: The program, as the launcher takes it.
         kills: The moments, in events of the journal, in order; a process started again later than that is killed
             within some seconds, wherever it is then.
         seed: Of which process is killed, and how long after the event.
@@ -48,7 +48,7 @@ def elastic(folder: Path, words: Sequence[str], *, kills: Sequence[float] = (), 
     settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_PATIENCE_MINUTES": "2"}
     with (folder / "said").open("w") as said:
         started = subprocess.Popen(
-            [*launcher, "--max-restarts", str(len(kills)), "-m", "evogrpo", *words, "--run-dir", "run"],
+            [*launcher, "--max-restarts", str(len(kills)), *words],
             cwd=folder, env=settings, stdout=said, stderr=subprocess.STDOUT,
         )  # fmt: skip
         before = set[int]()

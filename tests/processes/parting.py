@@ -8,9 +8,10 @@ import torch
 from transformers import PreTrainedModel
 
 from evogrpo.agents.rollout.collecting import collect
-from evogrpo.policies.tokens.bases.parts import held_by, layers_of
+from evogrpo.policies.tokens.bases.parts import held_by, layers_of, parted
 from evogrpo.policies.tokens.models import fingerprint, load_base
 from evogrpo.processes import processes
+from evogrpo.processes.errands import Errands
 from tests.rounding import assert_states_agree
 from tests.tiny_models import tiny_model, tiny_tokenizer
 from tests.tiny_training import finish, tiny_agent, tiny_env, tiny_population, tiny_run, variety
@@ -38,6 +39,13 @@ def parted_and_whole(folder: str, *architectures: str) -> None:
     refuse(base, Path(folder))
 
 
+def errands_of(base: PreTrainedModel) -> Errands:
+    """Return what the processes that hold a base do together."""
+    layers = parted(base)
+    assert layers is not None
+    return layers._errands
+
+
 def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, *, fail: bool) -> None:
     """Take a learning step with members of all processes, and one with those of this process in an agent each.
 
@@ -58,7 +66,11 @@ def learn_both_ways(base: PreTrainedModel, whole: PreTrainedModel, *, fail: bool
             short.append(1)
             raise torch.OutOfMemoryError("no memory left")
 
+    begun = list[bool]()
+    ahead = layers_of(base)[0].register_forward_hook(lambda *_: begun.append(errands_of(base)._begun is not None))
     found = together.collect(env, step=0, samples_per_step=samples, block=samples // 2)
+    ahead.remove()
+    assert sum(begun) >= len(begun) / 2 > 0  # the second layer is on its way while the first one computes
     handle = layers_of(base)[-1].register_forward_pre_hook(run_short)
     reports = together.learn(found.experience, step=0)
     handle.remove()

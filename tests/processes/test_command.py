@@ -74,6 +74,8 @@ def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> Non
     leader, _ = both(tmp_path, *words, restarts=1)
     assert "started again by the launcher, so the run in run goes on" in leader
     assert "nothing is left to do" in leader
+    leader, _ = both(tmp_path, *words, "--go-on")
+    assert "there is one already, so the run in run goes on" in leader
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,11 @@ from tests.tiny_training import nameless, story
 pytestmark = pytest.mark.slow
 
 KILLS = 5
-"""Of each run: 20 in all."""
+"""Of each run: 20 in all of those that have all of a base, and 10 of one in parts."""
+COMMAND = ("-m", "evogrpo", "train")
 COMMANDS: dict[str, Sequence[str]] = {
     "networks": (
-        "train",
+        *COMMAND,
         "--env",
         "CartPole-v1",
         "population.size=3",
@@ -29,8 +30,33 @@ COMMANDS: dict[str, Sequence[str]] = {
         "task.max_episode_steps=60",
         "logging.checkpoint_steps=2",
     ),
-    "language": ("train", "tiny.yaml", "population.size=3", "schedule.steps_per_generation=4"),
+    "language": (*COMMAND, "tiny.yaml", "population.size=3", "schedule.steps_per_generation=4"),
+    "parts": (*COMMAND, "tiny.yaml", "population.size=3", "schedule.steps_per_generation=4", "base_parts=2"),
+    "opened": ("program.py", "dist.init_process_group('gloo')"),
+    "accelerator": ("program.py", "Accelerator(cpu=True)"),
 }
+PROGRAM = """
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from accelerate import Accelerator
+
+import evogrpo
+
+eval(sys.argv[1])  # opens torch.distributed, before evogrpo does
+env = evogrpo.GymnasiumGroups("CartPole-v1", max_episode_steps=60, validation_size=8, test_size=8)
+begun = [Path("run/journal.jsonl").exists()]
+dist.broadcast_object_list(begun)
+if begun[0]:
+    run = evogrpo.resume("run", env)
+else:
+    spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+    population = evogrpo.GRPO.population(3, **spaces, group_size=4)
+    lengths = {"generations": 4, "steps_per_generation": 4, "samples_per_step": 16}
+    run = evogrpo.evolve(population, env, run_dir="run", checkpoint_steps=2, **lengths)
+run.finish()
+"""
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +64,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Both runs, which nobody disturbs, in folders beside that of what they train on."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_project(folder)
+    (folder / "program.py").write_text(PROGRAM)
     folders = {kind: folder / kind for kind in COMMANDS}
     for kind, place in folders.items():
         place.mkdir()
@@ -47,7 +74,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def words(kind: str, project: Path) -> list[str]:
-    return [str(project / word) if word.endswith(".yaml") else word for word in COMMANDS[kind]]
+    given = [str(project / word) if word.endswith((".yaml", ".py")) else word for word in COMMANDS[kind]]
+    return given if "program.py" in COMMANDS[kind] else [*given, "--run-dir", "run"]
 
 
 @pytest.mark.parametrize("kind", COMMANDS)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.policies.tokens.bases.quantised import is_quantised, stored_bytes
 from evogrpo.processes import processes
-from evogrpo.processes.errands import Errands
+from evogrpo.processes.errands import NOTHING, Errands
 
 T = TypeVar("T")
 
@@ -27,8 +27,9 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 class PartedLayers:
     """The layers of a model of which this process holds a part each.
 
-    At most one is whole at a time, besides one that another process needs at the moment. A layer is gathered right
-    before its forward pass, and again before its backward pass.
+    At most one is whole at a time, besides one that another process needs at the moment or all need next. A layer is
+    gathered right before its forward pass, and again before its backward pass; where all processes are at the same
+    layer, the one that followed it last time is gathered while this one computes.
 
     Args:
         layers: Modules that are called one after another, in parts already.
@@ -43,8 +44,10 @@ class PartedLayers:
         self._errands = errands
         self._numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._whole: Any = None
+        self._course: dict[tuple[int, int], int] = {}
+        self._last = (NOTHING, NOTHING)
         for layer in layers:
-            self._numbers[layer] = errands.add(self._gathering(layer))
+            self._numbers[layer] = errands.add(_Gathering(layer))
             layer.register_forward_pre_hook(lambda module, args: self.gather(module), prepend=True)
             layer.register_forward_hook(self._before_backward, prepend=True)
             _OWN_HOOKS[layer] = hooks_of(layer)
@@ -57,8 +60,15 @@ class PartedLayers:
             ProcessError: If one of them has ended.
         """
         self.put_away()
-        self._errands.need(self._numbers[layer])
+        number = self._numbers[layer]
+        self._errands.need(number, self._expected(number))
         self._whole = ref(layer)
+
+    def _expected(self, number: int) -> int:
+        """Return which layer followed this one last time, forwards or backwards as now; `NOTHING` if that is new."""
+        self._course[self._last] = number
+        self._last = (self._last[1], number)
+        return self._course.get(self._last, NOTHING)
 
     def put_away(self) -> None:
         """Keep no more than this process's part of any layer."""
@@ -76,20 +86,33 @@ class PartedLayers:
     def _before_backward(self, layer: nn.Module, args: object, output: Any) -> None:
         self.again(layer, output)
 
-    @staticmethod
-    def _gathering(layer: nn.Module) -> Callable[[bool], None]:
-        """Return what all processes do where one needs a layer."""
-        found = ref(layer)
 
-        def gather(keep: bool) -> None:
-            module: Any = found()
-            assert module is not None, "a base is in use in one process, and gone in another"
-            module.reshard()  # where its last use left it whole, it could not take part
-            module.unshard()
-            if not keep:
-                module.reshard()
+class _Gathering:
+    """What all processes do where one needs a layer."""
 
-        return gather
+    def __init__(self, layer: nn.Module) -> None:
+        self._layer, self._begun = ref(layer), None
+
+    @property
+    def _module(self) -> Any:
+        module = self._layer()
+        assert module is not None, "a base is in use in one process, and gone in another"
+        return module
+
+    def begin(self) -> None:
+        """See `Errand`."""
+        self._module.reshard()  # where its last use left it whole, it could not take part
+        self._begun = self._module.unshard(async_op=True)
+
+    def finish(self, needed: bool) -> None:
+        """See `Errand`."""
+        if self._begun is None:
+            self.begin()
+        if self._begun is not None:
+            self._begun.wait()
+        self._begun = None
+        if not needed:
+            self._module.reshard()
 
 
 _OWN_HOOKS: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
