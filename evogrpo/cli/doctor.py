@@ -21,6 +21,7 @@ from evogrpo.cli.arguments import FAILED, OK
 from evogrpo.installing import extra_command, package_command, reinstall_command
 from evogrpo.policies.devices import process_memory
 from evogrpo.processes import processes
+from evogrpo.text import counted
 from evogrpo.training.display.console import make_console
 
 DEMO_MEMORY, DEMO_DISK = 3.5e9, 2e9  # bytes: the demo's peak, and its base model converted plus a run
@@ -120,9 +121,11 @@ def check_torch() -> Iterator[Finding]:
         )
     threads, cores = torch.get_num_threads(), os.cpu_count() or 1
     yield Finding(what="torch", state="ok", detail=f"{torch.__version__}, device {device}, {threads} threads")
-    if device == "cpu" and threads < cores and "OMP_NUM_THREADS" in os.environ:
-        remedy = "unset OMP_NUM_THREADS for faster runs of language models"
-        yield Finding(what="threads", state="note", detail=f"{threads} of {cores} cores are used", remedy=remedy)
+    here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))  # which torchrun gives one thread each
+    if device == "cpu" and threads * here < cores and "OMP_NUM_THREADS" in os.environ:
+        change = "unset OMP_NUM_THREADS" if here == 1 else f"set OMP_NUM_THREADS={cores // here}"
+        remedy = f"{change} for faster runs of language models"
+        yield Finding(what="threads", state="note", detail=f"{threads * here} of {cores} cores are used", remedy=remedy)
 
 
 def check_processes() -> Iterator[Finding]:
@@ -131,7 +134,11 @@ def check_processes() -> Iterator[Finding]:
 
     crew = processes()
     if crew.size > 1:
-        for rank, place in enumerate(crew.all(f"{socket.gethostname()}, device {choose_device(None)}")):
+        torch, memory = importlib.import_module("torch"), process_memory()
+        sees = [f"device {choose_device(None)}", counted(torch.get_num_threads(), "thread")]
+        if memory is not None:
+            sees.append(f"{memory / 1e9:.1f} GB for all processes there")
+        for rank, place in enumerate(crew.all(", ".join([socket.gethostname(), *sees]))):
             yield Finding(what="process", state="ok", detail=f"{rank} of {crew.size}: {place}")
 
 

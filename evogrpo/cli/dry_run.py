@@ -53,11 +53,13 @@ def layout(members: int, count: int, *, groups: int) -> dict[str, str]:
     if count == 1:
         return {}
     places = Places(members, count, 0)
-    if count <= members:
-        told = _told(Counter(len(own) for own in places.shares), _with_members)
-        return {"processes": f"{count}: {told}"}
     squads = Counter(len(ranks) for ranks in places.squads)
-    told = f"{count}: {_told(squads, _with_a_member)}"
+    if count <= members:
+        told = f"{count}, {_told(Counter(len(own) for own in places.shares), _with_members)}"
+    elif members == 1:
+        told = f"{count}, which share the work of the one member"
+    else:
+        told = f"{count}, {_told(squads, _with_a_member)}"
     idle = sum(number * max(0, squad - groups) for squad, number in squads.items())
     if idle:
         told = f"{told}; {idle} would sample nothing, as a member has {counted(groups, 'group')} in a step"
@@ -65,16 +67,23 @@ def layout(members: int, count: int, *, groups: int) -> dict[str, str]:
 
 
 def _told(numbers: Mapping[int, int], words: Callable[[int, int], str]) -> str:
+    """Say the same of one number of things, or of two that differ by one."""
+    if len(numbers) == 1:
+        ((size, _),) = numbers.items()
+        return words(size, 0)
     return " and ".join(words(size, number) for size, number in numbers.items())
 
 
 def _with_members(size: int, number: int) -> str:
-    return f"{number} with {counted(size, 'member')}{' each' if number > 1 else ''}"
+    whose = counted(size, "member")
+    return f"{number} with {whose}{' each' if number > 1 else ''}" if number else f"with {whose} each"
 
 
 def _with_a_member(size: int, number: int) -> str:
     if size == 1:
         return f"{number} with a member{' each' if number > 1 else ' of its own'}"
+    if not number:
+        return f"of which {size} at a time share the work of a member"
     return f"{size} that share the work of {'one member' if number == 1 else f'each of {number} members'}"
 
 
@@ -107,19 +116,26 @@ def _traffic(traffic: Traffic) -> dict[str, str]:
     """Say what processes send each other in a generation, where there are several."""
     if len(traffic.shares) == 1:
         return {}
-    shared = bytes_text(traffic.gradients)
-    gradients = f"; {shared} of gradients in each optimizer step of a shared member" if traffic.gradients else ""
-    most = bytes_text(traffic.pooled)
-    pooled = f"; at most {most} of samples among the processes of a shared member" if traffic.pooled else ""
-    lent = (
-        f" and at most {bytes_text(traffic.lent)} of samples that members elsewhere learn from" if traffic.lent else ""
-    )
-    return {
-        "exchange": f"about {bytes_text(traffic.records)} of records{lent} to each process in a generation, in "
-        f"{count_text(traffic.messages)} messages; {bytes_text(traffic.state)} for each clone whose parent lives "
-        f"elsewhere, at most {counted(traffic.clones, 'clone')}; {bytes_text(traffic.gathered)} to the "
-        f"first process for each checkpoint{pooled}{gradients}",
+    rows = {
+        "records": f"about {bytes_text(traffic.records)} to each process in a generation, in "
+        f"{count_text(traffic.messages)} messages",
+        "clones": f"{bytes_text(traffic.state)} for each whose parent lives elsewhere, at most "
+        f"{count_text(traffic.clones)}",
+        "checkpoints": f"{bytes_text(traffic.gathered)} to the first process for each",
     }
+    if traffic.lent:
+        rows["lent"] = (
+            f"at most {bytes_text(traffic.lent)} of samples to each process in a generation, as others learn from them"
+        )
+    if traffic.pooled:
+        rows["shared"] = (
+            f"at most {bytes_text(traffic.pooled)} of samples to each process of a shared member in a generation"
+        )
+    if traffic.gradients:
+        rows["gradients"] = (
+            f"{bytes_text(traffic.gradients)} from each process of a shared member in every optimizer step"
+        )
+    return rows
 
 
 def _show(console: Console, rows: Mapping[str, str]) -> None:

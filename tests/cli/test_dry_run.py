@@ -185,16 +185,16 @@ def test_a_dry_run_shows_the_network_that_is_really_used(called, folder, monkeyp
 @pytest.mark.parametrize(
     ("members", "count", "said"),
     [
-        (4, 2, "2: 2 with 2 members each"),
-        (3, 2, "2: 1 with 2 members and 1 with 1 member"),
-        (64, 10, "10: 4 with 7 members each and 6 with 6 members each"),
-        (2, 3, "3: 2 that share the work of one member and 1 with a member of its own"),
-        (1, 4, "4: 4 that share the work of one member"),
-        (2, 4, "4: 2 that share the work of each of 2 members"),
+        (4, 2, "2, with 2 members each"),
+        (3, 2, "2, 1 with 2 members and 1 with 1 member"),
+        (64, 10, "10, 4 with 7 members each and 6 with 6 members each"),
+        (2, 3, "3, 2 that share the work of one member and 1 with a member of its own"),
+        (1, 4, "4, which share the work of the one member"),
+        (2, 4, "4, of which 2 at a time share the work of a member"),
         (
             2,
             9,
-            "9: 5 that share the work of one member and 4 that share the work of one member; 1 would sample nothing, "
+            "9, 5 that share the work of one member and 4 that share the work of one member; 1 would sample nothing, "
             "as a member has 4 groups in a step",
         ),
     ],

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,14 @@ class Elastic:
     killed: Sequence[tuple[int, int]]
 
 
-def elastic(folder: Path, words: Sequence[str], *, kills: Sequence[float] = (), seed: int = 0) -> Elastic:
+def elastic(
+    folder: Path,
+    words: Sequence[str],
+    *,
+    kills: Sequence[float] = (),
+    seed: int = 0,
+    settings: Mapping[str, str] | None = None,
+) -> Elastic:
     """Let a launcher run a program in two processes, and kill one of them at several moments.
 
     Args:
@@ -42,14 +49,15 @@ def elastic(folder: Path, words: Sequence[str], *, kills: Sequence[float] = (), 
         kills: The moments, in events of the journal, in order; a process started again later than that is killed
             within some seconds, wherever it is then.
         seed: Of which process is killed, and how long after the event.
+        settings: Of its environment.
     """
     rng, killed = np.random.default_rng(seed), list[tuple[int, int]]()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    settings = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_PATIENCE_MINUTES": "2"}
+    own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_PATIENCE_MINUTES": "2", **(settings or {})}
     with (folder / "said").open("w") as said:
         started = subprocess.Popen(
             [*launcher, "--max-restarts", str(len(kills)), *words],
-            cwd=folder, env=settings, stdout=said, stderr=subprocess.STDOUT,
+            cwd=folder, env=os.environ | own, stdout=said, stderr=subprocess.STDOUT,
         )  # fmt: skip
         before = set[int]()
         try:

@@ -33,8 +33,10 @@ COMMANDS: dict[str, Sequence[str]] = {
     "language": (*COMMAND, "tiny.yaml", "population.size=3", "schedule.steps_per_generation=4"),
     "parts": (*COMMAND, "tiny.yaml", "population.size=3", "schedule.steps_per_generation=4", "base_parts=2"),
     "opened": ("program.py", "dist.init_process_group('gloo')"),
-    "accelerator": ("program.py", "Accelerator(cpu=True)"),
+    "met": ("program.py", "processes(), Accelerator(cpu=True)"),
 }
+SETTINGS = {"opened": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+"""What a program needs that opens torch.distributed before evogrpo does; else it meets processes that were killed."""
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -43,8 +45,9 @@ import torch.distributed as dist
 from accelerate import Accelerator
 
 import evogrpo
+from evogrpo.processes import processes
 
-eval(sys.argv[1])  # opens torch.distributed, before evogrpo does
+eval(sys.argv[1])
 env = evogrpo.GymnasiumGroups("CartPole-v1", max_episode_steps=60, validation_size=8, test_size=8)
 begun = [Path("run/journal.jsonl").exists()]
 dist.broadcast_object_list(begun)
@@ -68,7 +71,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folders = {kind: folder / kind for kind in COMMANDS}
     for kind, place in folders.items():
         place.mkdir()
-        seen = elastic(place, words(kind, folder))
+        seen = elastic(place, words(kind, folder), settings=SETTINGS.get(kind))
         assert seen.status == 0, seen.said
     return folders
 
@@ -85,7 +88,9 @@ def test_a_run_whose_processes_are_killed_ends_as_if_nobody_had(
 ) -> None:
     """Journal, learner states and best member, bit for bit, clock readings aside."""
     moments = np.sort(np.random.default_rng(seed).uniform(0, events_in(undisturbed[kind]) - 1, KILLS))
-    seen = elastic(tmp_path, words(kind, undisturbed[kind].parent), kills=moments.tolist(), seed=seed)
+    seen = elastic(
+        tmp_path, words(kind, undisturbed[kind].parent), kills=moments.tolist(), seed=seed, settings=SETTINGS.get(kind)
+    )
     print(kind, seed, seen.killed)
     assert seen.status == 0, seen.said
     assert len(seen.killed) >= KILLS - 1, "kills that come when the run has ended test nothing"

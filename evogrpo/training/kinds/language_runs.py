@@ -124,6 +124,8 @@ class PreparedLanguage:
         wanted, parts = self.config.base_parts, parts_of(self.config.base_parts)
         if wanted == 1:
             return ""
+        if processes().size == 1:
+            return ", whole, as there is one process"
         held = "whole in every process" if parts == 1 else f"in parts of {parts} processes each"
         return f", {held}" + (f", as {wanted} do not divide {processes().size}" if parts != wanted else "")
 
