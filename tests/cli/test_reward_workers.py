@@ -37,7 +37,7 @@ def test_a_reward_that_hangs_stops_the_run_with_the_completion_and_never_hangs_i
     Path("hanging.py").write_text(HANGING)
     overrides = (*SHORT, "task.reward=hanging.py:score", "task.reward_timeout=1.0", "task.reward_workers=2")
     process = command("train", project / "tiny.yaml", "--run-dir", "run", *overrides, cwd=here)
-    output, errors = process.communicate(timeout=90)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "reward function 'score' took longer than 1 s and was stopped for the completion" in errors
     assert "once mended    evogrpo resume run" in output

@@ -176,5 +176,5 @@ def test_a_program_with_a_blocked_loop_still_ends():
         except ValueError as error:
             print(error)
     """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert "blocked the event loop" in result.stdout

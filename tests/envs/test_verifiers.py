@@ -382,14 +382,14 @@ def program(tmp_path, ending):
 
 
 def test_a_script_may_define_its_reward_functions_itself(tmp_path):
-    output, errors = program(tmp_path, 'if __name__ == "__main__": main("abc", 20.0)').communicate(timeout=30)
+    output, errors = program(tmp_path, 'if __name__ == "__main__": main("abc", 20.0)').communicate(timeout=120)
     assert output == "[3.0]\n", errors
     assert errors == ""  # nothing is left over when it ends
 
 
 def test_a_script_that_every_worker_would_run_again_is_refused_up_front(tmp_path):
     process = program(tmp_path, 'main("abc", 20.0)')
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert output == ""
     assert 'keep what trains under `if __name__ == "__main__":`' in errors
