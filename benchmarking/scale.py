@@ -3,10 +3,10 @@
     python benchmarking/scale.py                  # SmolLM2, small networks, and the exchange itself
     python benchmarking/scale.py --kinds networks --rounds 5 --processes 4
 
-Both arms train the same population, without selection, and come to the same journal; they take turns, and a round's
-figure is the median learning step of its journal, the first one left out. The ratio is that of their throughputs. The
-exchange is measured between as many processes that do nothing else: how long records take, and learner states of
-several sizes that one process hands to another and to all.
+Both arms train the same population, without selection, and come to the same journal; they take turns, in both orders,
+and a round's figure is the median learning step of its journal, the first one left out. The ratio is that of their
+throughputs: the median of the rounds, and the range. The exchange is measured between as many processes that do
+nothing else: how long records take, and learner states of several sizes that one process hands to another and to all.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ def compare(chosen: argparse.Namespace) -> None:
         for number in range(chosen.rounds):
             with tempfile.TemporaryDirectory() as place:
                 took = {}
-                for count, threads in ((1, chosen.processes), (chosen.processes, 1)):
+                arms = ((1, chosen.processes), (chosen.processes, 1))
+                for count, threads in reversed(arms) if number % 2 else arms:
                     folder = Path(place, str(count))
                     launch(kind, count, threads, chosen.members, folder)
                     took[count] = step_seconds(folder)
@@ -145,7 +146,11 @@ def compare(chosen: argparse.Namespace) -> None:
                 f"{took[chosen.processes]:.3g} s in {chosen.processes} with one",
                 flush=True,
             )
-        print(f"{kind}: throughput of {chosen.processes} processes / one: {statistics.median(ratios):.2f}", flush=True)
+        print(
+            f"{kind}: throughput of {chosen.processes} processes / one: median {statistics.median(ratios):.2f} of "
+            f"{len(ratios)} rounds ({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
     with tempfile.TemporaryDirectory() as place:
         launch("exchange", chosen.processes, 1, 0, Path(place))
         for what, seconds in json.loads(Path(place, "exchange.json").read_text()).items():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from benchmarking.scale_fit import fitted
 from benchmarking.scale_model import BASES, Base, Card, Work, cost_table, generation
 from benchmarking.scale_waiting import Delays, simulate
 from evogrpo.training.memory import state_size
@@ -85,3 +86,14 @@ def test_on_cards_that_differ_plans_that_do_not_wait_compare_unequal_work():
     assert unequal.apart > equal.apart
     assert unequal.picked < unequal.together
     assert unequal.generation > equal.generation
+
+
+def test_a_fit_finds_what_the_seconds_are_made_of():
+    """Factors are never negative; the error is that of the worst part."""
+    reading, products = [1.0, 1.0, 1.0], [1.0, 4.0, 12.0]
+    factors, error = fitted([reading, products], [3 + 0.5 * each for each in products])
+    assert factors == pytest.approx([3.0, 0.5])
+    assert error == pytest.approx(0.0, abs=1e-9)
+    factors, error = fitted([reading, products], [2.0, 1.0, 1.0])
+    assert min(factors) >= 0
+    assert error > 0.2
