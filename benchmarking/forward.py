@@ -6,6 +6,9 @@ The work is that of one learning step on SmolLM2-135M: 2 prompts of 49 tokens x 
 member, LoRA of rank 16 on all linear layers, one thread. Printed are medians of processor seconds for sampling, for
 learning (forward, backward and AdamW) and for both, and the medians of the ratios pair by pair: slow / direct in each
 precision, and float32 / bfloat16 of the direct pass. `--prompt`, `--completion` and `--group` change the shape.
+
+A second table says at what part of the rate of matrix products the direct pass runs: products of the same shapes with
+the same weights, and nothing else, take their turn in every round, in whichever order of the factors is faster.
 """
 
 import argparse
@@ -102,12 +105,49 @@ def one_step(bank: AdapterBank, rows: Rows) -> Seconds:
     return {"sampling": sampled - began, "learning": learnt - sampled, "both": learnt - began}
 
 
-def rounds(banks: dict[Any, AdapterBank], rows: Rows, count: int) -> Iterator[dict[Any, Seconds]]:
-    """Let all banks take turns, `count` times after a first one."""
-    for number in range(count + 1):
+def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
+    """Return the processor seconds of a step's products with the base's weights alone, prompts run once a member."""
+    model = bank.base.model
+    layers = [module.weight for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)]
+    head = [model.get_output_embeddings().weight]
+    read = arguments.members * arguments.prompts * arguments.prompt
+    rows = arguments.members * arguments.prompts * arguments.group
+    fed = rows * (arguments.completion - 1)
+    parts = -(-(read + fed) // arguments.micro_batch_tokens)
+    chunks = -(-rows * arguments.completion // 256)
+
+    def seconds(weights: list[Tensor], tokens: int, times: int, back: bool = False) -> float:
+        inside, outside = (
+            {width: weights[0].new_ones((tokens, width)) for width in {weight.shape[side] for weight in weights}}
+            for side in (1, 0)
+        )
+        ways = [lambda weight: inside[weight.shape[1]] @ weight.T, lambda weight: weight @ inside[weight.shape[1]].T]
+        taken = list[float]()
+        for way in ways:
+            began = time.process_time()
+            for _ in range(times):
+                for weight in weights:
+                    way(weight)
+                    if back:
+                        outside[weight.shape[0]] @ weight
+            taken.append(time.process_time() - began)
+        return min(taken)
+
+    sampling = seconds(layers, read, 1) + seconds(layers, rows, arguments.completion - 1)
+    sampling += seconds(head, rows, arguments.completion)
+    learning = seconds(layers, (read + fed) // parts, parts, back=True) + seconds(head, 256, chunks, back=True)
+    return {"sampling": sampling, "learning": learning, "both": sampling + learning}
+
+
+def rounds(
+    banks: dict[Any, AdapterBank], rows: Rows, arguments: argparse.Namespace
+) -> Iterator[tuple[dict[Any, Seconds], dict[str, Seconds]]]:
+    """Let all banks, and the products of each precision alone, take turns, after a first round that does not count."""
+    for number in range(arguments.rounds + 1):
         taken = {name: one_step(bank, rows) for name, bank in banks.items()}
+        alone = {precision: products(bank, arguments) for (precision, slow), bank in banks.items() if not slow}
         if number:
-            yield taken
+            yield taken, alone
 
 
 def print_table(results: list[dict[Any, Seconds]], precisions: list[str]) -> None:
@@ -124,6 +164,23 @@ def print_table(results: list[dict[Any, Seconds]], precisions: list[str]) -> Non
             ratios = sorted(pair[0] / pair[1] for pair in pairs)
             figures = statistics.median(ratios), ratios[0], ratios[-1]
             print(f"| {name} | {part} | {before:.2f} | {after:.2f} | " + " | ".join(f"{x:.2f}" for x in figures) + " |")
+
+
+def print_shares(results: list[tuple[dict[Any, Seconds], dict[str, Seconds]]], precisions: list[str]) -> None:
+    """Print at what part of the products' rate the direct pass runs: medians, and their range."""
+    print("\n| direct, of the products' rate | part | seconds | products alone | part of it | from | to |")
+    print("|---|---|---|---|---|---|---|")
+    for precision in precisions:
+        for part in PARTS:
+            pairs = [(taken[precision, False][part], alone[precision][part]) for taken, alone in results]
+            whole, alone = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
+            shares = sorted(pair[1] / pair[0] for pair in pairs)
+            figures = statistics.median(shares), shares[0], shares[-1]
+            print(
+                f"| {precision} | {part} | {whole:.2f} | {alone:.2f} | "
+                + " | ".join(f"{x:.0%}" for x in figures)
+                + " |"
+            )
 
 
 def main() -> None:
@@ -145,7 +202,9 @@ def main() -> None:
     for (precision, slow), bank in banks.items():
         with bank.base.working():
             assert bank.base.direct is not slow, f"the direct pass does not know SmolLM2 in {precision}"
-    print_table(list(rounds(banks, rows, arguments.rounds)), arguments.precisions)
+    results = list(rounds(banks, rows, arguments))
+    print_table([taken for taken, _ in results], arguments.precisions)
+    print_shares(results, arguments.precisions)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-TILE = 1 << 18
-"""Numbers that several passes in a row work on: two megabytes in float32, with as many that they make."""
+TILE = 1 << 17
+"""Numbers that several passes in a row work on: a megabyte with what they make of them, in float32."""
 
 
 def chunked_log_probs(

@@ -21,6 +21,7 @@ from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import generation
 from evogrpo.policies.tokens.engine.direct import attention, columns, decoding
 from evogrpo.policies.tokens.engine.direct.reading import matrix_of
+from evogrpo.policies.tokens.micro_batches import share_prefixes
 from evogrpo.records import SamplingOptions
 from tests.rounding import LOG_PROB, assert_gradients_agree
 from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, lora, make_rows
@@ -144,6 +145,35 @@ def test_members_of_equally_many_rows_share_products(members, both):
     fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=["k_proj", "v_proj", "up_proj"]))
     fast.micro_batch_tokens = slow.micro_batch_tokens = 10_000  # all in one
     assert_same(fast, slow, make_rows(members))
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, tuple((*SYSTEM, *prompt) for prompt in PROMPTS)], ids=["apart", "root"])
+@pytest.mark.parametrize("members", [(0, 1, 2), (1, 1, 1)], ids=str)
+def test_prompts_run_with_what_continues_them_give_what_both_give_apart(members, prompts, both):
+    base = both(built(KNOWN["qwen3"]))[0]
+    rows = make_rows(members, prompts=prompts)
+    batch = as_batch(rows, base.sample(rows))
+    route = base.weights.route("weights")
+    pairs, of_rows = share_prefixes(batch.member_ids, batch.inputs.prompt_ids)
+    given = [batch.inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
+    ids, present, members = batch.actions[:, :-1], batch.present[:, :-1], batch.member_ids
+    with base.base.working(), torch.no_grad():
+        once = base.base.continued(*given, of_rows, ids, present, members, route)
+        apart = base.base.extend(base.base.prefix(*given, route), of_rows, ids, present, route(members))
+    counts = torch.cat([present.new_ones((len(ids), 1)), present], 1)
+    torch.testing.assert_close(once[counts], apart[counts], rtol=LOG_PROB, atol=LOG_PROB)
+
+
+def test_prompts_of_other_members_than_what_continues_them_are_run_apart():
+    base = different_members(built(KNOWN["qwen3"]), SIZE).base
+    weights = different_members(base.model, SIZE).weights
+    route, ids = weights.route("weights"), torch.tensor([[5, 6], [7, 8]])
+    rows, members, present = torch.tensor([0, 1]), torch.tensor([1, 2]), torch.ones_like(ids, dtype=torch.bool)
+    given = [(3, 4), (5, 9)], [0, 1]
+    with base.working(), torch.no_grad():
+        once = base.continued(*given, rows, ids, present, members, route)
+        apart = base.extend(base.prefix(*given, route), rows, ids, present, route(members))
+    torch.testing.assert_close(once, apart, rtol=LOG_PROB, atol=LOG_PROB)
 
 
 def test_below_the_first_adapter_there_is_no_backward_pass(both):

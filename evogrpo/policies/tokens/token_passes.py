@@ -166,9 +166,8 @@ class TokenPasses:
         members, route = _acting(batch, policy), self._weights.route(policy)
         pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
-        prefix = self._model.prefix(prompts, slots, route)
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
-        return self._model.extend(prefix, rows, fed, present, route(members))
+        return self._model.continued(prompts, slots, rows, fed, present, members, route)
 
 
 def _acting(batch: Batch, policy: PolicyVersion) -> Tensor:

@@ -29,6 +29,7 @@ from evogrpo.policies.tokens.engine.probes import (
     find_decoder,
 )
 from evogrpo.policies.tokens.engine.token_model import Decoding
+from evogrpo.policies.tokens.weights.low_rank import RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import Route, View
 from evogrpo.remarks import remark
 
@@ -52,6 +53,13 @@ def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
     first = min(prompts), max(prompts)  # what the extremes share, all in between share
     differing = (place for place in range(shortest) if first[0][place] != first[1][place])
     return next(differing, shortest)
+
+
+def _join(first: View | None, later: View | None) -> bool:
+    """Tell whether what acts on prompts and on what continues them can act on both at once."""
+    if isinstance(first, RoutedAdapters) and isinstance(later, RoutedAdapters):
+        return first.slots == later.slots
+    return first is None and later is None
 
 
 class CausalModel:
@@ -205,13 +213,42 @@ class CausalModel:
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
             return Prompts(ids=ids, mask=mask)
+        root, rows, rest = self._rooted(prompts, slots, route, shortest_root)
+        return self._run_on(root, rows, rest, route(torch.tensor(slots)))
+
+    def _rooted(
+        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], route: Route, shortest_root: int
+    ) -> tuple[Context | None, Tensor, Sequence[tuple[int, ...]]]:
+        """Run what all prompts begin with, and return it, which row of it each continues, and what is left of each."""
         owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
         if common < shortest_root or len(owners) == len(prompts):
-            return self._run_on(None, torch.arange(len(prompts)), prompts, route(torch.tensor(slots)))
+            return None, torch.arange(len(prompts)), prompts
         root = self._run_on(None, torch.arange(len(owners)), [prompts[0][:common]] * len(owners), route(owners))
-        rest = [prompt[common:] for prompt in prompts]
-        return self._run_on(root, rows.to(self.device), rest, route(torch.tensor(slots)))
+        return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
+
+    def continued(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        slots: Sequence[int],
+        rows: Tensor,
+        ids: Tensor,
+        present: Tensor,
+        members: Tensor,
+        route: Route,
+    ) -> Tensor:
+        """Run prompts and what continues them, at once where that is the same; see `TokenModel.continued`."""
+        views = route(torch.tensor(slots)), route(members)
+        if self._direct is None or not ids.shape[1] or not _join(*views):
+            return self.extend(self.prefix(prompts, slots, route), rows, ids, present, views[1])
+        root, continues, rest = self._rooted(prompts, slots, route, SHORTEST_ROOT)
+        read, mask, layers = self._laid_out(root, continues, rest)
+        view = None
+        if isinstance(views[0], RoutedAdapters) and isinstance(views[1], RoutedAdapters):
+            view = views[0].followed(read.shape[1], views[1], ids.shape[1])
+        prepared = read, mask, Cache(layers=list(layers))
+        last, hidden = self._direct.both(prepared, rows, ids, present, view)
+        return torch.cat([last[rows][:, None], hidden], dim=1)
 
     def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
         check_token_ids(self.model, [max(map(max, prompts)), min(map(min, prompts))], "tokens of prompts")
@@ -234,6 +271,14 @@ class CausalModel:
         self, root: Context | None, rows: Tensor, prompts: Sequence[tuple[int, ...]], view: View | None
     ) -> Prefix:
         """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
+        ids, mask, layers = self._laid_out(root, rows, prompts)
+        hidden = self.run(ids, mask, Cache(layers=list(layers)), view)
+        return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
+
+    def _laid_out(
+        self, root: Context | None, rows: Tensor, prompts: Sequence[tuple[int, ...]]
+    ) -> tuple[Tensor, Tensor, list[PrefixLayer]]:
+        """Return the tokens of prompts, which are real, and what they continue."""
         ids, mask = self._padded(prompts)
         layers = [PrefixLayer() for _ in range(self.layers)]
         if root is not None:
@@ -245,8 +290,7 @@ class CausalModel:
             )
             mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
             layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
-        hidden = self.run(ids, mask, Cache(layers=list(layers)), view)
-        return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
+        return ids, mask, layers
 
     def extend(self, prefix: Prefix | Prompts, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
         """Run completions on top of prompts; see `TokenModel.extend`."""

@@ -10,56 +10,77 @@ from torch.autograd.function import FunctionCtx
 
 from evogrpo.policies.tokens.lora import Target
 
+Run = tuple[slice, slice, int]
+"""Neighbouring segments of equally many tokens: their tokens, which slots' they are, and how many."""
+
+
+def runs_of(sizes: Sequence[int], begin: int = 0) -> list[Run]:
+    """Find the segments that one product of batches can do.
+
+    Args:
+        sizes: Tokens of each slot's segment.
+        begin: How many tokens come before them.
+    """
+    found, first, at = list[Run](), 0, begin
+    while first < len(sizes):
+        last = first
+        while last < len(sizes) and sizes[last] == sizes[first]:
+            last += 1
+        end = at + sizes[first] * (last - first)
+        found.append((slice(at, end), slice(first, last), last - first))
+        first, at = last, end
+    return found
+
 
 @dataclass(frozen=True)
 class _Segment:
-    """Neighbouring rows of one forward pass that belong to one slot."""
+    """Neighbouring rows of one forward pass that belong to one slot, and such that come after those of all slots."""
 
     slot: int
     rows: int
+    later: int = 0
 
 
 class Pieces(NamedTuple):
     """What acts on modules that read one input, for who computes it together with the modules themselves.
 
     Attributes:
-        sizes: Tokens of each of s segments, one after another.
+        runs: Whose the tokens are, one after another.
         acting: Whether anything acts on each module.
-        leaves: A and B of every segment for the first module on which something acts, then for the second, ...
+        leaves: A and B of every slot for the first module on which something acts, then for the second, ...
         scale: Factor on B A x.
     """
 
-    sizes: list[int]
+    runs: list[Run]
     acting: list[bool]
     leaves: list[Tensor]
     scale: float
 
     def joined(self, leaves: Sequence[Tensor], dtype: torch.dtype) -> "Joined":
-        """Lay the leaves out for products of all segments and modules at once."""
-        segments, modules = len(self.sizes), sum(self.acting)
-        every_a = [
-            leaves[2 * (segment + segments * number)] for segment in range(segments) for number in range(modules)
-        ]
+        """Lay the leaves out for products of all slots and modules at once."""
+        modules = sum(self.acting)
+        slots = len(leaves) // (2 * modules)
+        every_a = [leaves[2 * (slot + slots * number)] for slot in range(slots) for number in range(modules)]
         every_b = iter(leaves[1::2])
         return Joined(
-            self.sizes,
-            torch.cat(every_a).view(segments, -1, every_a[0].shape[1]).to(dtype),
-            [torch.stack([next(every_b) for _ in self.sizes]).to(dtype) if acts else None for acts in self.acting],
+            self.runs,
+            torch.cat(every_a).view(slots, -1, every_a[0].shape[1]).to(dtype),
+            [torch.stack([next(every_b) for _ in range(slots)]).to(dtype) if acts else None for acts in self.acting],
             self.scale,
         )
 
 
 class Joined(NamedTuple):
-    """What acts on modules that read one input, laid out for products of all segments and modules at once.
+    """What acts on modules that read one input, laid out for products of all slots and modules at once.
 
     Attributes:
-        sizes: Tokens of each of s segments, one after another.
+        runs: Whose the tokens are, one after another.
         a: `[s, modules * r, in]`.
         b: `[s, out, r]` of each module, None where nothing acts.
         scale: Factor on B A x.
     """
 
-    sizes: list[int]
+    runs: list[Run]
     a: Tensor
     b: list[Tensor | None]
     scale: float
@@ -102,7 +123,7 @@ class RoutedAdapters:
 
     def __init__(self, adapters: LowRankAdapters, segments: tuple[_Segment, ...]) -> None:
         self._adapters, self._segments = adapters, segments
-        self._rows = sum(segment.rows for segment in segments)
+        self._rows = sum(segment.rows + segment.later for segment in segments)
         self._joined: dict[tuple[str, ...], tuple[Tensor, list[Tensor | None]]] = {}
 
     def joined(
@@ -120,23 +141,42 @@ class RoutedAdapters:
             known = [self._adapters.targets.get(name) for name in modules]
             if not any(known):
                 return None
-            every, slots = self._adapters.weights, [segment.slot for segment in self._segments]
+            every, slots = self._adapters.weights, self.slots
             a = torch.cat([target.a(every)[slots] for target in known if target is not None], 1)
             laid_out = torch.Tensor.to if first else _transposed
             bs = [None if target is None else laid_out(target.b(every)[slots], dtype) for target in known]
             self._joined[modules] = laid_out(a, dtype), bs
-        return Joined(self._sizes(tokens), *self._joined[modules], self._adapters.scale)
+        return Joined(self._runs(tokens), *self._joined[modules], self._adapters.scale)
 
     def pieces(self, modules: Sequence[str], tokens: int) -> Pieces | None:
         """Return what acts on modules of which so many tokens of all rows are given; None where nothing does."""
         every = [self._adapters.leaves.get(name) for name in modules]
         own = [leaf for slots in every if slots is not None for one in self._segments for leaf in slots[one.slot]]
         acting = [slots is not None for slots in every]
-        return Pieces(self._sizes(tokens), acting, own, self._adapters.scale) if own else None
+        return Pieces(self._runs(tokens), acting, own, self._adapters.scale) if own else None
 
-    def _sizes(self, tokens: int) -> list[int]:
+    @property
+    def slots(self) -> list[int]:
+        """Whose adapters act, from the first row to the last."""
+        return [segment.slot for segment in self._segments]
+
+    def followed(self, tokens: int, by: "RoutedAdapters", others: int) -> "RoutedAdapters":
+        """Return what acts on rows of so many tokens, followed by others of the same slots, as rows of one token.
+
+        Args:
+            tokens: Of each row.
+            by: What acts on the rows that follow.
+            others: Tokens of each of those.
+        """
+        both = zip(self._segments, by._segments, strict=True)
+        segments = tuple(_Segment(one.slot, one.rows * tokens, other.rows * others) for one, other in both)
+        return RoutedAdapters(self._adapters, segments)
+
+    def _runs(self, tokens: int) -> list[Run]:
         per_row = tokens // self._rows
-        return [segment.rows * per_row for segment in self._segments]
+        first = [per_row * segment.rows for segment in self._segments]
+        later = [per_row * segment.later for segment in self._segments]
+        return runs_of(first) + (runs_of(later, sum(first)) if any(later) else [])
 
     def __call__(self, module: str, inputs: Tensor, output: Tensor) -> Tensor:
         """Add scale * B A x to what a module put out, in place."""
@@ -146,7 +186,7 @@ class RoutedAdapters:
         x = inputs.reshape(-1, target.width_in).to(weights.dtype)
         out = output.view(-1, target.width_out)
         # Not output.shape[0]: some architectures flatten rows and positions before their linear layers.
-        sizes = self._sizes(len(out))
+        sizes = [segment.rows * (len(out) // self._rows) for segment in self._segments]
         if torch.is_grad_enabled():
             own = [leaf for segment in self._segments for leaf in leaves[segment.slot]]
             added: Tensor = _AddLowRank.apply(output, inputs, sizes, scale, *own)

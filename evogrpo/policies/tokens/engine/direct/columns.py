@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding, silu
 
-from evogrpo.policies.tokens.engine.direct.linears import Named, columns_of, runs_of
+from evogrpo.policies.tokens.engine.direct.linears import Named, columns_of
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer
 from evogrpo.policies.tokens.weights.low_rank import Joined, RoutedAdapters
@@ -122,7 +122,7 @@ class ColumnPasses:
 
 def _by_run(joined: Joined) -> list[_Adapters]:
     every = list(enumerate(zip(joined.b, columns_of(joined), strict=True)))
-    runs = runs_of(joined.sizes)
+    runs = joined.runs
     return [
         _Adapters(
             rows if len(runs) > 1 else None,

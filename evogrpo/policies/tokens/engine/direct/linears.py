@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from evogrpo.policies.tokens.weights.low_rank import Joined, Pieces, RoutedAdapters
+from evogrpo.policies.tokens.weights.low_rank import Joined, Pieces, RoutedAdapters, Run
 from evogrpo.policies.tokens.weights.weights import View
 
 Named = tuple[str, nn.Linear]
@@ -44,23 +44,6 @@ def projected(
     return [(view(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
 
 
-Run = tuple[slice, slice, int]
-"""Neighbouring segments of equally many tokens: their tokens, which they are, and how many."""
-
-
-def runs_of(sizes: Sequence[int]) -> list[Run]:
-    """Find the segments that one product of batches can do."""
-    found, first, at = list[Run](), 0, 0
-    while first < len(sizes):
-        last = first
-        while last < len(sizes) and sizes[last] == sizes[first]:
-            last += 1
-        end = at + sizes[first] * (last - first)
-        found.append((slice(at, end), slice(first, last), last - first))
-        first, at = last, end
-    return found
-
-
 def columns_of(joined: Joined) -> list[slice | None]:
     """Return where each module's part of x A^T is, None where nothing acts."""
     at, found = 0, list[slice | None]()
@@ -74,7 +57,7 @@ def _add(x: Tensor, outputs: Sequence[Tensor], joined: Joined) -> Tensor:
     """Add scale * (x A^T) B^T to what layers made of `x`, and return x A^T of all of them `[m, modules * r]`."""
     low = x.new_empty((len(x), joined.a.shape[1]))
     acting = list(zip(outputs, joined.b, columns_of(joined), strict=True))
-    for rows, own, count in runs_of(joined.sizes):
+    for rows, own, count in joined.runs:
         torch.bmm(x[rows].view(count, -1, x.shape[1]), joined.a[own].mT, out=low[rows].view(count, -1, low.shape[1]))
         for out, b, columns in acting:
             if b is not None:
@@ -111,12 +94,16 @@ class _Linears(torch.autograd.Function):
                 into = slope @ layer.weight if into is None else into.addmm_(slope, layer.weight)
         if ctx.pieces is None:
             return into, None, None
-        of_leaves = _backward(x, low, slopes, ctx.pieces.joined(leaves, x.dtype), into)
-        return into, None, None, *(grad if grad is None else grad.to(leaves[0].dtype) for grad in of_leaves)
+        return into, None, None, *_backward(x, low, slopes, ctx.pieces.joined(leaves, x.dtype), into, leaves[0].dtype)
 
 
 def _backward(
-    x: Tensor, low: Tensor, slopes: Sequence[Tensor | None], joined: Joined, into: Tensor | None
+    x: Tensor,
+    low: Tensor,
+    slopes: Sequence[Tensor | None],
+    joined: Joined,
+    into: Tensor | None,
+    dtype: torch.dtype,
 ) -> list[Tensor | None]:
     """Return the gradients of all leaves, in their order, and add that of `x` to `into`.
 
@@ -126,19 +113,20 @@ def _backward(
         slopes: `[m, out]` gradients of what each layer put out.
         joined: The adapters.
         into: `[m, in]`, or None where no gradient is wanted.
+        dtype: Of the leaves.
     """
-    runs = runs_of(joined.sizes)
+    runs = joined.runs
     back = torch.zeros_like(low)  # the gradient of x A^T
     of_b = [
         None
         if b is None or slope is None
-        else _through_b(low[:, columns], slope, b, joined.scale, back[:, columns], runs)
+        else _through_b(low[:, columns], slope, b, joined.scale, back[:, columns], runs, dtype)
         for slope, b, columns in zip(slopes, joined.b, columns_of(joined), strict=True)
     ]
-    of_a = torch.empty_like(joined.a, memory_format=torch.contiguous_format)
+    of_a = x.new_zeros(joined.a.shape, dtype=dtype)
     for rows, own, count in runs:
         narrow = back[rows].view(count, -1, back.shape[1])
-        torch.bmm(narrow.mT, x[rows].view(count, -1, x.shape[1]), out=of_a[own])
+        of_a[own] += torch.bmm(narrow.mT, x[rows].view(count, -1, x.shape[1]))
         if into is not None:
             into[rows].view(count, -1, x.shape[1]).baddbmm_(narrow, joined.a[own])
     found = list[Tensor | None]()
@@ -149,11 +137,13 @@ def _backward(
     return found
 
 
-def _through_b(low: Tensor, slope: Tensor, b: Tensor, scale: float, back: Tensor, runs: Sequence[Run]) -> Tensor:
+def _through_b(
+    low: Tensor, slope: Tensor, b: Tensor, scale: float, back: Tensor, runs: Sequence[Run], dtype: torch.dtype
+) -> Tensor:
     """Return the gradient `[s, out, r]` of one layer's B, and write that of x A^T `[m, r]` into `back`."""
-    parts = list[Tensor]()
+    of_b = b.new_zeros((len(b), b.shape[2], b.shape[1]), dtype=dtype)
     for rows, own, count in runs:
         steep = slope[rows].view(count, -1, slope.shape[1])
         back[rows] = torch.bmm(steep, b[own]).mul_(scale).view(-1, b.shape[2])
-        parts.append(torch.bmm((low[rows] * scale).view(count, -1, b.shape[2]).mT, steep).mT)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        of_b[own] += torch.bmm((low[rows] * scale).view(count, -1, b.shape[2]).mT, steep)
+    return of_b.mT

@@ -1,6 +1,6 @@
 """The direct pass: what `CausalModel` has a model of transformers compute, computed here from the same weights."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +16,10 @@ from evogrpo.policies.tokens.engine.direct.linears import projected
 from evogrpo.policies.tokens.engine.direct.reading import Anatomy, Layer
 from evogrpo.policies.tokens.weights.weights import View
 
-Attend = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
-"""(number, layer, queries `[kv, n, rep * t, d]`, keys `[kv, n, t, d]`, values alike) -> `[n * t, kv * rep * d]`."""
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries `[kv, n, rep * t, d]`, keys `[kv, n, t, d]` and values alike."""
+Attend = Callable[..., Tensor]
+"""(number, layer, heads of some rows, and heads of those that come after them, if any) -> `[tokens, kv * rep * d]`."""
 Turns = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Cosine and sine of each token's position, `[n, t, d / 2]`: for keys, and for queries, which they scale as well."""
 
@@ -41,49 +43,105 @@ class DirectPasses:
 
     def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
-        t = ids.shape[1]
-        biases = Biases(self.parts, mask, mask.shape[1] - t, t)
-
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if cache is not None:
-                k, v = (x.transpose(0, 1) for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number))
-            return attended(q, k, v, t, biases.whole(layer.window), None, None)
-
-        return self.through(ids, mask, view, attend)
+        hidden = self.embedded(ids).flatten(0, 1)
+        turns, attend = self.turns(mask, ids.shape[1]), self._within(mask, ids.shape[1], cache)
+        for number in range(len(self.parts.layers)):
+            hidden = self.layer(number, hidden, [turns], view, lambda *given: attend(*given)[0])
+        return self.ended(hidden).view(*ids.shape, -1)
 
     def extend(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
         """Return hidden states `[n, t, h]` of tokens on top of shared prompts; see `TokenModel.extend`."""
         mask = torch.cat([prefix.mask[rows], present], dim=1)
-        past = prefix.mask.shape[1]
-        biases = Biases(self.parts, mask, past, ids.shape[1])
-        order, runs = in_runs(rows, len(prefix.mask))
-        numbers = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
+        hidden, turns = self.embedded(ids).flatten(0, 1), self.turns(mask, ids.shape[1])
+        follow = self._following(prefix.mask, rows, mask)
 
-        def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = (
-                x.transpose(0, 1) if order is None else x.transpose(0, 1)[:, order] for x in prefix.layers[number]
-            )
-            own, of_prompts = biases.apart(layer.window)
-            return attended(q, k, v, ids.shape[1], own, Shared(keys, values, numbers, runs), of_prompts)
+        def attend(number: int, layer: Layer, heads: Heads) -> Tensor:
+            keys, values = (x.transpose(0, 1) for x in prefix.layers[number])
+            return follow(layer, heads, keys, values)
 
-        return self.through(ids, mask, view, attend)
+        for number in range(len(self.parts.layers)):
+            hidden = self.layer(number, hidden, [turns], view, attend)
+        return self.ended(hidden).view(*ids.shape, -1)
 
-    def through(self, ids: Tensor, mask: Tensor, view: View | None, attend: Attend) -> Tensor:
-        """Return final hidden states `[n, t, h]` of tokens `[n, t]`, the last of those that `mask` `[n, P + t]` has."""
-        hidden = self.embedded(ids)
-        turns = self.turns(hidden, mask)
-        hidden = hidden.flatten(0, 1)
+    def both(
+        self,
+        prompts: tuple[Tensor, Tensor, Cache],
+        rows: Tensor,
+        ids: Tensor,
+        present: Tensor,
+        view: View | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run prompts and what continues them at once: one product where there were two.
+
+        Args:
+            prompts: Their tokens `[m, t]`, and mask and cache as for `run`.
+            rows: `[n]` which prompt each row continues.
+            ids: `[n, t]` its tokens.
+            present: `[n, t]` booleans: real tokens.
+            view: The weights that tokens act with: those of all prompts, then those of all rows.
+
+        Returns:
+            Hidden states of prompts' last tokens `[m, h]`, and of rows' tokens `[n, t, h]`.
+        """
+        read, mask, cache = prompts
+        whole = torch.cat([mask[rows], present], dim=1)
+        hidden = torch.cat([self.embedded(part).flatten(0, 1) for part in (read, ids)])
+        turns = [self.turns(mask, read.shape[1]), self.turns(whole, ids.shape[1])]
+        within, follow = self._within(mask, read.shape[1], cache), self._following(mask, rows, whole)
+
+        def attend(number: int, layer: Layer, first: Heads, later: Heads) -> Tensor:
+            made, keys, values = within(number, layer, first)
+            return torch.cat([made, follow(layer, later, keys, values)])
+
         for number in range(len(self.parts.layers)):
             hidden = self.layer(number, hidden, turns, view, attend)
-        return self.ended(hidden).view(*ids.shape, -1)
+        of_prompts, of_rows = hidden.split([read.numel(), ids.numel()])
+        last = of_prompts.view(*read.shape, -1)[:, -1]
+        return self.ended(last), self.ended(of_rows).view(*ids.shape, -1)
+
+    def _within(
+        self, mask: Tensor, t: int, cache: Cache | None
+    ) -> Callable[[int, Layer, Heads], tuple[Tensor, Tensor, Tensor]]:
+        """Return what attends to rows' own tokens and those cached, and returns these keys and values as well."""
+        biases = Biases(self.parts, mask, mask.shape[1] - t, t)
+
+        def attend(number: int, layer: Layer, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = heads
+            if cache is not None:
+                k, v = (x.transpose(0, 1) for x in cache.update(k.transpose(0, 1), v.transpose(0, 1), number))
+            return attended(q, k, v, t, biases.whole(layer.window), None, None), k, v
+
+        return attend
+
+    def _following(
+        self, prompts: Tensor, rows: Tensor, mask: Tensor
+    ) -> Callable[[Layer, Heads, Tensor, Tensor], Tensor]:
+        """Return what attends to rows' own tokens, and to keys and values `[kv, m, P, d]` of prompts.
+
+        Args:
+            prompts: `[m, P]` booleans: real tokens.
+            rows: `[n]` which prompt each row continues.
+            mask: `[n, P + t]` booleans: real tokens.
+        """
+        past = prompts.shape[1]
+        biases = Biases(self.parts, mask, past, mask.shape[1] - past)
+        order, runs = in_runs(rows, len(prompts))
+        numbers = torch.arange(len(runs)).repeat_interleave(torch.tensor(runs)).to(rows.device)
+
+        def attend(layer: Layer, heads: Heads, keys: Tensor, values: Tensor) -> Tensor:
+            keys, values = (x if order is None else x[:, order] for x in (keys, values))
+            own, of_prompts = biases.apart(layer.window)
+            return attended(*heads, mask.shape[1] - past, own, Shared(keys, values, numbers, runs), of_prompts)
+
+        return attend
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return what the first layer reads, `[n, t, h]`."""
         return embedding(ids, self.parts.decoder.embed_tokens.weight)
 
-    def turns(self, hidden: Tensor, mask: Tensor) -> Turns:
-        """Return what turns keys and queries by each token's position, counted from the first True."""
-        return self.turns_at((mask.cumsum(1) - 1).clamp(min=0)[:, -hidden.shape[1] :])
+    def turns(self, mask: Tensor, t: int) -> Turns:
+        """Return what turns keys and queries of the last t tokens by their positions, counted from the first True."""
+        return self.turns_at((mask.cumsum(1) - 1).clamp(min=0)[:, -t:])
 
     def turns_at(self, positions: Tensor) -> Turns:
         """Return what turns keys and queries of tokens at positions `[n, t]`."""
@@ -92,25 +150,38 @@ class DirectPasses:
         cos, sin, scaling = cos[..., :half], sin[..., :half], self.parts.scaling
         return (cos, sin), (cos * scaling, sin * scaling)
 
-    def layer(self, number: int, hidden: Tensor, turns: Turns, view: View | None, attend: Attend) -> Tensor:
-        """Return what one layer makes of `[n * t, h]`."""
-        layer, heads, (of_keys, of_queries) = self.parts.layers[number], self.parts.heads, turns
-        rows = len(of_keys[0])
+    def layer(self, number: int, hidden: Tensor, turns: Sequence[Turns], view: View | None, attend: Attend) -> Tensor:
+        """Return what one layer makes of `[tokens, h]`.
+
+        Args:
+            number: Which layer.
+            hidden: What it reads: of rows of equally many tokens, then of others, as often as there are turns.
+            turns: Of each.
+            view: The weights that tokens act with.
+            attend: What attends.
+        """
+        layer, (kv, rep) = self.parts.layers[number], self.parts.heads
+        shapes = [of_keys[0].shape[:2] for of_keys, _ in turns]
+        rows = shapes[0][0] if len(shapes) == 1 else len(hidden)
         self.gather(layer.module)
-        q, k, v = self._projected(_normed(hidden, layer.before_attention), layer.projections, view, rows)
+        made = self._projected(_normed(hidden, layer.before_attention), layer.projections, view, rows)
         if layer.head_norms is not None:
-            q, k = (
-                _normed(x.view(-1, self.parts.width), norm).view(x.shape)
-                for x, norm in zip((q, k), layer.head_norms, strict=True)
+            norms = zip(made[:2], layer.head_norms, strict=True)
+            made = [*(_normed(x.view(-1, self.parts.width), norm).view(x.shape) for x, norm in norms), made[2]]
+        heads = [
+            (
+                rotated(q, *of_queries, (kv, rep)),
+                rotated(k, *of_keys, (kv, 1)),
+                v.view(*shape, kv, self.parts.width).permute(2, 0, 1, 3).contiguous(),
             )
-        q, k = rotated(q, *of_queries, heads), rotated(k, *of_keys, (heads[0], 1))
-        v = v.view(rows, -1, heads[0], self.parts.width).permute(2, 0, 1, 3).contiguous()
-        hidden = hidden + self._projected(attend(number, layer, q, k, v), [layer.output], view, rows)[0]
+            for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), turns, shapes, strict=True)
+        ]
+        hidden = hidden + self._projected(attend(number, layer, *heads), [layer.output], view, rows)[0]
         gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates, view, rows)
-        made: Tensor = hidden + self._projected(gated(gate, up), [layer.down], view, rows)[0]
+        after: Tensor = hidden + self._projected(gated(gate, up), [layer.down], view, rows)[0]
         if self._gathering is not None:
-            self._gathering.again(layer.module, made)
-        return made
+            self._gathering.again(layer.module, after)
+        return after
 
     def ended(self, hidden: Tensor) -> Tensor:
         """Return final hidden states `[m, h]`, given what the last layer made."""
@@ -118,6 +189,13 @@ class DirectPasses:
 
     def _projected(self, x: Tensor, layers: Any, view: View | None, rows: int) -> Any:
         return projected(x, layers, view, rows, self.changed)
+
+
+def _parts(made: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Sequence[Any]:
+    """Cut what was made of all tokens, each kind into parts of these shapes."""
+    if len(shapes) == 1:
+        return [made]
+    return list(zip(*(x.split([shape.numel() for shape in shapes]) for x in made), strict=True))
 
 
 def _normed(hidden: Tensor, norm: Any) -> Tensor:

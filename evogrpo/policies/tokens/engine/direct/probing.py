@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from evogrpo.policies.tokens.engine.direct.attention import Keys, Shared, attended, attended_once, of_prompts
 from evogrpo.policies.tokens.engine.direct.columns import ColumnPasses
-from evogrpo.policies.tokens.engine.direct.passes import Biases, DirectPasses
+from evogrpo.policies.tokens.engine.direct.passes import Biases, DirectPasses, Heads
 from evogrpo.policies.tokens.engine.direct.reading import Layer
 
 PROMPTS, WIDEST = ((3, 1, 2, 4), (5, 1, 6)), 4
@@ -52,20 +52,20 @@ def _layers_agree(passes: DirectPasses, prompts: Tensor, mask: Tensor, rows: Ten
     t, continued = rows.shape[2], torch.tensor(CONTINUED, device=mask.device)
     whole = torch.cat([mask[continued], mask.new_ones((len(continued), t))], 1)
     biases = Biases(passes.parts, mask, 0, WIDEST), Biases(passes.parts, whole, WIDEST, t)
-    turns = passes.turns(prompts[0], mask), passes.turns(rows[0], whole)
+    turns = passes.turns(mask, WIDEST), passes.turns(whole, t)
     kept: list[Tensor] = []
 
-    def read(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kept[:] = k, v
-        return attended(q, k, v, WIDEST, biases[0].whole(layer.window), None, None)
+    def read(number: int, layer: Layer, heads: Heads) -> Tensor:
+        kept[:] = heads[1:]
+        return attended(*heads, WIDEST, biases[0].whole(layer.window), None, None)
 
-    def follow(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        own, of_prompts = biases[1].apart(layer.window)
-        return attended(q, k, v, t, own, Shared(kept[0], kept[1], continued, RUNS), of_prompts)
+    def follow(number: int, layer: Layer, heads: Heads) -> Tensor:
+        own, far = biases[1].apart(layer.window)
+        return attended(*heads, t, own, Shared(kept[0], kept[1], continued, RUNS), far)
 
     for number in range(len(passes.parts.layers)):
-        passes.layer(number, prompts[number].flatten(0, 1), turns[0], None, read)
-        got = passes.layer(number, rows[number].flatten(0, 1), turns[1], None, follow)
+        passes.layer(number, prompts[number].flatten(0, 1), turns[:1], None, read)
+        got = passes.layer(number, rows[number].flatten(0, 1), turns[1:], None, follow)
         before, after = rows[number].flatten(0, 1), rows[number + 1].flatten(0, 1)
         one_by_one = _written(passes, number, Shared(kept[0], kept[1], continued, RUNS), whole, rows[number])
         for made in (got - before, one_by_one - before.float()):
