@@ -9,7 +9,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import workload
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
-ANCHOR = "evogrpo-8"  # every ratio is against evogrpo with a population of 8
+ANCHOR = "evogrpo-8"  # every ratio is against evogrpo with a population of 8, in the same precision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Contestant:
 
 # One agent's whole batch is 16. It is AgileRL's default; TRL's is 8. A population's whole batch is 16 for each agent.
 CONTESTANTS: dict[str, Contestant] = {
-    ANCHOR: Contestant(script="run_evogrpo.py", peer=None, agents=8, micro_batches=(16, 32)),
+    ANCHOR: Contestant(script="run_evogrpo.py", peer=None, agents=8, micro_batches=(16, 32, 64)),
     "trl": Contestant(script="run_trl.py", peer="trl", agents=1, micro_batches=(16, 8)),
     "agilerl": Contestant(script="run_agilerl.py", peer="agilerl", agents=1, micro_batches=(16, 8)),
     "agilerl-defaults": Contestant(
@@ -53,10 +53,12 @@ CONTESTANTS: dict[str, Contestant] = {
     "agilerl-2.10": Contestant(
         script="run_agilerl.py", peer="agilerl-2.10", agents=1, micro_batches=(16,), defaults=True
     ),
-    "evogrpo-1": Contestant(script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16,)),
+    "evogrpo-1": Contestant(script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16, 8)),
     "agilerl-8": Contestant(script="run_agilerl.py", peer="agilerl", agents=8, micro_batches=(16,)),
 }
 DEFAULT_SYSTEMS = tuple(name for name in CONTESTANTS if name != "agilerl-8")
+Row = tuple[str, str]
+"""A contestant and a precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,7 @@ class Bench:
         pythons: The interpreter of each contestant.
         threads: Threads for every system alike.
         steps: Learning steps to measure in a run, after one that is left out.
+        setting: Key of `workload.SETTINGS`.
     """
 
     folder: Path
@@ -76,8 +79,9 @@ class Bench:
     pythons: Mapping[str, Path]
     threads: int
     steps: int
+    setting: str
 
-    def run(self, name: str, micro_batch: int, label: str) -> dict[str, Any]:
+    def run(self, name: str, precision: str, micro_batch: int, label: str) -> dict[str, Any]:
         """Run one contestant once, alone on the machine as far as this script decides.
 
         Returns:
@@ -87,13 +91,16 @@ class Bench:
             SystemExit: If the runner fails; the message ends with its last lines.
         """
         contestant = CONTESTANTS[name]
-        out, log = (self.folder / "logs" / f"{name}-{label}.{suffix}" for suffix in ("json", "log"))
+        out, log = (
+            self.folder / "logs" / f"{self.setting}-{name}-{precision}-{label}.{suffix}" for suffix in ("json", "log")
+        )
         out.parent.mkdir(parents=True, exist_ok=True)
         out.unlink(missing_ok=True)
         command = [str(self.pythons[name]), str(HERE / contestant.script), "--model", str(self.base_model)]
         command += ["--steps", str(self.steps), "--micro-batch", str(micro_batch), "--agents", str(contestant.agents)]
         command += ["--threads", str(self.threads), "--out", str(out)] + ["--defaults"] * contestant.defaults
-        print(f"{label}: {name}, micro-batch {micro_batch} ...", end=" ", flush=True)
+        command += ["--setting", self.setting, "--precision", precision]
+        print(f"{self.setting}, {label}: {name} in {precision}, micro-batch {micro_batch} ...", end=" ", flush=True)
         environment = dict(os.environ)
         if contestant.peer is not None:
             environment.pop("PYTHONPATH", None)  # a peer sees its own packages only
@@ -126,37 +133,41 @@ def demo_model() -> Path:
     return Path(done.stdout.splitlines()[-1])
 
 
-def measure(bench: Bench, systems: Sequence[str], rounds: int, out: Path) -> dict[str, Any]:
-    """Choose each contestant's micro-batch, then run all of them in turn, round after round.
+def measure(bench: Bench, rows: Sequence[Row], rounds: int) -> Iterator[dict[str, Any]]:
+    """Choose each row's micro-batch, then run all of them in turn, round after round.
 
-    Taking turns spreads the machine's noise over all of them. What is known is written after every run.
+    Taking turns spreads the machine's noise over all of them.
+
+    Yields:
+        What is known after every run; the last is all.
     """
+    work = workload.SETTINGS[bench.setting]
     result: dict[str, Any] = {
         "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "threads": bench.threads},
         "work": {
-            "prompts": len(workload.PROMPTS),
-            "prompt_tokens": workload.PROMPT_TOKENS,
+            "setting": bench.setting,
+            "prompts": len(work.prompts),
+            "prompt_tokens": work.prompt_tokens,
             "group_size": workload.GROUP_SIZE,
-            "completion_tokens": workload.COMPLETION_TOKENS,
+            "completion_tokens": work.completion_tokens,
             "beta": workload.BETA,
             "lora_rank": workload.LORA_RANK,
         },
-        "trials": {name: [] for name in systems},
-        "runs": {name: [] for name in systems},
+        "trials": {" ".join(row): [] for row in rows},
+        "runs": {" ".join(row): [] for row in rows},
     }
     chosen = {}
-    for name in systems:
-        candidates = CONTESTANTS[name].micro_batches
-        trials = result["trials"][name]
+    for row in rows:
+        candidates = CONTESTANTS[row[0]].micro_batches
+        trials = result["trials"][" ".join(row)]
         for micro_batch in candidates if len(candidates) > 1 else ():
-            trials.append(bench.run(name, micro_batch, f"trial-{micro_batch}"))
-            write_json(out, result)
-        chosen[name] = min(trials, key=lambda trial: trial["seconds"])["micro_batch"] if trials else candidates[0]
+            trials.append(bench.run(*row, micro_batch, f"trial-{micro_batch}"))
+            yield result
+        chosen[row] = min(trials, key=lambda trial: trial["seconds"])["micro_batch"] if trials else candidates[0]
     for number in range(1, rounds + 1):
-        for name in systems:
-            result["runs"][name].append(bench.run(name, chosen[name], f"round-{number}"))
-            write_json(out, result)
-    return result
+        for row in rows:
+            result["runs"][" ".join(row)].append(bench.run(*row, chosen[row], f"round-{number}"))
+            yield result
 
 
 def table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
@@ -166,21 +177,24 @@ def table(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     between medians, with the smallest and largest ratio within a round. Memory is the largest peak of a run.
     """
     lines = [
-        "| system | agents | micro-batch | s / agent / step | times evogrpo, population 8 | peak memory | versions |",
-        "|---|---|---|---|---|---|---|",
+        "| system | precision | agents | micro-batch | s / agent / step | times evogrpo, population 8 | peak memory "
+        "| versions |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, reports in runs.items():
+    for row, reports in runs.items():
+        name, precision = row.split()
+        anchor = f"{ANCHOR} {precision}"
         of_rounds = [report["seconds"] for report in reports]
         seconds = pooled(reports)
         ratio = "–"
-        if ANCHOR in runs:
-            within = [own / report["seconds"] for own, report in zip(of_rounds, runs[ANCHOR], strict=True)]
-            ratio = f"{seconds / pooled(runs[ANCHOR]):.2f} ({min(within):.2f} to {max(within):.2f})"
+        if anchor in runs:
+            within = [own / report["seconds"] for own, report in zip(of_rounds, runs[anchor], strict=True)]
+            ratio = f"{seconds / pooled(runs[anchor]):.2f} ({min(within):.2f} to {max(within):.2f})"
         first = reports[0]
         peak = max(report["peak_bytes"] for report in reports) / 2**30
         versions = ", ".join(f"{package} {version}" for package, version in first["versions"].items())
         lines.append(
-            f"| {name} | {first['agents']} | {first['micro_batch']} "
+            f"| {name} | {precision} | {first['agents']} | {first['micro_batch']} "
             f"| {seconds:.2f} ({min(of_rounds):.2f} to {max(of_rounds):.2f}) | {ratio} | {peak:.2f} GiB | {versions} |"
         )
     return "\n".join(lines)
@@ -204,6 +218,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--systems", nargs="+", choices=CONTESTANTS, default=DEFAULT_SYSTEMS, metavar="NAME",
                         help=f"which to run, in this order, of {', '.join(CONTESTANTS)}")  # fmt: skip
+    parser.add_argument("--settings", nargs="+", choices=workload.SETTINGS, default=["short"], metavar="NAME",
+                        help=f"how much there is to read and to write, one after another, of "
+                        f"{', '.join(workload.SETTINGS)}")  # fmt: skip
+    parser.add_argument("--precisions", nargs="+", choices=workload.PRECISIONS, default=["float32"], metavar="NAME",
+                        help=f"of the base model, of {', '.join(workload.PRECISIONS)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="times that each system is run, in turn with the others")
     parser.add_argument("--steps", type=int, default=3, help="learning steps measured in a run, after one left out")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads for every system alike")
@@ -224,14 +243,27 @@ def main() -> None:
     if arguments.install_only:
         return
     base_model = (arguments.model or demo_model()).absolute()
-    bench = Bench(
-        folder=folder, base_model=base_model, pythons=pythons, threads=arguments.threads, steps=arguments.steps
-    )
-    out = arguments.out.absolute()
-    result = measure(bench, arguments.systems, arguments.rounds, out)
-    text = table(result["runs"])
-    out.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    print(f"\n{text}\n\nwritten to {out} and {out.with_suffix('.md')}")
+    rows = [(name, precision) for name in arguments.systems for precision in arguments.precisions]
+    out, texts = arguments.out.absolute(), {}
+    results: dict[str, Any] = {}
+    for setting in arguments.settings:
+        bench = Bench(
+            folder=folder,
+            base_model=base_model,
+            pythons=pythons,
+            threads=arguments.threads,
+            steps=arguments.steps,
+            setting=setting,
+        )
+        for result in measure(bench, rows, arguments.rounds):
+            results[setting] = result
+            write_json(out, results)
+        work = workload.SETTINGS[setting]
+        head = f"{setting}: {work.prompt_tokens} tokens to read, {work.completion_tokens} to write"
+        texts[setting] = f"{head}\n\n{table(results[setting]['runs'])}"
+        out.with_suffix(".md").write_text("\n\n".join(texts.values()) + "\n", encoding="utf-8")
+        print(f"\n{texts[setting]}\n", flush=True)
+    print(f"written to {out} and {out.with_suffix('.md')}")
 
 
 if __name__ == "__main__":

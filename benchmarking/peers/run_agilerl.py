@@ -14,6 +14,7 @@ import time
 import workload
 
 arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
+work = arguments.work
 
 import agilerl  # noqa: E402
 import torch  # noqa: E402
@@ -33,7 +34,7 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
     the base, and old log-probs from the update's own forward pass.
     """
     cheaper = {} if arguments.defaults else {"use_separate_reference_adapter": False, "old_logprobs_source": "trainer"}
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.precision))
     # AgileRL swaps in Triton kernels wherever liger-kernel is installed, and its language-model extra requires that
     # package; those kernels cannot run on a CPU. This mark of its own says that the model needs no such treatment.
     setattr(model, "_agilerl_liger_patched", True)  # noqa: B010
@@ -41,7 +42,7 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
         actor_network=model,
         pad_token_id=tokenizer.convert_tokens_to_ids(workload.PAD_TOKEN),
         pad_token=workload.PAD_TOKEN,
-        batch_size=len(workload.PROMPTS),
+        batch_size=len(work.prompts),
         group_size=workload.GROUP_SIZE,
         micro_batch_size_per_gpu=arguments.micro_batch,
         mini_batch_size=workload.SAMPLES_PER_STEP,
@@ -52,8 +53,8 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
         temperature=1.0,
         top_k=0,
         top_p=1.0,  # 0.95 is the default of 2.10
-        min_output_tokens=workload.COMPLETION_TOKENS,
-        max_output_tokens=workload.COMPLETION_TOKENS,
+        min_output_tokens=work.completion_tokens,
+        max_output_tokens=work.completion_tokens,
         lora_config=LoraConfig(
             r=workload.LORA_RANK,
             lora_alpha=workload.LORA_ALPHA,
@@ -70,24 +71,24 @@ def create_agent(tokenizer: PreTrainedTokenizerBase) -> GRPO:
 
 def learning_step(agent: GRPO, tokenizer: PreTrainedTokenizerBase) -> None:
     """One learning step of one agent: sample, decode, reward, update."""
-    prompts = tokenizer(list(workload.PROMPTS), return_tensors="pt")
-    workload.check_tokens("a prompt", prompts["input_ids"].shape[1], workload.PROMPT_TOKENS)
+    prompts = tokenizer(list(work.prompts), return_tensors="pt")
+    workload.check_tokens("a prompt", prompts["input_ids"].shape[1], work.prompt_tokens)
     # Groups repeated here are sampled in one batch; repeated by get_action, each prompt is a batch of its own: slower.
     if arguments.defaults:
-        each = [{key: tensor[row : row + 1] for key, tensor in prompts.items()} for row in range(len(workload.PROMPTS))]
+        each = [{key: tensor[row : row + 1] for key, tensor in prompts.items()} for row in range(len(work.prompts))]
         for prompt in each:
-            prompt["initial_prompt_len"] = workload.PROMPT_TOKENS  # 2.10 would train on the prompt too if not told
+            prompt["initial_prompt_len"] = work.prompt_tokens  # 2.10 would train on the prompt too if not told
         action = agent.get_action(each, training=True)
     else:
         rows = {key: tensor.repeat_interleave(workload.GROUP_SIZE, dim=0) for key, tensor in prompts.items()}
         action = agent.get_action([rows], training=True, repeat_prompts=False)
     token_ids, action_masks = action[0], action[1]
     workload.check_tokens(
-        "a step", int(sum(mask.sum() for mask in action_masks)), workload.SAMPLES_PER_STEP * workload.COMPLETION_TOKENS
+        "a step", int(sum(mask.sum() for mask in action_masks)), workload.SAMPLES_PER_STEP * work.completion_tokens
     )
-    completions = tokenizer.batch_decode(torch.cat(token_ids)[:, workload.PROMPT_TOKENS :], skip_special_tokens=True)
+    completions = tokenizer.batch_decode(torch.cat(token_ids)[:, work.prompt_tokens :], skip_special_tokens=True)
     rewards = torch.tensor([workload.reward(completion) for completion in completions])
-    agent.learn((token_ids, action_masks, rewards.view(len(workload.PROMPTS), workload.GROUP_SIZE)))
+    agent.learn((token_ids, action_masks, rewards.view(len(work.prompts), workload.GROUP_SIZE)))
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import workload
 
 arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
+work = arguments.work
 
 import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
@@ -23,15 +24,16 @@ from evogrpo.persistence.journal import read_journal  # noqa: E402
 
 def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Reward every completion, and check that each has the number of tokens that every system processes."""
-    for ids in completion_ids:
-        workload.check_tokens("a completion", len(ids), workload.COMPLETION_TOKENS)
+    for completion, ids in zip(completions, completion_ids, strict=True):
+        if "made-up" not in completion:  # one that reward functions are tried on before anything is trained
+            workload.check_tokens("a completion", len(ids), work.completion_tokens)
     return [workload.reward(completion) for completion in completions]
 
 
 def micro_batch_tokens() -> int:
     """Return the token budget that holds the micro-batch asked for, each prompt counted once per group."""
     groups = math.ceil(arguments.micro_batch / workload.GROUP_SIZE)
-    return arguments.micro_batch * workload.COMPLETION_TOKENS + groups * workload.PROMPT_TOKENS
+    return arguments.micro_batch * work.completion_tokens + groups * work.prompt_tokens
 
 
 def step_seconds(run_dir: Path) -> list[float]:
@@ -46,19 +48,19 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = workload.PAD_TOKEN
-    for prompt in workload.PROMPTS:
-        workload.check_tokens("a prompt", len(tokenizer(prompt)["input_ids"]), workload.PROMPT_TOKENS)
+    for prompt in work.prompts:
+        workload.check_tokens("a prompt", len(tokenizer(prompt)["input_ids"]), work.prompt_tokens)
     env = HuggingFaceGym(
-        [{"prompt": prompt} for prompt in workload.PROMPTS],
-        [{"prompt": workload.TEMPLATE.format(11, number)} for number in (22, 33)],
+        [{"prompt": prompt} for prompt in work.prompts],
+        [{"prompt": work.prompt(11, number)} for number in (22, 33)],
         tokenizer,
         reward_funcs=share_of_digits,
-        validation_dataset=[{"prompt": workload.TEMPLATE.format(44, number)} for number in (22, 33)],
+        validation_dataset=[{"prompt": work.prompt(44, number)} for number in (22, 33)],
         seed=0,
     )
     population = GRPO.population(
         size=arguments.agents,
-        actor_network=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
+        actor_network=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.precision)),
         pad_token_id=tokenizer.pad_token_id,
         batch_size=workload.SAMPLES_PER_STEP,
         group_size=workload.GROUP_SIZE,
@@ -66,8 +68,8 @@ def main() -> None:
         beta=workload.BETA,
         clip_coef=workload.CLIP_COEF,
         max_grad_norm=workload.MAX_GRAD_NORM,
-        min_output_tokens=workload.COMPLETION_TOKENS,
-        max_output_tokens=workload.COMPLETION_TOKENS,
+        min_output_tokens=work.completion_tokens,
+        max_output_tokens=work.completion_tokens,
         micro_batch_tokens=micro_batch_tokens(),
         lora_config=LoraConfig(
             r=workload.LORA_RANK,

@@ -9,6 +9,7 @@ from typing import Any
 import workload
 
 arguments = workload.parse_arguments(__doc__)  # before torch is imported, which reads the number of threads
+work = arguments.work
 
 import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
@@ -35,7 +36,7 @@ class StepClock(TrainerCallback):
 def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Reward every completion, and check that each has the number of tokens that every system processes."""
     for ids in completion_ids:
-        workload.check_tokens("a completion", len(ids), workload.COMPLETION_TOKENS)
+        workload.check_tokens("a completion", len(ids), work.completion_tokens)
     return [workload.reward(completion) for completion in completions]
 
 
@@ -47,8 +48,8 @@ def configuration(folder: str) -> GRPOConfig:
         per_device_train_batch_size=arguments.micro_batch,
         gradient_accumulation_steps=workload.SAMPLES_PER_STEP // arguments.micro_batch,
         num_generations=workload.GROUP_SIZE,
-        max_completion_length=workload.COMPLETION_TOKENS,
-        generation_kwargs={"min_new_tokens": workload.COMPLETION_TOKENS},
+        max_completion_length=work.completion_tokens,
+        generation_kwargs={"min_new_tokens": work.completion_tokens},
         temperature=1.0,
         beta=workload.BETA,
         epsilon=workload.CLIP_COEF,
@@ -70,15 +71,15 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     tokenizer.pad_token = workload.PAD_TOKEN
-    for prompt in workload.PROMPTS:
-        workload.check_tokens("a prompt", len(tokenizer(prompt)["input_ids"]), workload.PROMPT_TOKENS)
+    for prompt in work.prompts:
+        workload.check_tokens("a prompt", len(tokenizer(prompt)["input_ids"]), work.prompt_tokens)
     clock = StepClock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.precision)),
             reward_funcs=share_of_digits,
             args=configuration(folder),
-            train_dataset=Dataset.from_dict({"prompt": list(workload.PROMPTS)}),
+            train_dataset=Dataset.from_dict({"prompt": list(work.prompts)}),
             processing_class=tokenizer,
             peft_config=LoraConfig(
                 r=workload.LORA_RANK,

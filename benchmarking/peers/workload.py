@@ -14,15 +14,45 @@ from pathlib import Path
 
 TEMPLATE = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-    "<|im_start|>user\nWhat is {} + {}? Reply with the sum and nothing else.<|im_end|>\n<|im_start|>assistant\n"
+    "<|im_start|>user\n{}What is {} + {}? Reply with the sum and nothing else.<|im_end|>\n<|im_start|>assistant\n"
 )
-# Both prompts have the same number of tokens, so that no system pays for padding.
-PROMPTS = (TEMPLATE.format(27, 45), TEMPLATE.format(63, 18))
+ADVICE = "Read this with care and take all the time that you need. "  # 13 tokens
+FURTHER = "Think. "  # 2 tokens
 ANSWERS = ("72", "81")
-PROMPT_TOKENS = 49
 GROUP_SIZE = 8
-SAMPLES_PER_STEP = len(PROMPTS) * GROUP_SIZE
-COMPLETION_TOKENS = 24  # the minimum and the maximum, so that every system processes the same number of tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How much there is to read and to write.
+
+    Attributes:
+        before: What every prompt says before its question.
+        prompt_tokens: Tokens of a prompt: of all alike, so that no system pays for padding.
+        completion_tokens: Tokens of a completion, the fewest and the most: every system processes equally many.
+    """
+
+    before: str
+    prompt_tokens: int
+    completion_tokens: int
+
+    def prompt(self, a: int, b: int) -> str:
+        """Return the prompt that asks for the sum of two numbers of two digits each."""
+        return TEMPLATE.format(self.before, a, b)
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts of a learning step."""
+        return self.prompt(27, 45), self.prompt(63, 18)
+
+
+SETTINGS = {
+    "short": Setting(before="", prompt_tokens=49, completion_tokens=24),
+    "long-prompt": Setting(before=11 * ADVICE + 4 * FURTHER, prompt_tokens=200, completion_tokens=48),
+    "long-completion": Setting(before=ADVICE + FURTHER, prompt_tokens=64, completion_tokens=192),
+}
+PRECISIONS = ("float32", "bfloat16")
+SAMPLES_PER_STEP = len(ANSWERS) * GROUP_SIZE
 
 BETA = 0.04
 LEARNING_RATE = 1e-4
@@ -45,6 +75,8 @@ class Arguments:
         agents: Agents in the process.
         threads: Threads that torch may use.
         out: JSON file to write.
+        setting: Key of `SETTINGS`.
+        precision: Of the base model's weights and activations; adapters are in float32.
         defaults: Leave the settings that change no result at the system's defaults, rather than at the fastest.
     """
 
@@ -54,7 +86,14 @@ class Arguments:
     agents: int
     threads: int
     out: Path
+    setting: str
+    precision: str
     defaults: bool
+
+    @property
+    def work(self) -> Setting:
+        """How much there is to read and to write."""
+        return SETTINGS[self.setting]
 
 
 def reward(completion: str) -> float:
@@ -70,6 +109,8 @@ def parse_arguments(description: str | None) -> Arguments:
     parser.add_argument("--micro-batch", type=int, default=SAMPLES_PER_STEP, help="samples per pass of a learning step")
     parser.add_argument("--agents", type=int, default=1, help="agents in the process")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads that torch may use")
+    parser.add_argument("--setting", choices=SETTINGS, default="short", help="how much there is to read and to write")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of the base model")
     parser.add_argument("--defaults", action="store_true", help="the system's own defaults where others are faster")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = Arguments(**vars(parser.parse_args()))
@@ -117,6 +158,7 @@ def write_report(
         "agents": arguments.agents,
         "micro_batch": arguments.micro_batch,
         "threads": arguments.threads,
+        "precision": arguments.precision,
         "first_step_seconds": step_seconds[0],
         "step_seconds": list(step_seconds[1:]),
         "peak_bytes": peak,
