@@ -11,6 +11,9 @@ from typing import Any
 
 from evogrpo.processes.exchange import ProcessError, Processes, patience_minutes
 
+SETTLING_SECONDS = 0.2
+"""How long a process that connected to others waits at its very end."""
+
 
 def restarted() -> bool:
     """Return whether the launcher has started this program again, because a process of it had ended; all ask.
@@ -116,3 +119,6 @@ def _disconnect() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    # torch's threads let go of what they sent a moment after whoever waits is told, and some of it is Python's: a
+    # thread that still waits for the interpreter when that ends aborts the process, after all its work is done.
+    time.sleep(SETTLING_SECONDS)
