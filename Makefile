@@ -46,6 +46,7 @@ $(DOCS_STAMP): $(USER_STAMP)
 	@touch $@
 
 install: $(USER_STAMP)  ## create .venv with what the demo needs
+	@echo "evogrpo is installed. Next: source $(BIN)/activate; evogrpo doctor"
 
 dev: $(DEV_STAMP)  ## create .venv with what tests and checks need as well
 

@@ -32,7 +32,7 @@ class Forked:
         function: Of a module.
         arguments: Its arguments.
         cwd: Where it works.
-        environment: Variables besides those that are set.
+        environment: Variables besides those that are set here.
         file_bytes: No file may grow larger than this, as if the disk were full; no limit if it is None.
     """
 
@@ -47,7 +47,9 @@ class Forked:
         self._said = [Path(mkdtemp()) / name for name in ("stdout", "stderr")]
         for each in self._said:
             each.touch()
-        self._process = started(_call, function, arguments, str(cwd), dict(environment), self._said, file_bytes)
+        self._process = started(
+            _call, function, arguments, str(cwd), {**os.environ, **environment}, self._said, file_bytes
+        )
 
     @property
     def returncode(self) -> int | None:
@@ -88,7 +90,8 @@ def _call(
 ) -> None:
     for number, path in enumerate(said, start=1):
         os.dup2(os.open(path, os.O_WRONLY), number)
-    os.environ |= environment
+    os.environ.clear()
+    os.environ.update(environment)
     os.chdir(cwd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if file_bytes is not None:

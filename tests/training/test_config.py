@@ -132,6 +132,10 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, content, message):
         ("strategy.sise", "strategy: unknown setting of tournament 'sise': did you mean 'size'"),
         ("population.sizes", "unknown key in population 'sizes': did you mean 'size'"),
         ("logging.tensorbord", "unknown key in logging 'tensorbord': did you mean 'tensorboard'"),
+        ("target_fitness", "it is 'schedule.target_fitness' here; the configuration itself has 'fitness'"),
+        ("agent.max_tokens", "it is 'schedule.max_tokens' here; agent itself has 'max_output_tokens'"),
+        ("population_size", "it is 'population.size' here"),
+        ("logging_tensorboard", "it is 'logging.tensorboard' here"),
     ],
 )
 def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, message):

@@ -60,19 +60,26 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
     try:
         return _parsed(values)
     except UnknownKeyError as error:
-        place = None if error.answered or error.where.startswith("evolve.") else _place_of(error.name, error.where)
+        place = None if error.where.startswith("evolve.") else _place_of(error)
         if place is None:
             raise
-        raise ValueError(f"unknown key {inside(error.where, error.name)!r}: it is {place!r} here") from error
+        near = "" if error.near is None else f"; {error.where or 'the configuration'} itself has {error.near!r}"
+        raise ValueError(f"unknown key {inside(error.where, error.name)!r}: it is {place!r} here{near}") from error
 
 
-def _place_of(name: str, where: str) -> str | None:
-    """Return the dotted path of what is called so, here or in other libraries, in another section than `where`."""
-    for section, fields in _sections():
-        own = name if name in fields else counterpart(name, fields)
-        if own is not None and section != where:
-            return inside(section, own)
-    return None
+def _place_of(error: UnknownKeyError) -> str | None:
+    """Return the dotted path of what was meant in another section; None if the section itself has something nearer.
+
+    First what a section and its key would be called in one word, as `population_size`; then what is called just so;
+    then what is called so in other libraries.
+    """
+    elsewhere = [(section, key) for section, fields in _sections() if section != error.where for key in fields]
+    found = [inside(*place) for place in elsewhere if "_".join(place) == error.name]
+    if not error.answered:
+        found += [inside(*place) for place in elsewhere if place[1] == error.name]
+        if not error.partly:
+            found += [inside(*place) for place in elsewhere if counterpart(error.name, [place[1]]) is not None]
+    return found[0] if found else None
 
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:

@@ -50,14 +50,19 @@ class UnknownKeyError(ValueError):
     Attributes:
         name: As given.
         where: As given.
-        answered: Whether the section has what other libraries call so, or something spelt much like it.
+        near: What the section has that is spelt like it; None if nothing is.
+        answered: Whether that is what was meant, as far as one can tell: what other libraries call so, or a slip.
+        partly: Whether one of the names is a part of the other.
     """
 
     def __init__(self, name: str, where: str, valid: Iterable[str]) -> None:
         super().__init__(str(unknown_name_error(f"key in {where}" if where else "key", name, valid)))
         self.name, self.where = name, where
-        near = any(name in key or key in name for key in valid) or difflib.get_close_matches(name, valid, cutoff=0.8)
-        self.answered = bool(near) or counterpart(name, valid) is not None
+        names = list(valid)
+        self.near = next(iter(difflib.get_close_matches(name, names, n=1)), None)
+        slip = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+        self.answered = bool(slip) or counterpart(name, names) is not None
+        self.partly = any(name in key or key in name for key in names)
 
 
 def refuse_unknown_keys(values: Mapping[str, Any], valid: Mapping[str, Any] | Sequence[str], where: str) -> None:
