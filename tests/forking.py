@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any
 
@@ -44,7 +44,8 @@ class Forked:
         environment: Mapping[str, str] = MappingProxyType({}),
         file_bytes: int | None = None,
     ) -> None:
-        self._said = [Path(mkdtemp()) / name for name in ("stdout", "stderr")]
+        self._folder = TemporaryDirectory()  # gone with this object
+        self._said = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
         for each in self._said:
             each.touch()
         self._process = started(

@@ -33,6 +33,8 @@ def test_a_mistake_in_the_configuration_is_told_without_torch(tmp_path):
         "no override": "KEY=VALUE",
         "scedule.generations=2": "did you mean 'schedule'",
         "schedule.generation=2": "did you mean 'generations'",
+        "target_fitness=1": "it is 'schedule.target_fitness' here",
+        "population_size=2": "it is 'population.size' here",
         "schedule.generations=two": "schedule.generations must be",
         "schedule.samples_per_step=0": "samples_per_step",
         "hyperparameters.learning_rate=1e-4": "unknown key in hyperparameters",

@@ -73,21 +73,29 @@ def _place_of(error: UnknownKeyError) -> str | None:
     First what a section and its key would be called in one word, as `population_size`; then what is called just so;
     then what is called so in other libraries.
     """
-    elsewhere = [(section, key) for section, fields in _sections() if section != error.where for key in fields]
-    found = [inside(*place) for place in elsewhere if "_".join(place) == error.name]
-    if not error.answered:
-        found += [inside(*place) for place in elsewhere if place[1] == error.name]
-        if not error.partly:
-            found += [inside(*place) for place in elsewhere if counterpart(error.name, [place[1]]) is not None]
-    return found[0] if found else None
+    passed: list[tuple[str, str]] = []
+    for sections in (_sections,) if error.answered else (_sections, _heavy_sections):
+        places = [(section, key) for section, fields in sections() for key in fields if section != error.where]
+        passed += places
+        found = [place for place in places if "_".join(place) == error.name]
+        found += [place for place in places if place[1] == error.name and not error.answered]
+        if found:
+            return inside(*found[0])
+    if error.answered or error.partly:
+        return None
+    return next((inside(*place) for place in passed if counterpart(error.name, [place[1]]) is not None), None)
 
 
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the path and the keys of every section; those that are read without torch first."""
+    """Yield the path and the keys of every section that is read without torch."""
     sections = {"hyperparameters": Hyperparameters, "schedule": Schedule, "population": PopulationConfig}
     for path, kind in {**sections, "logging": LoggingConfig}.items():
         yield path, [field.name for field in dataclasses.fields(kind)]
     yield "", [field.name for field in dataclasses.fields(Config)]
+
+
+def _heavy_sections() -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield those of the others."""
     from evogrpo.training.kinds.registry import RUN_KINDS
 
     for each in RUN_KINDS.values():
