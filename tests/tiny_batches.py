@@ -17,6 +17,7 @@ from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.randomness import generator
 from evogrpo.records import Batch, Rollout, Rows, TokenInputs
+from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, PAD
 
 PROMPTS = ((3, 4, 5, 6, 7), (8, 9), (10, 11, 12))
@@ -76,23 +77,26 @@ def make_rows(
     )
 
 
-def clear(sampler: Sampler, rows: Rows) -> Rows:
-    """Return the rows with draws that are clear of the boundaries between tokens, by far more than rounding.
+def clear(sampler: Sampler, rows: Rows, *, base: bool = False) -> Rows:
+    """Return the rows with draws that are clear of the boundaries between tokens, by more than rounding.
 
-    Batches of other shapes round otherwise, so only such draws name the same tokens in both.
+    Batches of other shapes and other passes round otherwise, so only such draws name the same tokens in both. Where
+    log-probabilities differ by at most d, boundaries do by at most d / 2, half of what all tokens together differ by.
     """
     assert rows.uniforms is not None
-    for attempt in range(50):
-        uniforms = (rows.uniforms + 0.37 * attempt) % 1.0
-        low, high = (
-            sampler.sample(
-                replace(rows, uniforms=(uniforms + nudge).clamp(0.0, 1.0 - 1e-7), keep=False, kept=None, kept_rows=None)
-            )
-            for nudge in (-1e-5, 1e-5)
-        )
-        if low.actions.shape == high.actions.shape and torch.equal(low.actions, high.actions):
+    uniforms, plain = rows.uniforms, replace(rows, keep=False, kept=None, kept_rows=None)
+    for _ in range(50):
+        moved = ((uniforms + nudge).clamp(0.0, 1.0 - 1e-7) for nudge in (-LOG_PROB / 2, LOG_PROB / 2))
+        low, high = (sampler.sample(replace(plain, uniforms=draws), base=base).actions for draws in moved)
+        near = (_wide(low, rows.max_new_tokens) != _wide(high, rows.max_new_tokens)).any(1)
+        if not near.any():
             return replace(rows, uniforms=uniforms)
+        uniforms = torch.where(near[:, None], (uniforms + 0.37) % 1.0, uniforms)
     raise AssertionError("no draws keep clear of the boundaries")
+
+
+def _wide(tokens: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1)
 
 
 def as_batch(rows: Rows, rollout: Rollout) -> Batch:

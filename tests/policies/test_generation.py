@@ -110,7 +110,7 @@ def test_greedy_decoding_equals_transformers_generate(architecture, min_new_toke
 
 def test_greedy_and_sampled_rows_may_share_a_batch():
     bank = different_members(MODEL, 3)
-    greedy, sampled = make_rows(range(3), greedy=True), make_rows(range(3))
+    greedy, sampled = make_rows(range(3), greedy=True), clear(bank, make_rows(range(3)))
     cold = torch.arange(len(sampled.prompt_ids)) % 2 == 0
     mixed = bank.sample(dataclasses.replace(sampled, temperature=torch.where(cold, 0.0, sampled.temperature)))
     assert torch.equal(mixed.actions[cold], bank.sample(greedy).actions[cold])
@@ -146,7 +146,7 @@ def test_a_row_ends_at_its_first_end_of_sequence_and_not_before(shared):
     frequent = tokens_that_occur(different_members(MODEL, 3))
     bank = different_members(MODEL, 3, eos_token_ids=frequent)
     bank.base.shares_prefix = shared
-    rows = make_rows(range(3), tokens=10)
+    rows = clear(bank, make_rows(range(3), tokens=10))
     rollout = bank.sample(rows)
     ends = torch.isin(rollout.actions, torch.tensor(frequent)) & rollout.present
     lengths = rollout.present.sum(1)

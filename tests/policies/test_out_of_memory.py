@@ -5,7 +5,7 @@ import torch
 
 from evogrpo.hyperparameters import Hyperparameters
 from tests.rounding import assert_gradients_agree
-from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state, sampled_batch
+from tests.tiny_batches import as_batch, clear, different_members, grpo_loss, make_rows, same_state, sampled_batch
 from tests.tiny_models import tiny_model
 
 MODEL = tiny_model("llama")
@@ -101,7 +101,7 @@ def test_another_error_is_the_callers_to_see():
 def test_sampling_and_scoring_go_on_in_smaller_parts():
     """The vocabulary head refuses more rows than 12, as a full device would."""
     bank = different_members(MODEL, 3, micro_batch_tokens=64)
-    rows = make_rows(range(3))
+    rows = clear(bank, make_rows(range(3)))
     expected = bank.sample(rows)
     batch = as_batch(rows, expected)
     log_probs = bank.log_probs(batch)

@@ -10,7 +10,7 @@ from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import assert_gradients_agree
-from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, lora, make_rows, sampled_batch
+from tests.tiny_batches import PROMPTS, as_batch, clear, different_members, grpo_loss, lora, make_rows, sampled_batch
 from tests.tiny_models import ARCHITECTURES, COMMON, EOS, PAD, VOCABULARY, tiny_model
 
 HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in range(3)}
@@ -45,6 +45,7 @@ def test_values_gradients_and_samples_equal_the_plain_pass(architecture, system)
     shared, plain = shared_and_plain(tiny_model(architecture), 100 + 20 * len(system))
     # Longer together than gemma2's sliding window of 6.
     rows = make_rows(range(3), tokens=8, prompts=tuple((*system, *prompt) for prompt in (*PROMPTS, (20,))))
+    rows = clear(shared, rows)
     sampled = [bank.sample(rows) for bank in (shared, plain)]
     assert torch.equal(sampled[0].actions, sampled[1].actions)
     torch.testing.assert_close(sampled[0].log_probs, sampled[1].log_probs, rtol=1e-4, atol=1e-4)

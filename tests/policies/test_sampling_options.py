@@ -83,7 +83,7 @@ def test_a_neighbour_changes_nothing_and_a_further_turn_remembers_what_was_heard
     for row in (0, 7, 20):
         alone = bank.sample(rows.select(torch.tensor([row])))
         assert torch.equal(alone.actions[0][alone.present[0]], together.actions[row][together.present[row]])
-    second = next_turn(rows, together, heard_by(rows, 0))
+    second = clear(bank, next_turn(rows, together, heard_by(rows, 0)))
     assert second.options == options
     kept = bank.sample(second)
     again = bank.sample(replace(second, kept=None, kept_rows=None))

@@ -138,7 +138,7 @@ def test_some_rows_may_go_on_in_any_order():
     bank = ending(MODEL)
     rows = make_rows(range(3), tokens=6, keep=True)
     first = bank.sample(rows)
-    further = next_turn(rows, first, heard_by(rows, 0))
+    further = clear(bank, next_turn(rows, first, heard_by(rows, 0)))
     everyone = bank.sample(further)
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: len(rows) // 2]
     chosen = further.select(order)
@@ -147,7 +147,7 @@ def test_some_rows_may_go_on_in_any_order():
     assert torch.equal(some.actions, everyone.actions[order])
     assert tokens < fed(MODEL, lambda: bank.sample(dataclasses.replace(chosen, kept=None)))[0]
     # And on from there: rows are counted by the rollout that kept them.
-    third = next_turn(chosen, some, heard_by(chosen, 1), seed=2)
+    third = clear(bank, next_turn(chosen, some, heard_by(chosen, 1), seed=2))
     assert torch.equal(
         bank.sample(third).actions, bank.sample(dataclasses.replace(third, kept=None, kept_rows=None)).actions
     )
@@ -168,6 +168,7 @@ def test_what_no_longer_fits_is_run_again(what):
     elif what == "another sampler":
         further = dataclasses.replace(further, kept=object())
     base = what == "base"
+    further = clear(bank, further, base=base)
     expected = bank.sample(dataclasses.replace(further, kept=None), base=base)
     got = bank.sample(further, base=base)
     assert torch.equal(got.actions, expected.actions)
