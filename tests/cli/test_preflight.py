@@ -41,6 +41,14 @@ def test_a_dry_run_shows_the_first_prompt_and_what_a_made_up_completion_earned(p
     assert "score 0.5 for 'This is a made-up completion: 42.'" in shown  # two times "a"
 
 
+def test_a_forgotten_return_shows_in_a_dry_run(project, here, capsys):
+    Path("mine.py").write_text("def score(completion, answer, question):\n    float(len(completion))\n")
+    assert main(["train", str(project / "tiny.yaml"), "--dry-run", "task.reward=mine.py:score"]) == 0
+    assert "score none (right where it does not apply, else look for a forgotten return)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_the_tokens_of_another_tokenizer_are_refused(project, here, capsys):
     tiny_model().save_pretrained("other")
     tokenizer = AutoTokenizer.from_pretrained(project / "model")

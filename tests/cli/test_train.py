@@ -11,6 +11,7 @@ import yaml
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
 
+import evogrpo
 from evogrpo import GRPO
 from evogrpo.cli import main
 from evogrpo.persistence.journal import read_journal
@@ -63,6 +64,16 @@ def test_the_output_of_a_log_is_plain_and_tells_the_story(finished):
         "runs/a run/report.html",
     ):
         assert text in output, text
+
+
+def test_what_the_end_says_of_using_the_best_member_works(finished, monkeypatch):
+    run_dir, output, _ = finished
+    (line,) = [line for line in output.splitlines() if line.startswith("use it")]
+    monkeypatch.chdir(run_dir.parent.parent)
+    names = {"evogrpo": evogrpo, "prompts": ["3 + 4 =", "1 + 1 ="]}
+    texts = eval(line.removeprefix("use it"), names)  # noqa: S307 (what a user copies)
+    assert len(texts) == 2
+    assert all(isinstance(text, str) for text in texts)
 
 
 def test_an_exported_adapter_is_two_files_that_peft_loads(finished, project, here, capsys):

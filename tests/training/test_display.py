@@ -1,5 +1,6 @@
 """What a run shows while it goes on: in Python as on the command line, on a terminal, in a notebook and in a log."""
 
+import dataclasses
 import io
 import re
 import sys
@@ -10,8 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo import evolve, resume
+from evogrpo.history.words import LANGUAGE
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.display.regions import NotebookRegion
+from evogrpo.training.display.tables import generation_table, member_note
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run
 
@@ -189,6 +192,21 @@ def test_the_star_marks_what_is_kept():
     for table in tables[1:]:
         assert "best of this generation" in table
         assert f"★ is still #{run.progress.best.index} of generation 1" in table
+
+
+@pytest.mark.parametrize("width", [140, 80])
+def test_a_member_whose_rewards_never_differ_is_named_in_the_table(width):
+    def score(completion, answer, question):
+        return 1.0
+
+    (report,) = tiny_run(None, env=tiny_env(reward_fn=score), generations=1)
+    console = Console(file=io.StringIO(), width=width)
+    console.print(generation_table(report, [], width, LANGUAGE))
+    told = "rewards equal in all groups" if width == 140 else "equal"
+    assert console.file.getvalue().count(told) == len(report.members)
+    metrics = {"frac_reward_zero_std": 0.9}
+    learning = dataclasses.replace(report.members[0], metrics=metrics)
+    assert "equal" not in member_note(learning, report, short=width < 100)
 
 
 # ---- in a notebook

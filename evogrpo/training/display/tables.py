@@ -21,6 +21,7 @@ from evogrpo.text import (
 )
 
 NARROW = 100  # columns below which a table leaves out what the report page shows as well
+EQUAL_GROUPS = "frac_reward_zero_std"  # the metric that is 1 where a member had nothing to learn from
 _ARROWS = {True: "↑", False: "↓"}
 
 
@@ -113,7 +114,10 @@ def _value(member: MemberReport, name: str) -> Text:
 
 
 def member_note(member: MemberReport, report: GenerationReport, *, short: bool, kept: bool = True) -> Text:
-    """Say what is special about a member in this generation: failed, newly born, best; a star marks what is kept."""
+    """Say what is special about a member in this generation: failed, newly born, best, with nothing to learn from.
+
+    A star marks what is kept.
+    """
     if member.failed is not None:
         return Text(printable(member.failed), "red")
     notes = []
@@ -124,6 +128,8 @@ def member_note(member: MemberReport, report: GenerationReport, *, short: bool, 
         brief = "new" if member.back_to is None else "back"
         # Where there is little room, the lines on selection below the table tell what changed.
         notes.append(brief if short else f"{origin_text(member.parent, member.back_to)}{f': {moves}' if moves else ''}")
+    if member.metrics.get(EQUAL_GROUPS) == 1.0:
+        notes.append("equal" if short else "rewards equal in all groups")
     return Text((" " if short else " · ").join(notes))
 
 

@@ -25,6 +25,7 @@ from evogrpo.training.traffic import Traffic, lent_bytes, shares_of, sharing, tr
 
 FLOAT = 4  # bytes of a float32
 SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
+NO_REWARD = "none (right where it does not apply, else look for a forgotten return)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +189,7 @@ def _ids(tokens: Sequence[int]) -> str:
 
 
 def _earned(trial: Preflight) -> str:
-    values = (f"{name} {'none' if value is None else number_text(value)}" for name, value in trial.rewards.items())
+    values = (f"{name} {NO_REWARD if value is None else number_text(value)}" for name, value in trial.rewards.items())
     return ", ".join(values)
 
 

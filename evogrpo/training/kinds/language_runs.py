@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from evogrpo.agents.checkpoints.stored_base import is_path
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.population import Population
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
@@ -17,6 +18,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.objective import Objective
+from evogrpo.persistence.checkpoint import read_record
 from evogrpo.policies.tokens.bases.parts import base_bytes, check_parts, parts_of
 from evogrpo.policies.tokens.bases.quantised import PACKAGES, check_quantised
 from evogrpo.policies.tokens.engine.precision import choose_precision
@@ -233,8 +235,10 @@ class LanguageKind:
         raise ValueError("this is a run of language models: there is nothing to see")
 
     def uses(self, best: Path) -> dict[str, str]:
-        """Return nothing: an adapter is used through PEFT, after `evogrpo export`."""
-        return {}
+        """Return how the best member answers, with its base given where that came from a folder."""
+        source = str(read_record(best, kind="agent")["shared"]["source"])
+        given = f", actor_network=evogrpo.policies.tokens.models.load_base({source!r}).model" if is_path(source) else ""
+        return {"use it": f"evogrpo.GRPO.load({str(best)!r}{given}).generate(prompts)"}
 
     def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
         """Return how to export the adapter."""
