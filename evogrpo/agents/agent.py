@@ -8,6 +8,7 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from evogrpo.agents.attributes import HyperparameterAttribute, Misnomer
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.shaping import check_usable
 from evogrpo.agents.members.members import Members
@@ -32,40 +33,6 @@ _COPIED = (
     "steps",
     "_evaluated",
 )
-
-
-class _Hyperparameter:
-    """A hyperparameter of an agent as an attribute: read from, validated by and replaced in its one frozen record."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, agent: "Agent | None", owner: type) -> Any:
-        return self if agent is None else getattr(agent.hyperparameters, self.name)
-
-    def __set__(self, agent: "Agent", value: object) -> None:
-        agent.hyperparameters = Hyperparameters.from_json({**agent.hyperparameters.to_json(), self.name: value})
-
-
-class _Misnomer:
-    """An attribute that agents of other libraries have: whoever sets it learns what it is called here."""
-
-    def __init__(self, own: str) -> None:
-        self.own = own
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
-
-    def __get__(self, agent: "Agent | None", owner: type) -> Any:
-        if agent is not None:
-            raise self._error(owner)
-        return self
-
-    def __set__(self, agent: "Agent", value: object) -> None:
-        raise self._error(type(agent))
-
-    def _error(self, owner: type) -> AttributeError:
-        return AttributeError(f"{owner.__name__} has no attribute {self.name!r}: it is called {self.own!r} here")
 
 
 class Agent:
@@ -100,46 +67,46 @@ class Agent:
     unused_options: ClassVar[tuple[str, ...]] = ("objective",)
     """Constructor arguments and hyperparameters that mean nothing to the algorithm, and are refused."""
 
-    lr = _Hyperparameter()
-    clip_coef = _Hyperparameter()
-    group_size = _Hyperparameter()
-    beta = _Hyperparameter()
-    temperature = _Hyperparameter()
-    update_epochs = _Hyperparameter()
-    max_grad_norm = _Hyperparameter()
-    batch_size = _Hyperparameter()
-    clip_low = _Hyperparameter()
-    clip_high = _Hyperparameter()
-    entropy_coef = _Hyperparameter()
-    advantage_clip = _Hyperparameter()
-    gamma = _Hyperparameter()
-    loss_type = _Hyperparameter()
-    advantage = _Hyperparameter()
+    lr = HyperparameterAttribute()
+    clip_coef = HyperparameterAttribute()
+    group_size = HyperparameterAttribute()
+    beta = HyperparameterAttribute()
+    temperature = HyperparameterAttribute()
+    update_epochs = HyperparameterAttribute()
+    max_grad_norm = HyperparameterAttribute()
+    batch_size = HyperparameterAttribute()
+    clip_low = HyperparameterAttribute()
+    clip_high = HyperparameterAttribute()
+    entropy_coef = HyperparameterAttribute()
+    advantage_clip = HyperparameterAttribute()
+    gamma = HyperparameterAttribute()
+    loss_type = HyperparameterAttribute()
+    advantage = HyperparameterAttribute()
 
-    learning_rate = _Misnomer("lr")
-    epsilon = _Misnomer("clip_coef")
-    clip_range = _Misnomer("clip_coef")
-    epsilon_low = _Misnomer("clip_low")
-    epsilon_high = _Misnomer("clip_high")
-    num_generations = _Misnomer("group_size")
-    kl_coef = _Misnomer("beta")
-    num_iterations = _Misnomer("update_epochs")
-    n_epochs = _Misnomer("update_epochs")
-    mini_batch_size = _Misnomer("batch_size")
-    ent_coef = _Misnomer("entropy_coef")
-    clip_ratio = _Misnomer("clip_coef")
-    ppo_epochs = _Misnomer("update_epochs")
-    per_device_train_batch_size = _Misnomer("batch_size")
-    entropy_loss_coef = _Misnomer("entropy_coef")
-    clip_coeff = _Misnomer("clip_coef")
-    entropy_coeff = _Misnomer("entropy_coef")
-    discount = _Misnomer("gamma")
-    grad_clip = _Misnomer("max_grad_norm")
-    save = _Misnomer("save_checkpoint")
-    save_model = _Misnomer("save_checkpoint")
-    get_parameters = _Misnomer("state")
-    set_parameters = _Misnomer("load_state")
-    policy = _Misnomer("get_policy")
+    learning_rate = Misnomer("lr")
+    epsilon = Misnomer("clip_coef")
+    clip_range = Misnomer("clip_coef")
+    epsilon_low = Misnomer("clip_low")
+    epsilon_high = Misnomer("clip_high")
+    num_generations = Misnomer("group_size")
+    kl_coef = Misnomer("beta")
+    num_iterations = Misnomer("update_epochs")
+    n_epochs = Misnomer("update_epochs")
+    mini_batch_size = Misnomer("batch_size")
+    ent_coef = Misnomer("entropy_coef")
+    clip_ratio = Misnomer("clip_coef")
+    ppo_epochs = Misnomer("update_epochs")
+    per_device_train_batch_size = Misnomer("batch_size")
+    entropy_loss_coef = Misnomer("entropy_coef")
+    clip_coeff = Misnomer("clip_coef")
+    entropy_coeff = Misnomer("entropy_coef")
+    discount = Misnomer("gamma")
+    grad_clip = Misnomer("max_grad_norm")
+    save = Misnomer("save_checkpoint")
+    save_model = Misnomer("save_checkpoint")
+    get_parameters = Misnomer("state")
+    set_parameters = Misnomer("load_state")
+    policy = Misnomer("get_policy")
 
     def __init__(self, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self.members = members

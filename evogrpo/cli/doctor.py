@@ -17,7 +17,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from evogrpo.cli.arguments import FAILED, OK
+from evogrpo.cli.exit_codes import FAILED, OK
 from evogrpo.installing import extra_command, package_command, reinstall_command
 from evogrpo.policies.devices import process_memory
 from evogrpo.processes import processes

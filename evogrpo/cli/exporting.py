@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from evogrpo.cli.arguments import OK
 from evogrpo.cli.ending import command, show_command
+from evogrpo.cli.exit_codes import OK
 from evogrpo.text import counted, printable
 from evogrpo.training.display.console import make_console, working
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.columns import Columns
 from rich.text import Text
 
-from evogrpo.cli.arguments import OK
+from evogrpo.cli.exit_codes import OK
 from evogrpo.installing import extra_command
 from evogrpo.text import number_text, printable
 from evogrpo.training.display.console import Hung, make_console, working

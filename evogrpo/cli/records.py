@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.cli.arguments import OK, check_folder
+from evogrpo.cli.arguments import check_folder
 from evogrpo.cli.ending import command, show_command
+from evogrpo.cli.exit_codes import OK
 from evogrpo.history.descent import standing_of
 from evogrpo.history.records import MemberReport
 from evogrpo.history.words import words_of

@@ -11,9 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from evogrpo.cli.arguments import FAILED, INTERRUPTED, OK
 from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
+from evogrpo.cli.exit_codes import FAILED, INTERRUPTED, OK
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.exits import ProgramEndError
 from evogrpo.persistence.generations import latest_complete
