@@ -384,6 +384,26 @@ def test_files_that_are_not_what_they_seem_are_refused_by_row(tmp_path, name, co
         read_rows(tmp_path / name)
 
 
+@pytest.mark.parametrize("ending", ["csv", "parquet"])
+def test_a_file_that_is_not_there_is_answered_with_those_that_are(tmp_path, ending):
+    pytest.importorskip("datasets", reason="reads .parquet files")
+    asked = tmp_path / f"sum.{ending}"
+    with pytest.raises(ValueError, match=r"there is no such file: paths in a configuration are relative to it"):
+        read_rows(asked)
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"there is no such file: .* has train\.jsonl$"):
+        read_rows(asked)
+    (tmp_path / f"sums.{ending}").write_text("")
+    with pytest.raises(ValueError, match=rf"there is no such file: did you mean sums\.{ending}\?"):
+        read_rows(asked)
+
+
+def test_a_task_is_called_by_the_names_of_its_files():
+    task = {**OWN, "dataset": {"train": "/far/away/sums.csv"}, "reward": "/far/away/mine.py:score"}
+    assert parse_config({**MINIMAL, "task": task}).task.label == "sums.csv, mine.py:score"
+    assert parse_config({**MINIMAL, "task": task | {"reward": "json:loads"}}).task.label == "sums.csv, json:loads"
+
+
 def test_a_dataset_of_the_hub_is_named_by_its_id(tmp_path):
     task = {**OWN, "dataset": {"hub": "openai/gsm8k", "subset": "main", "test": "test"}}
     config = parse_config({**MINIMAL, "task": task})

@@ -261,7 +261,8 @@ class DatasetTask(QuestionTask):
     @property
     def label(self) -> str:
         """The task in a few words."""
-        return f"{self.dataset.label}, {self.functions[0]}"
+        place, sign, name = self.functions[0].rpartition(":")
+        return f"{self.dataset.label}, {Path(place).name}{sign}{name}"
 
     def environment(self, tokenizer: Tokenizer, *, seed: int, max_prompt_length: int | None) -> HuggingFaceGym:
         """Read the files, load the reward functions and build the environment."""

@@ -45,6 +45,8 @@ def read_rows(path: Path) -> Sequence[Any]:
                 rows = _json(file.read(), str(path))
             else:
                 rows = [_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()]
+    except FileNotFoundError:
+        raise _absent(path) from None
     except OSError as error:
         raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
     except (UnicodeDecodeError, csv.Error) as error:
@@ -61,6 +63,17 @@ def read_rows(path: Path) -> Sequence[Any]:
                 f"{path} must have as many values in every row as it names columns, but row {number} has not"
             )
     return rows
+
+
+def _absent(path: Path) -> ValueError:
+    there = sorted(each.name for each in path.parent.glob("*") if each.suffix in FILE_KINDS)
+    near = difflib.get_close_matches(path.name, there, n=1)
+    remedy = "paths in a configuration are relative to it, those in overrides to the working directory"
+    if near:
+        remedy = f"did you mean {near[0]}?"
+    elif there:
+        remedy = f"{path.parent} has {', '.join(there[:5])}{' and others' if len(there) > 5 else ''}"
+    return ValueError(f"cannot read the dataset {path}, as there is no such file: {remedy}")
 
 
 def _delimiter(heading: str) -> str:
@@ -104,7 +117,7 @@ def _read_parquet(path: Path) -> Sequence[Any]:
     except ImportError:
         raise ValueError(f"reading {path} needs the package datasets: {extra_command('datasets')}") from None
     if not path.is_file():
-        raise ValueError(f"cannot read the dataset {path} (no such file)")
+        raise _absent(path)
     rows: Sequence[Any] = Dataset.from_parquet(str(path))
     return rows
 
