@@ -1,5 +1,6 @@
 """A run that a launcher starts in several processes and starts again, and whoever kills one of them at times."""
 
+import json
 import os
 import re
 import signal
@@ -14,8 +15,18 @@ import numpy as np
 
 from tests.cli.project import ROOT
 
-STARTUP = 8.0
-"""Seconds within which a process is killed that has been started again after the moment meant for it."""
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a run goes that nobody disturbs.
+
+    Attributes:
+        startup: Seconds from the launcher's start to the run's first event.
+        event: Seconds from one event to the next, on average.
+    """
+
+    startup: float
+    event: float
 
 
 @dataclass(frozen=True)
@@ -25,12 +36,15 @@ class Elastic:
     Attributes:
         status: Of the launcher.
         said: By the launcher and all processes.
-        killed: How many events the journal held when a process was killed, for each time; and which process.
+        killed: How many events the journal held when a process was killed, for each time; and which process. Who had
+            ended already is not killed.
+        pace: How fast it went, kills and all.
     """
 
     status: int
     said: str
     killed: Sequence[tuple[int, int]]
+    pace: Pace
 
 
 def elastic(
@@ -38,6 +52,7 @@ def elastic(
     words: Sequence[str],
     *,
     kills: Sequence[float] = (),
+    pace: Pace | None = None,
     seed: int = 0,
     settings: Mapping[str, str] | None = None,
 ) -> Elastic:
@@ -47,13 +62,15 @@ def elastic(
         folder: Where it runs; the run itself is in `run` there.
         words: The program, as the launcher takes it.
         kills: The moments, in events of the journal, in order; a process started again later than that is killed
-            within some seconds, wherever it is then.
+            within the time that it takes to start, wherever it is then.
+        pace: How fast the run goes undisturbed; needed where there are kills.
         seed: Of which process is killed, and how long after the event.
         settings: Of its environment.
     """
     rng, killed = np.random.default_rng(seed), list[tuple[int, int]]()
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "EVOGRPO_PATIENCE_MINUTES": "2", **(settings or {})}
+    began = time.time()
     with (folder / "said").open("w") as said:
         started = subprocess.Popen(
             [*launcher, "--max-restarts", str(len(kills)), *words],
@@ -62,20 +79,20 @@ def elastic(
         before = set[int]()
         try:
             for moment in kills:
+                assert pace is not None
                 workers = _workers(started, before)
                 late = events_in(folder) >= moment
                 while events_in(folder) < moment and started.poll() is None:
                     time.sleep(0.002)
-                time.sleep(float(rng.random()) * (STARTUP if late else 0.2))
-                victim = int(rng.integers(2))
-                if started.poll() is None and len(workers) == 2:
-                    killed.append((events_in(folder), victim))
-                    os.kill(workers[victim], signal.SIGKILL)
+                time.sleep(float(rng.random()) * (pace.startup if late else pace.event))
+                victim, reached = int(rng.integers(2)), events_in(folder)
+                if len(workers) == 2 and _killed(workers[victim]):
+                    killed.append((reached, victim))
                 before.update(workers)
             status = started.wait(600)
         finally:
             started.kill()
-    return Elastic(status, (folder / "said").read_text(), killed)
+    return Elastic(status, (folder / "said").read_text(), killed, _pace(folder, began))
 
 
 def events_in(folder: Path) -> int:
@@ -84,6 +101,29 @@ def events_in(folder: Path) -> int:
     if not journal.exists():
         return 0
     return len({_named(line) for line in journal.read_bytes().splitlines()} - {None})
+
+
+def _pace(folder: Path, began: float) -> Pace:
+    journal = folder / "run" / "journal.jsonl"
+    times = [json.loads(line)["time"] for line in journal.read_bytes().splitlines()] if journal.exists() else [began]
+    return Pace(startup=times[0] - began, event=(times[-1] - times[0]) / max(1, len(times) - 1))
+
+
+def _killed(process: int) -> bool:
+    """Kill a process, and tell whether it was still running: who has been stopped first cannot end meanwhile."""
+    try:
+        os.kill(process, signal.SIGSTOP)
+        while (state := _state(process)) not in "TZX":
+            time.sleep(0.001)
+        os.kill(process, signal.SIGKILL)
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    return state == "T"
+
+
+def _state(process: int) -> str:
+    """Return the letter that the system has for what a process is doing."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _named(line: bytes) -> tuple[bytes, ...] | None:
