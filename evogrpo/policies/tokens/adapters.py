@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import PolicyVersion
+from evogrpo.policies.devices import USUAL_TOKENS
 from evogrpo.policies.tokens.bases.parts import run_together
 from evogrpo.policies.tokens.engine.causal import CausalModel
 from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids
@@ -58,7 +59,7 @@ class AdapterBank(TokenBank[AdapterWeights]):
         lora_config: LoraConfig | None = None,
         optimizer: Optimizer | None = None,
         seed: int = 0,
-        micro_batch_tokens: int = 1024,
+        micro_batch_tokens: int = USUAL_TOKENS,
         reduce_memory_peak: bool = True,
         explicit_positions: bool = True,
         autocast: Callable[[], AbstractContextManager[None]] = nullcontext,

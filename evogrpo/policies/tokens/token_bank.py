@@ -9,6 +9,7 @@ from torch import Tensor
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import LossFunction
+from evogrpo.policies.devices import USUAL_TOKENS
 from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import share_prefixes
 from evogrpo.policies.tokens.sampling import sample
@@ -49,7 +50,7 @@ class TokenBank(Generic[W]):
         weights: W,
         *,
         eos_token_ids: Sequence[int],
-        micro_batch_tokens: int = 1024,
+        micro_batch_tokens: int = USUAL_TOKENS,
         reduce_memory_peak: bool = True,
     ) -> None:
         if not eos_token_ids:

@@ -10,11 +10,13 @@ from transformers import PreTrainedModel
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
 from evogrpo.evolution.shared_experience import others_at_most
+from evogrpo.policies.devices import USUAL_TOKENS, MicroBatchTokens
 from evogrpo.policies.tokens.bases.parts import fetched_parameters, held_parameters, parts_of
 from evogrpo.policies.tokens.bases.quantised import PACKAGES, bytes_of
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.models import own_precision
 from evogrpo.policies.tokens.sampling import CACHED_TOKENS
+from evogrpo.policies.tokens.sizing import begun_with, is_tried, learning_bytes
 from evogrpo.text import count_text, counted, number_text, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
@@ -111,7 +113,8 @@ class LanguageForecast:
             "rewards": f"{_earned(self.trial)} for {MADE_UP!r}",
             "samples": samples_row(config, "completions"),
             "groups": self.rounds.groups_row(),
-            "optimizer": f"{steps} per member and learning step",
+            "optimizer": f"{steps} per member and learning step, in micro-batches of "
+            f"{_micro_batches(config.agent.micro_batch_tokens, self.device)}",
             "steps": self.rounds.steps_row(config, "completions of held-out questions"),
             "tokens": f"{tokens} (prompts of at most {self.longest_prompt}, completions of at most "
             f"{self.longest_completion}; updates included, evaluations left out)",
@@ -231,8 +234,8 @@ class Sizes(Protocol):
         """The most that they write."""
 
     @property
-    def micro_batch_tokens(self) -> int:
-        """The most that they learn from at a time."""
+    def micro_batch_tokens(self) -> MicroBatchTokens:
+        """The most that they learn from at a time, where that is settled."""
 
     @property
     def reduce_memory_peak(self) -> bool:
@@ -252,8 +255,8 @@ def peak_memory(
 ) -> Memory:
     """Estimate the peak memory.
 
-    A layer keeps about 12 hidden vectors and 5 intermediate ones a token for the backward pass, adapters included;
-    logits exist in float32 about three times over.
+    A size of micro-batches that is still to be tried is taken as
+    `USUAL_TOKENS`: larger ones are only tried where half of the memory that is left has room for them.
 
     Args:
         model: The base, with or without weights.
@@ -267,19 +270,23 @@ def peak_memory(
     """
     text = model.config.get_text_config()
     hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
-    intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
     heads = int(text.num_attention_heads)
     key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     head = int(getattr(text, "head_dim", None) or hidden // heads)
-    budget = agent.micro_batch_tokens
-    logits = (256 if agent.reduce_memory_peak else budget) * int(text.vocab_size) * FLOAT * 3
+    budget = begun_with(agent.micro_batch_tokens)
     cached = min(rows * (longest + agent.max_output_tokens), CACHED_TOKENS)
     return Memory(
         base=base,
         members=(3 * members + 2) * adapter * FLOAT,
-        learning=budget * layers * (12 * hidden + 5 * intermediate) * precision + logits,
+        learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision),
         sampling=2 * cached * layers * 2 * key_heads * head * precision,
     )
+
+
+def _micro_batches(wanted: MicroBatchTokens, device: str) -> str:
+    if is_tried(wanted, device):
+        return f"as many tokens as a trial before the run finds fastest, below taken as {count_text(USUAL_TOKENS)}"
+    return f"at most {counted(begun_with(wanted), 'token')}"
 
 
 def _memory_row(memory: Memory, size: int) -> str:

@@ -38,6 +38,7 @@ from evogrpo.policies.tokens.engine.probes import check_token_ids
 from evogrpo.policies.tokens.engine.token_model import check_context
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint, load_tokenizer
+from evogrpo.policies.tokens.sizing import begun_with, is_tried, tried_size
 from evogrpo.policies.tokens.stored_adapters import StoredAdapter
 from evogrpo.randomness import generator
 from evogrpo.records import Experience, Rows
@@ -64,7 +65,7 @@ class LanguageMembers:
 
     Attributes:
         hp_config: As given.
-        settings: As given.
+        settings: As given, with the size of micro-batches that was tried if it was left open.
         bank: The weights and optimisers.
         policies: The one policy, which is these members themselves.
         banks: Its bank.
@@ -106,7 +107,7 @@ class LanguageMembers:
                 f"a base in parts, or in fewer bits, stays where it was loaded, on {model.device.type}: load it there, "
                 f"with load_base(..., device={str(device)!r})"
             )
-        self.settings, self.hp_config = settings, hp_config
+        self.hp_config = hp_config
         self.observation_space, self.action_space = observation_space, action_space
         self.start = start
         self.bank = AdapterBank(
@@ -117,7 +118,7 @@ class LanguageMembers:
             lora_config=lora_config,
             optimizer=settings.optimizer,
             seed=settings.seed,
-            micro_batch_tokens=settings.micro_batch_tokens,
+            micro_batch_tokens=begun_with(settings.micro_batch_tokens),
             reduce_memory_peak=settings.reduce_memory_peak,
             explicit_positions=settings.calc_position_embeddings,
             autocast=autocast,
@@ -125,6 +126,9 @@ class LanguageMembers:
             start=start,
             like=like,
         )
+        if is_tried(settings.micro_batch_tokens, str(self.device)):
+            self.bank.micro_batch_tokens = tried_size(self.bank, model)
+        self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
         self.sampler: Sampler = self.bank
         self.policies = {DEFAULT: self}
         self.banks = Banks({DEFAULT: self.bank})

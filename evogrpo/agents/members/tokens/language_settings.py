@@ -16,6 +16,7 @@ from evogrpo.hyperparameters import (
 )
 from evogrpo.kinds import FULL_KLS
 from evogrpo.objective import Objective, Optimizer
+from evogrpo.policies.devices import MicroBatchTokens
 from evogrpo.records import SamplingOptions
 
 MOST_TOKENS = 10_000_000
@@ -26,7 +27,6 @@ _WHOLE = (
     ("max_episode_tokens", -MOST_COUNTED, MOST_COUNTED),
     ("top_k", -MOST_COUNTED, MOST_COUNTED),
     ("seed", 0, MOST_SEED),
-    ("micro_batch_tokens", 1, MOST_COUNTED),
 )
 """The whole numbers, with the least and the most of each; some have a rule of their own besides."""
 
@@ -44,6 +44,14 @@ def token_ids(what: str, given: object) -> tuple[int, ...]:
     if not found:
         raise ValueError(f"{what} must name at least one token, got none: otherwise no completion can end")
     return found
+
+
+def _size_of_micro_batches(given: MicroBatchTokens) -> MicroBatchTokens:
+    if given is None or given == "auto":
+        return given
+    if isinstance(given, str):
+        raise ValueError(f'micro_batch_tokens must be a number, or "auto" for one that is tried, got {given!r}')
+    return whole_between("micro_batch_tokens", given, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +76,7 @@ class LanguageSettings:
         seed: Root of every random stream.
         calc_position_embeddings: Whether positions, counted without padding, are passed to the model.
         reduce_memory_peak: Whether log-probabilities are computed over a few hundred tokens' logits at a time.
-        micro_batch_tokens: Most tokens in one forward pass with gradients.
+        micro_batch_tokens: Most tokens in one forward pass with gradients; members know the number, whatever was given.
     """
 
     pad_token_id: int
@@ -85,7 +93,7 @@ class LanguageSettings:
     seed: int = 0
     calc_position_embeddings: bool = True
     reduce_memory_peak: bool = True
-    micro_batch_tokens: int = 1024
+    micro_batch_tokens: MicroBatchTokens = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eos_token_ids", token_ids("eos_token_ids", self.eos_token_ids))
@@ -94,6 +102,7 @@ class LanguageSettings:
         for name, least, most in _WHOLE:
             if name != "max_episode_tokens" or self.max_episode_tokens is not None:
                 object.__setattr__(self, name, whole_between(name, getattr(self, name), least, most))
+        object.__setattr__(self, "micro_batch_tokens", _size_of_micro_batches(self.micro_batch_tokens))
         for name in ("top_p", "min_p", "repetition_penalty"):
             object.__setattr__(self, name, float(finite_number(name, getattr(self, name))))
         for name in ("calc_position_embeddings", "reduce_memory_peak"):

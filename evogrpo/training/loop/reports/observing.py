@@ -105,9 +105,11 @@ def member_reports(
 
 def description_of(population: Population, schedule: Schedule, fitness: FitnessConfig) -> dict[str, Any]:
     """Return what the journal's first event says of the members and the schedule."""
+    tokens = population.members.settings.to_json().get("micro_batch_tokens")  # perhaps tried; networks have none
     return {
         "kind": population.members.kind,
         "seed": population.members.settings.seed,
+        **({} if tokens is None else {"micro_batch_tokens": tokens}),
         "population_size": len(population),
         "samples_per_step": schedule.samples_per_step,
         "steps_per_generation": schedule.steps_per_generation,
