@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from evogrpo.cli import main
 from evogrpo.policies.tokens.engine.precision import PAYS, choose_precision, speed_up
@@ -66,7 +66,7 @@ def test_by_default_a_cpu_takes_bfloat16_where_products_gain_enough_for_what_lie
     gains = speed_up(512, 2048) >= PAYS
     assert choose_precision("auto", outline(LlamaConfig, **WIDE), "cpu") == ("bfloat16" if gains else "float32")
     assert gains <= torch.cpu._is_amx_tile_supported()
-    for other in (tiny_model(), outline(GemmaConfig, **WIDE)):  # small, or run by transformers
+    for other in (tiny_model(), outline(Gemma2Config, **WIDE)):  # small, or run by transformers
         assert choose_precision("auto", other, "cpu") == "float32"
     monkeypatch.setenv("EVOGRPO_SLOW", "1")
     assert choose_precision("auto", outline(LlamaConfig, **WIDE), "cpu") == "float32"

@@ -10,9 +10,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -37,6 +41,9 @@ LLAMA3 = {
 }  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 
+MIXED = ["sliding_attention", "full_attention"]
+OWN_TURNS = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e2}, "full_attention": YARN}
+
 KNOWN = {
     "llama, tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
     "llama, biases everywhere": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
@@ -52,6 +59,12 @@ KNOWN = {
     "qwen2, yarn": Qwen2Config(**COMMON, rope_parameters=YARN),
     "qwen3": Qwen3Config(**COMMON, tie_word_embeddings=True),
     "qwen3, biases": Qwen3Config(**COMMON, attention_bias=True),
+    "olmo2": Olmo2Config(**COMMON),
+    "olmo2, biases": Olmo2Config(**COMMON, attention_bias=True),
+    "gemma": GemmaConfig(**COMMON | {"head_dim": 16}),
+    "olmo3": Olmo3Config(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=OWN_TURNS),
+    "gemma3": Gemma3TextConfig(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=OWN_TURNS),
+    "gemma, silu": GemmaConfig(**COMMON | {"head_dim": 8}, hidden_act="silu", tie_word_embeddings=False),
 }
 
 
@@ -266,8 +279,9 @@ def test_no_token_that_is_written_waits_for_the_device(settings, architecture, m
 # ---- precision
 
 
-def test_in_bfloat16_it_is_as_near_to_full_precision_as_transformers_is(both):
-    model = built(KNOWN["qwen2"])
+@pytest.mark.parametrize("architecture", ["qwen2", "olmo2", "gemma", "gemma3"])
+def test_in_bfloat16_it_is_as_near_to_full_precision_as_transformers_is(architecture, both):
+    model = built(KNOWN[architecture])
     exact, _ = both(copy.deepcopy(model), std=0.05)
     fast, slow = both(model.to(torch.bfloat16), std=0.05)
     rows = make_rows(range(SIZE))
@@ -319,7 +333,7 @@ def replaced(model):
 @pytest.mark.parametrize(
     "config",
     [
-        GemmaConfig(**COMMON),
+        Gemma2Config(**COMMON),
         LlamaConfig(**COMMON, hidden_act="gelu"),
         LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
     ],

@@ -5,20 +5,23 @@ is the few tokens rather than all of the weights, token after token. What lies b
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, silu
 
 from evogrpo.policies.tokens.engine.direct.linears import Named, columns_of
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
-from evogrpo.policies.tokens.engine.direct.reading import Layer
+from evogrpo.policies.tokens.engine.direct.reading import Layer, Norm
 from evogrpo.policies.tokens.weights.low_rank import Joined, RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import View
 
 AttendOnce = Callable[[int, Layer, Tensor, Tensor, Tensor], Tensor]
 """(number, layer, queries `[kv, n, rep, d]`, keys `[kv, d, n]`, values alike) -> `[n, kv * rep * d]`."""
+
+
+Turns = dict[str | None, tuple[Tensor, ...]]
+"""Cosines and sines `[heads, d / 2, n]` for all heads of queries, which they scale, and of keys; by layers' kind."""
 
 
 class _Adapters(NamedTuple):
@@ -59,37 +62,43 @@ class ColumnPasses:
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Return what the first layer reads, `[h, n]` in float32."""
-        return embedding(tokens, self.parts.decoder.embed_tokens.weight).float().T.contiguous()
+        return self._passes.embedded(tokens).float().T.contiguous()
 
-    def turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[heads, d / 2, n]` for all heads of queries, which they scale, and then of keys."""
+    def turns(self, positions: Tensor) -> Turns:
+        """Return what turns tokens at positions `[n]`."""
         kv, rep = self.parts.heads
-        of_keys, of_queries = self._passes.turns_at(positions[:, None])
-        cos, sin = (
-            torch.cat([query[:, 0].T.expand(kv * rep, -1, -1), key[:, 0].T.expand(kv, -1, -1)])
-            for query, key in zip(of_queries, of_keys, strict=True)
-        )
-        return cos, sin
+        return {
+            kind: tuple(
+                torch.cat([query[:, 0].T.expand(kv * rep, -1, -1), key[:, 0].T.expand(kv, -1, -1)])
+                for query, key in zip(of_queries, of_keys, strict=True)
+            )
+            for kind, (of_keys, of_queries) in self._passes.turns_at(positions[:, None]).items()
+        }
 
-    def layer(self, number: int, hidden: Tensor, turns: tuple[Tensor, Tensor], attend: AttendOnce) -> None:
+    def layer(self, number: int, hidden: Tensor, turns: Turns, attend: AttendOnce) -> None:
         """Add what one layer makes of `[h, n]` to it."""
         layer, (kv, rep), width = self.parts.layers[number], self.parts.heads, self.parts.width
         self._passes.gather(layer.module)
-        made = self._products(_normed(hidden, layer.before_attention), layer.projections)
+        made = self._products(self._read(hidden, layer.before_attention), layer.projections)
         heads, v = made[: -kv * width].view(kv * (rep + 1), width, -1), made[-kv * width :].view(kv, width, -1)
         if layer.head_norms is not None:
             own = heads.split([kv * rep, kv])
-            heads = torch.cat([_normed(x, norm) for x, norm in zip(own, layer.head_norms, strict=True)])
-        heads = _turned(heads, *turns)
+            norms = zip(own, layer.head_norms, strict=True)
+            heads = torch.cat([_normed(x.view(-1, norm.width, x.shape[2]), norm).view(x.shape) for x, norm in norms])
+        heads = _turned(heads, *turns[layer.kind])
         q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
         attended = attend(number, layer, q, heads[kv * rep :], v)
-        hidden += self._products(attended.T, [layer.output])
-        gate, up = self._products(_normed(hidden, layer.before_mlp), layer.gates).chunk(2)
-        hidden += self._products(silu(gate, inplace=True).mul_(up), [layer.down])
+        hidden += _added(self._products(attended.T, [layer.output]), layer.after_attention)
+        gate, up = self._products(self._read(hidden, layer.before_mlp), layer.gates).chunk(2)
+        hidden += _added(self._products(self.parts.activation.into(gate).mul_(up), [layer.down]), layer.after_mlp)
 
     def ended(self, hidden: Tensor) -> Tensor:
         """Return final hidden states `[h, n]`, given what the last layer left."""
-        return _normed(hidden, self.parts.decoder.norm)
+        return _normed(hidden, self.parts.last)
+
+    def _read(self, hidden: Tensor, norm: Norm | None) -> Tensor:
+        """Return what products read, in their precision."""
+        return hidden.to(self.parts.last.dtype) if norm is None else _normed(hidden, norm)
 
     def _products(self, x: Tensor, layers: Sequence[Named]) -> Tensor:
         """Return what layers make of `[in, n]`, one below the other."""
@@ -134,12 +143,16 @@ def _by_run(joined: Joined) -> list[_Adapters]:
     ]
 
 
-def _normed(x: Tensor, norm: Any) -> Tensor:
+def _normed(x: Tensor, norm: Norm) -> Tensor:
     """Divide columns `[..., h, n]` by their root mean square, in float32, and return them in the weights' precision."""
-    weight: Tensor = norm.weight
     wide = x.float()
-    inverse = (wide * wide).mean(-2, keepdim=True).add_(norm.variance_epsilon).rsqrt_()
-    return (wide * inverse).mul_(weight[:, None]).to(weight.dtype)
+    inverse = (wide * wide).mean(-2, keepdim=True).add_(norm.eps).rsqrt_()
+    return (wide * inverse).mul_(norm.weight[:, None]).to(norm.dtype)
+
+
+def _added(x: Tensor, norm: Norm | None) -> Tensor:
+    """Return what is added to the sums of layers."""
+    return x if norm is None else _normed(x, norm)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

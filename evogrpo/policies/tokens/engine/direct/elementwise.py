@@ -1,15 +1,18 @@
 """What lies between the products of a decoder, in few passes over memory: norms, rotary embeddings, gates."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide rows `[m, h]` by their root mean square, found in float32, and multiply by `weight` `[h]`, which is fixed.
+
+    Where `weight` is more precise than rows are, nothing is rounded in between.
 
     Source: RMSNorm (arXiv:1910.07467).
     """
@@ -36,7 +39,10 @@ class _Norm(torch.autograd.Function):
         for rows, inverse, made in _cuts(x, inverses, out):
             torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32, out=inverse)
             inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-            torch.mul(rows, inverse, out=made).mul_(weight)
+            if weight.dtype == x.dtype:
+                torch.mul(rows, inverse, out=made).mul_(weight)
+            else:
+                torch.mul(rows * inverse, weight, out=made)
         ctx.save_for_backward(x, weight, inverses)
         return out
 
@@ -52,25 +58,51 @@ class _Norm(torch.autograd.Function):
         return out, None, None
 
 
-def gated(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up.
+class Activation(NamedTuple):
+    """What gates go through.
 
-    Source: SwiGLU (arXiv:2002.05202).
+    Attributes:
+        of: Returns it.
+        into: The same in place.
+        slope: (gradient, gates) -> gradient of gates.
     """
-    out: Tensor = _Gated.apply(gate, up)
+
+    of: Callable[[Tensor], Tensor]
+    into: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS = {
+    "silu": Activation(silu, torch.ops.aten.silu_, torch.ops.aten.silu_backward),
+    "gelu_pytorch_tanh": Activation(
+        partial(gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+}
+"""By the names that transformers gives them."""
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return activation(gate) * up.
+
+    Source: SwiGLU and GEGLU (arXiv:2002.05202).
+    """
+    out: Tensor = _Gated.apply(gate, up, activation)
     return out
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return silu(gate).mul_(up)
+        ctx.activation = activation
+        return activation.of(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grads[0] * up, gate), silu(gate).mul_(grads[0])
+        return ctx.activation.slope(grads[0] * up, gate), ctx.activation.of(gate).mul_(grads[0]), None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:

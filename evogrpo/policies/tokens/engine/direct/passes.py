@@ -13,15 +13,18 @@ from evogrpo.policies.tokens.engine.cache import Prefix
 from evogrpo.policies.tokens.engine.direct.attention import Shared, attended, in_runs
 from evogrpo.policies.tokens.engine.direct.elementwise import gated, normed, rotated
 from evogrpo.policies.tokens.engine.direct.linears import projected
-from evogrpo.policies.tokens.engine.direct.reading import Anatomy, Layer
+from evogrpo.policies.tokens.engine.direct.reading import Anatomy, Layer, Norm
 from evogrpo.policies.tokens.weights.weights import View
 
 Heads = tuple[Tensor, Tensor, Tensor]
 """Queries `[kv, n, rep * t, d]`, keys `[kv, n, t, d]` and values alike."""
 Attend = Callable[..., Tensor]
 """(number, layer, heads of some rows, and heads of those that come after them, if any) -> `[tokens, kv * rep * d]`."""
-Turns = tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Cosine and sine of each token's position, `[n, t, d / 2]`: for keys, and for queries, which they scale as well."""
+Turns = dict[str | None, tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]
+"""Cosine and sine of each token's position, `[n, t, d / 2]`: for keys, and for queries, which they scale as well.
+
+By the kind of layers.
+"""
 
 
 class DirectPasses:
@@ -137,7 +140,9 @@ class DirectPasses:
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return what the first layer reads, `[n, t, h]`."""
-        return embedding(ids, self.parts.decoder.embed_tokens.weight)
+        found = embedding(ids, self.parts.decoder.embed_tokens.weight)
+        scale = self.parts.embedding_scale
+        return found if scale is None else found * scale.to(found.dtype)
 
     def turns(self, mask: Tensor, t: int) -> Turns:
         """Return what turns keys and queries of the last t tokens by their positions, counted from the first True."""
@@ -145,10 +150,13 @@ class DirectPasses:
 
     def turns_at(self, positions: Tensor) -> Turns:
         """Return what turns keys and queries of tokens at positions `[n, t]`."""
-        cos, sin = self.parts.decoder.rotary_emb(self.parts.decoder.norm.weight, positions)
-        half = self.parts.width // 2  # the second half repeats the first
-        cos, sin, scaling = cos[..., :half], sin[..., :half], self.parts.scaling
-        return (cos, sin), (cos * scaling, sin * scaling)
+        half, scaling, found = self.parts.width // 2, self.parts.scaling, Turns()
+        for kind in {layer.kind for layer in self.parts.layers}:
+            given = () if kind is None else (kind,)
+            cos, sin = self.parts.decoder.rotary_emb(self.parts.decoder.norm.weight, positions, *given)
+            cos, sin = cos[..., :half], sin[..., :half]  # the second half repeats the first
+            found[kind] = (cos, sin), (cos * scaling, sin * scaling)
+        return found
 
     def layer(self, number: int, hidden: Tensor, turns: Sequence[Turns], view: View | None, attend: Attend) -> Tensor:
         """Return what one layer makes of `[tokens, h]`.
@@ -161,31 +169,34 @@ class DirectPasses:
             attend: What attends.
         """
         layer, (kv, rep) = self.parts.layers[number], self.parts.heads
-        shapes = [of_keys[0].shape[:2] for of_keys, _ in turns]
+        own_turns = [each[layer.kind] for each in turns]
+        shapes = [of_keys[0].shape[:2] for of_keys, _ in own_turns]
         rows = shapes[0][0] if len(shapes) == 1 else len(hidden)
         self.gather(layer.module)
         made = self._projected(_normed(hidden, layer.before_attention), layer.projections, view, rows)
         if layer.head_norms is not None:
             norms = zip(made[:2], layer.head_norms, strict=True)
-            made = [*(_normed(x.view(-1, self.parts.width), norm).view(x.shape) for x, norm in norms), made[2]]
+            made = [*(_normed(x.view(-1, norm.width), norm).view(x.shape) for x, norm in norms), made[2]]
         heads = [
             (
                 rotated(q, *of_queries, (kv, rep)),
                 rotated(k, *of_keys, (kv, 1)),
                 v.view(*shape, kv, self.parts.width).permute(2, 0, 1, 3).contiguous(),
             )
-            for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), turns, shapes, strict=True)
+            for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), own_turns, shapes, strict=True)
         ]
-        hidden = hidden + self._projected(attend(number, layer, *heads), [layer.output], view, rows)[0]
+        added = self._projected(attend(number, layer, *heads), [layer.output], view, rows)[0]
+        hidden = hidden + _normed(added, layer.after_attention)
         gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates, view, rows)
-        after: Tensor = hidden + self._projected(gated(gate, up), [layer.down], view, rows)[0]
+        added = self._projected(gated(gate, up, self.parts.activation), [layer.down], view, rows)[0]
+        after: Tensor = hidden + _normed(added, layer.after_mlp)
         if self._gathering is not None:
             self._gathering.again(layer.module, after)
         return after
 
     def ended(self, hidden: Tensor) -> Tensor:
         """Return final hidden states `[m, h]`, given what the last layer made."""
-        return _normed(hidden, self.parts.decoder.norm)
+        return _normed(hidden, self.parts.last)
 
     def _projected(self, x: Tensor, layers: Any, view: View | None, rows: int) -> Any:
         return projected(x, layers, view, rows, self.changed)
@@ -198,8 +209,8 @@ def _parts(made: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Sequence[Any
     return list(zip(*(x.split([shape.numel() for shape in shapes]) for x in made), strict=True))
 
 
-def _normed(hidden: Tensor, norm: Any) -> Tensor:
-    return normed(hidden, norm.weight, norm.variance_epsilon)
+def _normed(hidden: Tensor, norm: Norm | None) -> Tensor:
+    return hidden if norm is None else normed(hidden, norm.weight, norm.eps)
 
 
 class Biases:

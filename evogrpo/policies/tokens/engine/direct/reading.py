@@ -1,18 +1,20 @@
-"""Which models the direct pass knows, and where their weights are."""
+"""Whether the direct pass knows a model in every respect, and where its weights are."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaModel, MistralModel, PreTrainedModel, Qwen2Model, Qwen3Model
+from transformers import PreTrainedModel
 
 from evogrpo.policies.tokens.bases.parts import hooks_of, own_hooks, whole_class
+from evogrpo.policies.tokens.engine.direct.architectures import KNOWN, Style
+from evogrpo.policies.tokens.engine.direct.elementwise import ACTIVATIONS, Activation
 from evogrpo.policies.tokens.engine.direct.linears import Named
 
-KNOWN = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 ROPES = ("default", "linear", "llama3", "yarn")
 PRECISIONS = (torch.float32, torch.bfloat16)
 DEVICES = ("cpu", "cuda", "meta")
@@ -24,30 +26,71 @@ def switched_off() -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Norm:
+    """A division by the root mean square.
+
+    Attributes:
+        module: Where its weight is.
+        eps: Added to the mean square.
+        offset: Added to the weight.
+        rounded_once: Whether what is multiplied by the weight is rounded after that only.
+    """
+
+    module: Any
+    eps: float
+    offset: float
+    rounded_once: bool
+
+    @property
+    def weight(self) -> Tensor:
+        """What is multiplied by, `[h]`; in float32 where nothing is rounded before."""
+        own: Tensor = self.module.weight
+        wide = own.float() if self.rounded_once else own
+        return wide + self.offset if self.offset else wide
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what comes out."""
+        found: torch.dtype = self.module.weight.dtype
+        return found
+
+    @property
+    def width(self) -> int:
+        """How many numbers are divided together."""
+        return len(self.module.weight)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """One layer's modules.
 
     Attributes:
         module: The whole layer.
-        before_attention: Its norm, as weight and epsilon are.
+        before_attention: The norm of what it reads, where there is one, as for the next three.
         projections: Queries, keys, values.
-        head_norms: Of queries and of keys, head by head, where there are such.
+        head_norms: Of queries and of keys, head by head or of all heads together.
         output: Of the attention.
-        before_mlp: Its norm.
+        after_attention: The norm of that.
+        before_mlp: The norm of what gates read.
         gates: Gate and up.
         down: The last product.
+        after_mlp: The norm of that.
         window: How many tokens are attended to; None = all.
+        kind: By which its rotary embeddings are found; None = as all layers'.
     """
 
     module: nn.Module
-    before_attention: nn.Module
+    before_attention: Norm | None
     projections: tuple[Named, Named, Named]
-    head_norms: tuple[nn.Module, nn.Module] | None
+    head_norms: tuple[Norm, Norm] | None
     output: Named
-    before_mlp: nn.Module
+    after_attention: Norm | None
+    before_mlp: Norm | None
     gates: tuple[Named, Named]
     down: Named
+    after_mlp: Norm | None
     window: int | None
+    kind: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +100,9 @@ class Anatomy:
     Attributes:
         decoder: It.
         layers: Its layers.
+        last: The norm after them.
+        embedding_scale: Multiplies embeddings, in their precision; None = nothing does.
+        activation: Of gates.
         heads: (kv, rep): heads of keys and values, and of queries for each of them.
         width: Of a head.
         scaling: On products of queries and keys.
@@ -64,6 +110,9 @@ class Anatomy:
 
     decoder: Any
     layers: tuple[Layer, ...]
+    last: Norm
+    embedding_scale: Tensor | None
+    activation: Activation
     heads: tuple[int, int]
     width: int
     scaling: float
@@ -73,17 +122,20 @@ def anatomy(model: PreTrainedModel, decoder: nn.Module) -> Anatomy | None:
     """Take a decoder apart, or return None where it is not known in every respect.
 
     Known are the classes of `KNOWN`, as transformers wrote them: plain linear layers on one device and in one of
-    `PRECISIONS`, SiLU gates, and rotary embeddings of `ROPES`, whose frequencies are the same at every length.
+    `PRECISIONS`, gates of `ACTIVATIONS`, tokens that see none after them, and rotary embeddings of `ROPES`, whose
+    frequencies are the same at every length.
     """
-    if type(decoder) not in KNOWN:
+    style = KNOWN.get(type(decoder))
+    if style is None:
         return None
     config: Any = decoder.config
+    activation = getattr(config, style.activation)
     kinds = {(weights.dtype, weights.device, *_types(weights)) for weights in decoder.parameters()}
     dtype, device, *types = next(iter(kinds))
     if (
-        config.hidden_act != "silu"
-        or config.rope_parameters.get("rope_type") not in ROPES
-        or "partial_rotary_factor" in config.rope_parameters
+        activation not in ACTIVATIONS
+        or getattr(config, "use_bidirectional_attention", None)
+        or any(not _known_rope(rope) for rope in _ropes(config, style))
         or len(kinds) != 1
         or dtype not in PRECISIONS
         or device.type not in DEVICES
@@ -92,11 +144,18 @@ def anatomy(model: PreTrainedModel, decoder: nn.Module) -> Anatomy | None:
     ):
         return None
     names = {module: name for name, module in model.named_modules()}
-    layers: Any = decoder.layers[: config.num_hidden_layers]  # type: ignore[index]  # a list of modules
+    whole: Any = decoder
+    layers = whole.layers[: config.num_hidden_layers]
     first = layers[0].self_attn
     return Anatomy(
         decoder=decoder,
-        layers=tuple(_layer(layer, names, _window(decoder, number)) for number, layer in enumerate(layers)),
+        layers=tuple(
+            _layer(layer, names, style, _window(config, style, number), _kind(config, style, number))
+            for number, layer in enumerate(layers)
+        ),
+        last=_norm(whole.norm, style),
+        embedding_scale=whole.embed_tokens.embed_scale if style.scaled_embeddings else None,
+        activation=ACTIVATIONS[activation],
         heads=(config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads),
         width=first.head_dim,
         scaling=first.scaling,
@@ -127,38 +186,61 @@ def matrix_of(head: object, hidden: Tensor) -> Tensor | None:
 
 def _plain(module: nn.Module, decoder: nn.Module) -> bool:
     """Tell whether a module is torch's own linear layer, or of the decoder's own file."""
+    own = type(decoder).__module__
     if isinstance(module, nn.Linear | nn.Embedding):
-        return type(module) in (nn.Linear, nn.Embedding)
+        return type(module) in (nn.Linear, nn.Embedding) or type(module).__module__ == own
     kind = whole_class(module)
-    return kind.__module__ in (type(decoder).__module__, "torch.nn.modules.container") or (
-        kind.__name__ in ("SiLU", "SiLUActivation")
+    return kind.__module__ in (own, "torch.nn.modules.container") or (
+        kind.__name__ in ("SiLU", "SiLUActivation", "GELUTanh")
     )
 
 
-def _window(decoder: nn.Module, number: int) -> int | None:
-    """Return a layer's window: Llama has none whatever its config holds, Mistral one for all layers."""
-    config: Any = decoder.config
-    slides = type(decoder) is MistralModel or (
-        type(decoder) is not LlamaModel and config.layer_types[number] == "sliding_attention"
-    )
+def _window(config: Any, style: Style, number: int) -> int | None:
+    slides = style.windows == "all" or (style.windows == "named" and config.layer_types[number] == "sliding_attention")
     window: int | None = config.sliding_window if slides else None
     return window
 
 
-def _layer(layer: Any, names: dict[Any, str], window: int | None) -> Layer:
+def _kind(config: Any, style: Style, number: int) -> str | None:
+    return config.layer_types[number] if style.own_turns else None
+
+
+def _ropes(config: Any, style: Style) -> list[Mapping[str, Any]]:
+    """Return what the config says of rotary embeddings, of each kind of layers."""
+    ropes = config.rope_parameters
+    return [ropes[kind] for kind in set(config.layer_types)] if style.own_turns else [ropes]
+
+
+def _known_rope(rope: Mapping[str, Any]) -> bool:
+    return rope.get("rope_type") in ROPES and "partial_rotary_factor" not in rope
+
+
+def _norm(module: Any, style: Style) -> Norm:
+    return Norm(module=module, eps=getattr(module, style.epsilon), offset=style.offset, rounded_once=style.rounded_once)
+
+
+def _layer(layer: Any, names: dict[Any, str], style: Style, window: int | None, kind: str | None) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp
+
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else _norm(getattr(layer, name), style)
 
     def named(module: nn.Linear) -> Named:
         return names[module], module
 
     return Layer(
         module=layer,
-        before_attention=layer.input_layernorm,
+        before_attention=norm(style.before_attention),
         projections=(named(attention.q_proj), named(attention.k_proj), named(attention.v_proj)),
-        head_norms=(attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else None,
+        head_norms=(_norm(attention.q_norm, style), _norm(attention.k_norm, style))
+        if hasattr(attention, "q_norm")
+        else None,
         output=named(attention.o_proj),
-        before_mlp=layer.post_attention_layernorm,
+        after_attention=norm(style.after_attention),
+        before_mlp=norm(style.before_mlp),
         gates=(named(mlp.gate_proj), named(mlp.up_proj)),
         down=named(mlp.down_proj),
+        after_mlp=norm(style.after_mlp),
         window=window,
+        kind=kind,
     )
