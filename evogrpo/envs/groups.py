@@ -99,6 +99,28 @@ class Conversations(Protocol):
         """
 
 
+@runtime_checkable
+class Beforehand(Protocol):
+    """Opened questions, each answered by one completion, that can begin to reward while others are being written."""
+
+    @property
+    def begins(self) -> bool:
+        """Whether any reward of theirs is found beside what this thread does."""
+
+    def begin(self, transcripts: "Sequence[Transcript]") -> bool:
+        """Begin to reward a whole group that is finished.
+
+        A later `score` brings it again together with all others, in the order of their rows, and returns what it would
+        have returned anyway; or `abandon` is called.
+
+        Returns:
+            Whether it was begun; else nobody was free to do it, and it may be offered again.
+        """
+
+    def abandon(self) -> None:
+        """Give up whatever was begun."""
+
+
 class GroupEnvironment(Protocol):
     """A source of initial states from which whole groups of completions (or episodes) start."""
 

@@ -1,6 +1,7 @@
 """Reward functions for worker processes, which find them by name: slow, crashing, and well-behaved ones."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -107,3 +108,40 @@ def texts(completions, **_):
 
 def not_finite(completions, **_):
     return [float("nan")] * len(completions)
+
+
+def variety(completion, answer, question):
+    return len(set(completion)) / 8
+
+
+HANGS = tuple("0123")
+
+
+def hangs_at_first(completion, answer, question):
+    if completion.startswith(HANGS):
+        time.sleep(600)
+    return float(len(completion))
+
+
+def note(place, *completions):
+    """Write down what was called together, in a file that all workers write to."""
+    with Path(place).open("a") as calls:
+        calls.write(json.dumps(completions) + "\n")
+
+
+def noted(completions, place, **_):
+    note(place[0], *completions)
+    return batched(completions)
+
+
+def noted_single(completion, answer, question):
+    note(answer, completion)
+    return act(completion)
+
+
+async def noted_async(completions, place, **_):
+    return noted(completions, place)
+
+
+async def noted_async_single(completion, answer, question):
+    return noted_single(completion, answer, question)

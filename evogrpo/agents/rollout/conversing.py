@@ -1,12 +1,15 @@
 """Conversations: members and an environment that answers take turns; a single completion is the case of one turn."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from evogrpo.envs.groups import Conversations
+from evogrpo.agents.rollout.handover import Handover
+from evogrpo.envs.groups import Beforehand, Conversations
+from evogrpo.finished import heard_by
 from evogrpo.policies.sampler import Sampler
 from evogrpo.records import Rollout, Rows, Transcript
 from evogrpo.records.transcripts import in_one_turn
@@ -63,7 +66,8 @@ def converse(
     """Hold one conversation for each row.
 
     Members say at most `rows.max_new_tokens` tokens a turn. The environment is asked for a reply wherever a turn ended
-    by itself; a conversation goes on where it replies and a whole further turn has room.
+    by itself; a conversation goes on where it replies and a whole further turn has room. Where there is one turn, whole
+    groups are handed over to be rewarded while others are still being written.
 
     Args:
         sampler: Who speaks for members.
@@ -78,7 +82,8 @@ def converse(
         ValueError: If the environment gives another number of replies than it was asked for, or an empty one.
     """
     several = opened.max_turns > 1
-    said = sampler.sample(replace(rows, keep=True) if several else rows, base=base).to(device)
+    with nullcontext() if several else _handed_over(opened, rows):
+        said = sampler.sample(replace(rows, keep=True) if several else rows, base=base).to(device)
     if not several:
         lengths = said.present.sum(1, keepdim=True)
         starts = rows.prompt_ids.tolist()
@@ -105,6 +110,20 @@ def converse(
         exact = exact and said.exact
         _record(talks, speaking, said)
     return _laid_out(rows, talks, said, exact)
+
+
+@contextmanager
+def _handed_over(opened: Conversations, rows: Rows) -> Iterator[None]:
+    """Let whole groups be rewarded from when they are finished, where somebody can do that meanwhile."""
+    if not (isinstance(opened, Beforehand) and opened.begins):
+        yield
+        return
+    try:
+        with heard_by(Handover(opened, rows)):
+            yield
+    except BaseException:
+        opened.abandon()
+        raise
 
 
 def _tokens(rollout: Rollout) -> list[list[int]]:

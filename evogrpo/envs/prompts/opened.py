@@ -1,20 +1,33 @@
 """Opened prompts of a dataset: their questions in words, and scoring what is said to them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.groups import REPLY, Scores
-from evogrpo.envs.prompts.rewards.offered import Advance, Logged
+from evogrpo.envs.prompts.rewards.offered import Advance, Logged, means, whole_columns
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward
 from evogrpo.envs.prompts.rewards.scoring import Evaluated, evaluate
 from evogrpo.envs.prompts.rewards.step_rewards import token_positions
-from evogrpo.envs.prompts.rewards.verifiers.calling import Runner
+from evogrpo.envs.prompts.rewards.verifiers.calling import Begun, Runner
 from evogrpo.envs.prompts.templates import Tokenizer, check_messages
 from evogrpo.records import Transcript
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """A group that is being rewarded before others are finished."""
+
+    transcripts: Sequence[Transcript]
+    logged: Logged
+    begun: Sequence[Begun]
+
+    @property
+    def rows(self) -> list[int]:
+        return [transcript.row for transcript in self.transcripts]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +55,7 @@ class OpenedPrompts:
     pace: Advance = field(default_factory=Advance)
     max_turns: int = 1
     held_out: bool = False
+    _groups: list[_Group] = field(default_factory=list, init=False, repr=False)
 
     @property
     def questions(self) -> tuple[str, ...]:
@@ -52,37 +66,88 @@ class OpenedPrompts:
         """Reply nothing."""
         return [None] * len(transcripts)
 
+    @property
+    def begins(self) -> bool:
+        """Whether any reward is found beside what this thread does; see `Beforehand`."""
+        return bool(self._beforehand)
+
+    @property
+    def _beforehand(self) -> list[Reward]:
+        """The functions that whole groups are handed to: a held-out question has no group to be judged in."""
+        return [
+            reward
+            for reward in self.rewards
+            if self.runner.aside(reward.name) and not (self.held_out and reward.batched)
+        ]
+
+    def begin(self, transcripts: Sequence[Transcript]) -> bool:
+        """Begin to reward a whole group; see `Beforehand.begin`.
+
+        Raises:
+            ValueError: If there is none, or one names a start that is not open.
+        """
+        self._check(transcripts)
+        if not self.runner.free():
+            return False
+        logged = Logged()
+        answers, group = self._answers(transcripts, logged), range(len(transcripts))
+        jobs = [job for reward in self._beforehand for job in reward.jobs(answers, group, 1)]
+        named = [replace(job, rows=tuple(transcripts[place].row for place in job.rows)) for job in jobs]
+        self._groups.append(_Group(transcripts=transcripts, logged=logged, begun=self.runner.begin(named)))
+        return True
+
+    def abandon(self) -> None:
+        """Give up whatever was begun; see `Beforehand.abandon`."""
+        self.runner.abandon([each for group in self._begun_groups() for each in group.begun])
+
+    def _begun_groups(self) -> list[_Group]:
+        """Return what was begun, which is nobody's any more then."""
+        groups = list(self._groups)
+        self._groups.clear()
+        return groups
+
     def score(self, transcripts: Sequence[Transcript]) -> Scores:
         """Reward whole conversations; see `Conversations.score`.
 
         Raises:
-            ValueError: If there are none, or one names a start that is not open.
+            ValueError: If there are none, one names a start that is not open, or one that was begun is another now.
             RewardError: If a reward function fails.
         """
         self._check(transcripts)
-        token_ids = [list(transcript.tokens) for transcript in transcripts]
-        texts = tuple(self._text(ids) for ids in token_ids)
-        spoken = [
-            [text] if len(transcript.turns) == 1 else self._spoken(transcript)
-            for text, transcript in zip(texts, transcripts, strict=True)
-        ]
-        logged = Logged()
-        answers = Answers(
-            rows=[self.rows[transcript.start] for transcript in transcripts],
-            texts=texts,
-            token_ids=token_ids,
-            turns=spoken,
-            training=logged.offered(self.pace, here=self.runner.here) if self.rewards[0].batched else {},
-        )
-        evaluated = evaluate(self.rewards, answers, self.on_reward_error, self.runner, again=self.held_out)
+        if any(each not in transcripts[each.row :][:1] for group in self._groups for each in group.transcripts):
+            self.abandon()
+            raise ValueError(
+                "what was begun must be scored as it was, in the order of its rows, got other conversations"
+            )
+        groups, logged = self._begun_groups(), Logged()
+        answers = self._answers(transcripts, logged)
+        begun = [each for group in groups for each in group.begun]
+        evaluated = evaluate(self.rewards, answers, self.on_reward_error, self.runner, again=self.held_out, begun=begun)
+        count = len(transcripts)
+        parts = [*((group.rows, group.logged) for group in groups), (range(count), logged)]
         return Scores(
             rewards=evaluated.rewards,
             components=evaluated.components,
-            completions=tuple(map(_shown, spoken)),
+            completions=tuple(map(_shown, answers.turns or ())),
             weights=tuple(reward.weight for reward in self.rewards),
             step_rewards=self._step_rewards(evaluated, answers, transcripts) if evaluated.steps else None,
-            columns=logged.whole_columns(len(texts)),
-            metrics=logged.means(),
+            columns=whole_columns(parts, count),
+            metrics=means(parts),
+        )
+
+    def _answers(self, transcripts: Sequence[Transcript], logged: Logged) -> Answers:
+        """Return what reward functions may see of conversations, and where they may log to."""
+        token_ids = [list(transcript.tokens) for transcript in transcripts]
+        texts = tuple(self._text(ids) for ids in token_ids)
+        return Answers(
+            rows=[self.rows[transcript.start] for transcript in transcripts],
+            texts=texts,
+            token_ids=token_ids,
+            turns=[
+                [text] if len(transcript.turns) == 1 else self._spoken(transcript)
+                for text, transcript in zip(texts, transcripts, strict=True)
+            ],
+            training=logged.offered(self.pace, here=self.runner.here) if self.rewards[0].batched else {},
         )
 
     def _check(self, transcripts: Sequence[Transcript]) -> None:

@@ -1,5 +1,7 @@
 """Writing completions for rows of all members at once, token by token: every draw has its own number."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,9 +20,54 @@ LOOK_EVERY = {"cpu": 1}
 """After how many tokens it is asked which rows have ended, by the kind of device: 8 where that means to wait for it."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pages:
+    """What has been written of some rows.
+
+    Attributes:
+        actions: `[n, t]` token ids.
+        present: `[n, t]` which of them there are.
+        log_probs: `[n, t]` in nats, under what they were drawn from.
+        told: `[n]` which rows are finished, and somebody has been told.
+    """
+
+    actions: Tensor
+    present: Tensor
+    log_probs: Tensor
+    told: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, width: int, pad_id: int, device: torch.device) -> "Pages":
+        """Return those of rows of which nothing has been written."""
+        return cls(
+            actions=torch.full((rows, width), pad_id, dtype=torch.long, device=device),
+            present=torch.zeros((rows, width), dtype=torch.bool, device=device),
+            log_probs=torch.zeros((rows, width), device=device),
+            told=torch.zeros(rows, dtype=torch.bool, device=device),
+        )
+
+    def rollout(self, rows: Tensor | slice, end_ids: Tensor, *, exact: bool) -> Rollout:
+        """Return the completions of some of the rows."""
+        actions, present = self.actions[rows], self.present[rows]
+        ended = (present & torch.isin(actions, end_ids)).any(1)
+        return Rollout(actions=actions, present=present, log_probs=self.log_probs[rows], truncated=~ended, exact=exact)
+
+    def tokens(self, rows: Tensor) -> list[list[int]]:
+        """Return the token ids of some of the rows."""
+        lengths = self.present[rows].sum(1).tolist()
+        return [row[:length] for row, length in zip(self.actions[rows].tolist(), lengths, strict=True)]
+
+
 def generate(
-    model: TokenModel[Any], decoding: Decoding, rows: Rows, uniforms: Tensor, end_ids: Tensor, tally: Tally
-) -> tuple[Rollout, list[tuple[Tensor, Any]]]:
+    model: TokenModel[Any],
+    decoding: Decoding,
+    rows: Rows,
+    uniforms: Tensor,
+    end_ids: Tensor,
+    tally: Tally,
+    pages: Pages,
+    finished: Callable[[Tensor], None] | None = None,
+) -> list[tuple[Tensor, Any]]:
     """Sample one completion per row until an end of sequence or until there are enough tokens.
 
     Args:
@@ -30,16 +77,16 @@ def generate(
         uniforms: `[n, t]` in [0, 1), on the model's device.
         end_ids: `[e]` token ids that end a completion.
         tally: Counts completions: those under way by their tokens, of the most that they may have.
+        pages: Empty ones of these rows, which the completions are written into.
+        finished: Takes the numbers of rows that are finished, at every look and as long as they are carried along.
 
     Returns:
-        The completions, in the order of `rows`; and, where `rows.keep` asks for it, row numbers and what was set aside
-        of them: the prompt and all tokens but the last.
+        Where `rows.keep` asks for it, row numbers and what was set aside of them: the prompt and all tokens but the
+        last.
     """
     count, width = uniforms.shape
     device = model.device
-    actions = torch.full((count, width), model.pad_id, dtype=torch.long, device=device)
-    present = torch.zeros((count, width), dtype=torch.bool, device=device)
-    log_probs = torch.zeros((count, width), device=device)
+    actions, present, log_probs = pages.actions, pages.present, pages.log_probs
     aside: list[tuple[Tensor, Any]] = []
 
     def set_aside(local: Tensor, numbers: Tensor, fed: int) -> None:
@@ -70,6 +117,8 @@ def generate(
             before, alive = alive, int(live.sum())
             tally.add((alive * (step + 1 - looked) + (before - alive) * (width - looked)) / width)
             looked = step + 1
+            if finished is not None:
+                finished(carried if step == width - 1 else carried[~live])
             if alive == 0 or step == width - 1:
                 set_aside(torch.arange(len(carried), device=device), carried, step)
                 break
@@ -79,10 +128,7 @@ def generate(
                 decoding.keep(left)
                 carried, tokens, live = carried[left], tokens[left], live[left]
         hidden = decoding.advance(tokens)
-    ended = (present & torch.isin(actions, end_ids)).any(1)
-    exact = model.exact and rows.options.whole
-    rollout = Rollout(actions=actions, present=present, log_probs=log_probs, truncated=~ended, exact=exact)
-    return rollout, aside
+    return aside
 
 
 def _read(rows: Rows, device: torch.device) -> Tensor:

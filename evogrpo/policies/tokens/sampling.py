@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evogrpo.finished import listened, tell
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel, check_context
-from evogrpo.policies.tokens.generation import generate
+from evogrpo.policies.tokens.generation import Pages, generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Route, Weights
 from evogrpo.records import Rollout, Rows
@@ -51,7 +52,7 @@ class KeptRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Piece:
-    """Rows that were sampled together: their numbers, and what `generate` returned for them."""
+    """Rows that were sampled together: their numbers, their completions, and what was set aside of them."""
 
     numbers: Tensor
     rollout: Rollout
@@ -125,7 +126,7 @@ def _sample_wave(
     end_ids: Tensor,
     tally: Tally,
 ) -> list[_Piece]:
-    """Sample the rows numbered in `wave` together, or in halves where memory runs out."""
+    """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
     part = rows.select(wave)
     assert part.uniforms is not None  # `sample` has drawn them
     uniforms = part.uniforms.to(model.device)
@@ -135,14 +136,35 @@ def _sample_wave(
         member_ids=part.member_ids.to(model.device),
         temperature=part.temperature.to(model.device),
     )
+    pages = Pages.empty(len(wave), part.max_new_tokens, model.pad_id, model.device)
+    exact = model.exact and rows.options.whole
+
+    def finished(local: Tensor) -> None:
+        new = local[~pages.told[local]]
+        tell(wave[new.cpu()].tolist(), pages.tokens(new))
+        pages.told[new] = True
+
     try:
-        decoding = _fresh(model, route, part) if kept is None else _resumed(model, route, part, kept)
-        rollout, aside = generate(model, decoding, part, uniforms, end_ids, tally)
-        return [_Piece(numbers=wave, rollout=rollout, aside=aside)]
+        aside = generate(
+            model,
+            _fresh(model, route, part) if kept is None else _resumed(model, route, part, kept),
+            part,
+            uniforms,
+            end_ids,
+            tally,
+            pages,
+            finished if listened() else None,
+        )
+        return [_Piece(numbers=wave, rollout=pages.rollout(slice(None), end_ids, exact=exact), aside=aside)]
     except torch.OutOfMemoryError:
         if len(wave) == 1:
             raise
-    return [piece for half in wave.chunk(2) for piece in _sample_wave(model, route, rows, half, kept, end_ids, tally)]
+    # What somebody has been told of stays as it is; everything else begins anew.
+    told = pages.told.cpu()
+    done = _Piece(numbers=wave[told], rollout=pages.rollout(pages.told, end_ids, exact=exact), aside=[])
+    halves = wave[~told].chunk(2)
+    pieces = [piece for half in halves for piece in _sample_wave(model, route, rows, half, kept, end_ids, tally)]
+    return [done, *pieces] if len(done.numbers) else pieces
 
 
 def _fresh(model: TokenModel[Any], route: Route, rows: Rows) -> Decoding:

@@ -70,10 +70,30 @@ class Logged:
             "log_metric": self.log_metric,
         }
 
-    def whole_columns(self, count: int) -> dict[str, tuple[Any, ...]]:
-        """Return the columns that hold one value for each of `count` completions."""
-        return {name: tuple(values) for name, values in self.columns.items() if len(values) == count}
 
-    def means(self) -> dict[str, float]:
-        """Return the mean of each metric."""
-        return {name: math.fsum(values) / len(values) for name, values in self.values.items()}
+Part = tuple[Sequence[int], Logged]
+"""Numbers of completions, and what was logged about them."""
+
+
+def whole_columns(parts: Sequence[Part], count: int) -> dict[str, tuple[Any, ...]]:
+    """Return the columns that hold one value for each of `count` completions."""
+    found: dict[str, tuple[Any, ...]] = {}
+    for name in dict.fromkeys(name for _, logged in parts for name in logged.columns):
+        told = [(rows, logged.columns[name]) for rows, logged in parts if name in logged.columns]
+        if all(len(rows) == len(values) for rows, values in told):
+            pairs = (pair for each in told for pair in zip(*each, strict=True))
+            numbered = sorted(pairs, key=lambda pair: pair[0])
+            if [row for row, _ in numbered] == list(range(count)):
+                found[name] = tuple(value for _, value in numbered)
+    return found
+
+
+def means(parts: Sequence[Part]) -> dict[str, float]:
+    """Return the mean of each metric: a number counts as often as there are completions that it is about."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for _, logged in parts for name in logged.values):
+        told = [(len(rows), value) for rows, logged in parts for value in logged.values.get(name, ())]
+        most = max(weight for weight, _ in told)
+        weights = [weight / most for weight, _ in told]
+        found[name] = math.fsum(w * value for w, (_, value) in zip(weights, told, strict=True)) / math.fsum(weights)
+    return found

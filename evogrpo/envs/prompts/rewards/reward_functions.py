@@ -104,7 +104,7 @@ class Reward:
     def jobs(self, answers: Answers, rows: Sequence[int], shares: int) -> list[Job]:
         """Return the calls that reward the given rows; completions that one call takes are divided into `shares`."""
         if self.batched or is_async(self.function):
-            size = -(-len(rows) // shares)
+            size = max(1, -(-len(rows) // shares))
             parts = [tuple(rows[first : first + size]) for first in range(0, len(rows), size)]
         else:
             parts = [(row,) for row in rows]

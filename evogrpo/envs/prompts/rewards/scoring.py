@@ -11,7 +11,16 @@ from numpy.typing import NDArray
 
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward, RewardError
 from evogrpo.envs.prompts.rewards.step_rewards import LARGEST, StepRewards, learnable
-from evogrpo.envs.prompts.rewards.verifiers.calling import CallFailedError, InProcess, Job, Outcome, Runner, said, shown
+from evogrpo.envs.prompts.rewards.verifiers.calling import (
+    Begun,
+    CallFailedError,
+    InProcess,
+    Job,
+    Outcome,
+    Runner,
+    said,
+    shown,
+)
 from evogrpo.remarks import remark
 
 
@@ -37,6 +46,7 @@ def evaluate(
     runner: Runner | None = None,
     *,
     again: bool = False,
+    begun: Sequence[Begun] = (),
 ) -> Evaluated:
     """Reward completions.
 
@@ -46,6 +56,7 @@ def evaluate(
         on_error: "raise", or "exclude": a completion whose reward fails gets NaN, with one warning per call.
         runner: Calls the functions; by default in this process.
         again: Where on_error is "exclude", make calls that failed once more: the cause may have passed.
+        begun: Calls for some of the completions that the runner has begun already.
 
     Raises:
         RewardError: If a function returns the wrong number of values; and, where on_error is "raise", if it raises,
@@ -53,7 +64,7 @@ def evaluate(
             Shows the function and the (escaped) completion.
     """
     runner = runner or InProcess({reward.name: reward.function for reward in rewards})
-    outcomes = _outcomes(rewards, answers, runner, stop_at_first=on_error == "raise")
+    outcomes = _outcomes(rewards, answers, runner, begun, stop_at_first=on_error == "raise")
     if again and on_error == "exclude":
         _retry(rewards, answers, runner, outcomes)
     components: dict[str, NDArray[np.float64]] = {}
@@ -89,22 +100,24 @@ def evaluate(
 
 
 def _outcomes(
-    rewards: Sequence[Reward], answers: Answers, runner: Runner, *, stop_at_first: bool
+    rewards: Sequence[Reward], answers: Answers, runner: Runner, begun: Sequence[Begun], *, stop_at_first: bool
 ) -> dict[str, dict[int, Any]]:
     """Return, by function and row, a value or the exception that stands in for it."""
     by_name = {reward.name: reward for reward in rewards}
-    everyone = range(len(answers.texts))
-    jobs = [job for reward in rewards for job in reward.jobs(answers, everyone, runner.shares)]
+    asked = {(each.job.name, row) for each in begun for row in each.job.rows}
+    left = {name: [row for row in range(len(answers.texts)) if (name, row) not in asked] for name in by_name}
+    jobs = [job for reward in rewards for job in reward.jobs(answers, left[reward.name], runner.shares)]
+    begun = [*begun, *runner.begin(jobs)]
     values: dict[str, dict[int, Any]] = {reward.name: {} for reward in rewards}
     suspects: list[tuple[Job, Exception]] = []
-    for job, outcome in zip(jobs, runner.run(jobs, stop_at_first=stop_at_first), strict=True):
-        error = _spread(job, outcome, values[job.name], batched=by_name[job.name].batched)
+    for each, outcome in zip(begun, runner.finish(begun, stop_at_first=stop_at_first), strict=True):
+        error = _spread(each.job, outcome, values[each.job.name], batched=by_name[each.job.name].batched)
         if error is not None:
-            suspects.append((job, error))
+            suspects.append((each.job, error))
     for job, error in suspects:
         # A call for several completions failed as a whole: made one by one, it shows which is to blame.
         alone = [each for row in job.rows for each in by_name[job.name].jobs(answers, [row], 1)]
-        again = runner.run(alone, stop_at_first=stop_at_first)
+        again = runner.finish(runner.begin(alone), stop_at_first=stop_at_first)
         for single, outcome in zip(alone, again, strict=True):
             failed = _spread(single, outcome, values[job.name], batched=by_name[job.name].batched)
             if failed is not None:
@@ -125,7 +138,7 @@ def _retry(rewards: Sequence[Reward], answers: Answers, runner: Runner, outcomes
         if isinstance(value, BaseException)
         for job in by_name[name].jobs(answers, [row], 1)
     ]
-    for job, outcome in zip(failed, runner.run(failed, stop_at_first=False), strict=True):
+    for job, outcome in zip(failed, runner.finish(runner.begin(failed), stop_at_first=False), strict=True):
         error = _spread(job, outcome, outcomes[job.name], batched=by_name[job.name].batched)
         if error is not None:
             outcomes[job.name][job.rows[0]] = error

@@ -6,6 +6,7 @@ library.
 
 import asyncio
 import concurrent.futures
+import contextlib
 import inspect
 import math
 import threading
@@ -54,6 +55,34 @@ Outcome = list[Any] | CallFailedError | None
 """Of a job: a value, or the exception in its place, per call; or why none has one; None = not run."""
 
 
+@dataclass(eq=False)
+class Begun:
+    """A job that was handed to a runner.
+
+    Attributes:
+        job: As given.
+        outcome: What has come of it.
+        done: Whether anything has.
+        future: Brings the outcome of async functions.
+    """
+
+    job: Job
+    outcome: Outcome = None
+    done: bool = False
+    future: "concurrent.futures.Future[list[Any]] | None" = None
+
+    def ended(self, outcome: Outcome) -> None:
+        """Note what has come of it."""
+        self.outcome, self.done = outcome, True
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong in it."""
+        if isinstance(self.outcome, list):
+            return any(isinstance(value, BaseException) for value in self.outcome)
+        return isinstance(self.outcome, CallFailedError)
+
+
 class Runner(Protocol):
     """Runs jobs; whatever happens inside a function, it comes back as an outcome and in a bounded time."""
 
@@ -65,8 +94,20 @@ class Runner(Protocol):
     def shares(self) -> int:
         """Into how many jobs the completions of one reward function are best divided."""
 
-    def run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
-        """Return the jobs' outcomes; with `stop_at_first` some may not be run once one has failed."""
+    def aside(self, name: str) -> bool:
+        """Whether calls of a function that are begun are made beside whatever this thread does then."""
+
+    def free(self) -> bool:
+        """Whether a job that is begun now is not going to wait for others."""
+
+    def begin(self, jobs: Sequence[Job]) -> list[Begun]:
+        """Begin jobs, as far as that does not keep this thread busy."""
+
+    def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
+        """Return the jobs' outcomes once all are done; with `stop_at_first` some may not be run once one has failed."""
+
+    def abandon(self, begun: Sequence[Begun]) -> None:
+        """Give up what is not done of these jobs."""
 
     def close(self) -> None:
         """Let go of whatever the runner holds."""
@@ -75,13 +116,6 @@ class Runner(Protocol):
 def is_async(function: Function) -> bool:
     """Tell whether a function, or an object's call, is an `async def`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-def failed(outcome: Outcome) -> bool:
-    """Tell whether something went wrong in a job."""
-    if isinstance(outcome, list):
-        return any(isinstance(value, BaseException) for value in outcome)
-    return isinstance(outcome, CallFailedError)
 
 
 def call_plain(function: Function, calls: Sequence[Call], *, stop_at_first: bool = False) -> list[Any]:
@@ -201,34 +235,54 @@ class InProcess:
     def __init__(self, functions: Mapping[str, Function], timeout: float | None = None) -> None:
         self._functions, self._timeout = dict(functions), timeout
         self._loop = EventLoop()
+        self._prints = contextlib.ExitStack()
+        self._under_way: set[Begun] = set()
 
-    def run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
-        """Run jobs; see `Runner.run`."""
-        with visible_prints(), exits_answered():
-            return self._run(jobs, stop_at_first=stop_at_first)
+    def aside(self, name: str) -> bool:
+        """Return whether a function is async; see `Runner.aside`."""
+        return is_async(self._functions[name])
 
-    def _run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
-        outcomes: list[Outcome] = [None] * len(jobs)
-        futures = {
-            number: self._loop.submit(call_async(self._functions[job.name], job.calls, self._timeout))
-            for number, job in enumerate(jobs)
-            if is_async(self._functions[job.name])
-        }
+    def free(self) -> bool:
+        """Say yes: async functions wait for nobody."""
+        return True
+
+    def begin(self, jobs: Sequence[Job]) -> list[Begun]:
+        """Submit the calls of async functions; see `Runner.begin`."""
+        if not self._under_way:
+            self._prints.enter_context(visible_prints())
+        begun = [Begun(job) for job in jobs]
+        self._under_way.update(begun)
+        for each in begun:
+            if self.aside(each.job.name):
+                calls = call_async(self._functions[each.job.name], each.job.calls, self._timeout)
+                each.future = self._loop.submit(calls)
+        return begun
+
+    def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
+        """Make the calls of plain functions, and wait for the others; see `Runner.finish`."""
         try:
-            for number, job in enumerate(jobs):
-                if number not in futures:
-                    outcome = call_plain(self._functions[job.name], job.calls, stop_at_first=stop_at_first)
-                    outcomes[number] = outcome
-                    if stop_at_first and failed(outcome):
-                        return outcomes
-            for number, future in futures.items():
-                outcomes[number] = self._loop.result(future, self._timeout)
-                if stop_at_first and failed(outcomes[number]):
-                    break
-            return outcomes
+            with exits_answered():
+                for each in sorted(begun, key=lambda each: each.future is not None):
+                    each.ended(self._outcome(each, stop_at_first=stop_at_first))
+                    if stop_at_first and each.failed:
+                        break
+            return [each.outcome for each in begun]
         finally:
-            for future in futures.values():
-                future.cancel()
+            self.abandon(begun)
+
+    def _outcome(self, begun: Begun, *, stop_at_first: bool) -> Outcome:
+        if begun.future is not None:
+            return self._loop.result(begun.future, self._timeout)
+        return call_plain(self._functions[begun.job.name], begun.job.calls, stop_at_first=stop_at_first)
+
+    def abandon(self, begun: Sequence[Begun]) -> None:
+        """Cancel what is not done of these jobs; see `Runner.abandon`."""
+        for each in begun:
+            if each.future is not None:
+                each.future.cancel()
+        self._under_way.difference_update(begun)
+        if not self._under_way:
+            self._prints.close()
 
     def close(self) -> None:
         """Stop the event loop."""

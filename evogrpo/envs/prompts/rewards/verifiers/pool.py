@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 
 from evogrpo.envs.prompts.rewards.verifiers.calling import (
     GRACE_SECONDS,
+    Begun,
     CallFailedError,
     CallTimeoutError,
     Function,
     Job,
     Outcome,
-    failed,
     is_async,
 )
 from evogrpo.envs.prompts.rewards.verifiers.messages import (
@@ -33,6 +33,7 @@ from evogrpo.envs.prompts.rewards.verifiers.process import INSIDE_A_WORKER, Work
 from evogrpo.interruption import give_way
 
 START_SECONDS = 120.0  # for a worker to import what the functions need
+PATIENCE_SECONDS = 0.5  # that nothing else is looked at while waiting: Ctrl-C wants to be heard
 
 
 class VerifierPool:
@@ -60,13 +61,15 @@ class VerifierPool:
             )
         self.shares = workers
         self._timeout = timeout
+        self._async = {name for name, function in functions.items() if is_async(function)}
         self._limits = {
-            name: None if timeout is None else timeout + (GRACE_SECONDS if is_async(function) else 0.0)
-            for name, function in functions.items()
+            name: None if timeout is None else timeout + (GRACE_SECONDS if name in self._async else 0.0)
+            for name in functions
         }
         self._setup = setup_message(functions, timeout)
         self._inbox: queue.SimpleQueue[tuple[WorkerProcess, bytes | None]] = queue.SimpleQueue()
         self._workers: list[WorkerProcess] = []
+        self._waiting: deque[Begun] = deque()
         # At the end of the program, or when the pool is dropped.
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
         self._start()
@@ -79,36 +82,65 @@ class VerifierPool:
         """
         try:
             while any(not worker.ready for worker in self._workers):
-                self._receive([], [])
+                self._receive()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Kill all workers; the next call starts new ones."""
+        """Kill all workers, whatever they are at; the next call starts new ones."""
+        for each in [*self._waiting, *(worker.job for worker in self._workers if worker.job is not None)]:
+            each.ended(CallFailedError("was given up, as its environment was closed"))
+        self._waiting.clear()
         _kill_all(self._workers)
 
-    def run(self, jobs: Sequence[Job], *, stop_at_first: bool) -> list[Outcome]:
-        """Run jobs on as many workers as there are; see `Runner.run`.
+    def aside(self, name: str) -> bool:
+        """Return whether a function is not async: those that are wait for many completions at once, a job at a time."""
+        return name not in self._async
+
+    def free(self) -> bool:
+        """Return whether a worker has nothing to do; see `Runner.free`.
 
         Raises:
             ValueError: If a worker cannot load the functions any more.
         """
-        outcomes: list[Outcome] = [None] * len(jobs)
-        waiting = deque(range(len(jobs)))
-        for worker in [worker for worker in self._workers if not worker.alive]:
+        while self._receive(patience=0.0):
+            pass
+        self._dispatch()
+        return len(self._waiting) + sum(worker.job is not None for worker in self._workers) < self.shares
+
+    def begin(self, jobs: Sequence[Job]) -> list[Begun]:
+        """Hand jobs out to as many workers as there are; see `Runner.begin`."""
+        for worker in [worker for worker in self._workers if worker.job is None and not worker.alive]:
             self._drop(worker)  # it died while nobody asked it anything
+        begun = [Begun(job) for job in jobs]
+        self._waiting.extend(begun)
+        self._dispatch()
+        return begun
+
+    def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
+        """Wait until jobs are done; see `Runner.finish`.
+
+        Raises:
+            ValueError: If a worker cannot load the functions any more.
+        """
         try:
-            while waiting or any(worker.job is not None for worker in self._workers):
-                give_way()
-                self._dispatch(jobs, waiting, outcomes)
-                number = self._receive(jobs, outcomes)
-                if stop_at_first and number is not None and failed(outcomes[number]):
+            while not all(each.done for each in begun):
+                if stop_at_first and any(each.failed for each in begun):
                     break
-            return outcomes
+                give_way()
+                self._dispatch()
+                self._receive()
+            return [each.outcome for each in begun]
         finally:
-            for worker in [worker for worker in self._workers if worker.job is not None]:
-                self._drop(worker)  # stopped early: whatever it is doing, nobody waits for it
+            self.abandon(begun)
+
+    def abandon(self, begun: Sequence[Begun]) -> None:
+        """Kill whoever is at one of these jobs, and let nobody begin another of them; see `Runner.abandon`."""
+        given_up = {each for each in begun if not each.done}
+        self._waiting = deque(each for each in self._waiting if each not in given_up)
+        for worker in [worker for worker in self._workers if worker.job in given_up]:
+            self._drop(worker)
 
     def _start(self) -> None:
         self._workers.append(WorkerProcess(self._setup, self._inbox, time.monotonic() + START_SECONDS))
@@ -117,62 +149,62 @@ class VerifierPool:
         self._workers.remove(worker)
         worker.kill(patience=patience)
 
-    def _dispatch(self, jobs: Sequence[Job], waiting: "deque[int]", outcomes: list[Outcome]) -> None:
+    def _dispatch(self) -> None:
         """Give every idle worker a job, and start workers while there is more to do than they can take."""
         idle = [worker for worker in self._workers if worker.ready and worker.job is None]
-        while waiting and idle:
-            number = waiting.popleft()
-            job = jobs[number]
+        while self._waiting and idle:
+            begun = self._waiting.popleft()
             try:
-                request = request_message(job)
+                request = request_message(begun.job)
             except Exception as error:  # noqa: BLE001 (a dataset may hold objects of any class)
                 text = f"cannot be sent its arguments, {type(error).__name__}: {escaped(error)}"
-                outcomes[number] = CallFailedError(text)
+                begun.ended(CallFailedError(text))
                 continue
-            limit = self._limits[job.name]
+            limit = self._limits[begun.job.name]
             worker = idle.pop()
-            worker.job = number
+            worker.job = begun
             worker.deadline = None if limit is None else time.monotonic() + limit
             worker.send(request)
         starting = sum(not worker.ready for worker in self._workers)
-        while len(self._workers) < self.shares and starting < len(waiting):
+        while len(self._workers) < self.shares and starting < len(self._waiting):
             self._start()
             starting += 1
 
-    def _receive(self, jobs: Sequence[Job], outcomes: list[Outcome]) -> int | None:
-        """Wait for one event and note what it means; returns the job that it ended."""
+    def _receive(self, patience: float = PATIENCE_SECONDS) -> bool:
+        """Wait for one event and note what it means; tells whether there was one."""
         expected = [worker for worker in self._workers if worker.job is not None or not worker.ready]
         if not expected:
-            return None
+            return False
         nearest = min((worker.deadline for worker in expected if worker.deadline is not None), default=None)
-        left = 0.5 if nearest is None else min(max(nearest - time.monotonic(), 0.0), 0.5)  # so that Ctrl-C is heard
+        left = patience if nearest is None else min(max(nearest - time.monotonic(), 0.0), patience)
         try:
             worker, line = self._inbox.get(timeout=left)
         except queue.Empty:
             late = [each for each in expected if each.deadline is not None and each.deadline <= time.monotonic()]
-            return self._late(late[0], outcomes) if late else None
+            if late:
+                self._late(late[0])
+            return bool(late)
         if worker not in self._workers:
-            return None  # the last words of one that was killed
+            return True  # the last words of one that was killed
         if not worker.ready:
             self._started(worker, line)
-            return None
-        number, worker.job = worker.job, None
+            return True
+        begun, worker.job = worker.job, None
         outcome = None if line is None else outcome_of(line)
         if outcome is None:
             self._drop(worker, patience=1.0)
             outcome = CallFailedError(f"ended its worker process ({worker.ending})")
-        if number is not None:
-            outcomes[number] = outcome
-        return number
+        if begun is not None:
+            begun.ended(outcome)
+        return True
 
-    def _late(self, worker: WorkerProcess, outcomes: list[Outcome]) -> int | None:
-        number = worker.job
+    def _late(self, worker: WorkerProcess) -> None:
+        begun = worker.job
         self._drop(worker)
-        if not worker.ready or number is None:
+        if not worker.ready or begun is None:
             raise ValueError(f"a worker process took longer than {START_SECONDS:g} s to load the reward functions")
         assert self._timeout is not None  # else nothing is ever late
-        outcomes[number] = CallTimeoutError(self._timeout)
-        return number
+        begun.ended(CallTimeoutError(self._timeout))
 
     def _started(self, worker: WorkerProcess, line: bytes | None) -> None:
         message = None if line is None else read_message(line)

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from queue import SimpleQueue
 
+from evogrpo.envs.prompts.rewards.verifiers.calling import Begun
 from evogrpo.envs.prompts.rewards.verifiers.printing import pass_on
 
 SCRIPT = Path(__file__).with_name("worker.py")
@@ -28,7 +29,7 @@ class WorkerProcess:
 
     Attributes:
         ready: Whether it has.
-        job: Number of the job it has; None while idle.
+        job: What it is at; None while idle.
         deadline: When that must be done, on the monotonic clock; None = whenever.
         ending: After `kill`: how it ended.
     """
@@ -48,7 +49,7 @@ class WorkerProcess:
         )
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self.ready = False
-        self.job: int | None = None
+        self.job: Begun | None = None
         self.deadline: float | None = deadline
         self.ending = ""
         assert self._process.stderr is not None
