@@ -166,7 +166,8 @@ def sampled_batch(bank: AdapterBank, **choices: object) -> Batch:
 
 def off_policy(log_probs: Tensor) -> Tensor:
     """Move log-probabilities by up to 0.4 nats either way, so that ratios differ from 1 and some are clipped."""
-    return log_probs + 0.4 * torch.sin(7.0 * torch.arange(log_probs.numel()).view(log_probs.shape) + 100.0 * log_probs)
+    places = torch.arange(log_probs.numel(), device=log_probs.device).view(log_probs.shape)
+    return log_probs + 0.4 * torch.sin(7.0 * places + 100.0 * log_probs)
 
 
 def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> LossFunction:
@@ -174,7 +175,8 @@ def grpo_loss(batch: Batch, *, beta: float = 0.1, per_token: bool = False) -> Lo
     advantages = group_advantages(batch.rewards, batch.group_ids)[:, None]
     weights = loss_weights("dapo" if per_token else "grpo", None, batch.action_mask, batch.member_ids)
     old = off_policy(batch.sampler_log_probs)
-    clip = torch.tensor([CLIPS[slot % 3] for slot in batch.member_ids.tolist()])[:, None]
+    clips = [CLIPS[slot % 3] for slot in batch.member_ids.tolist()]
+    clip = torch.tensor(clips, device=batch.member_ids.device)[:, None]
 
     def loss(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
         given = log_probs, old[rows], advantages[rows], batch.action_mask[rows]
