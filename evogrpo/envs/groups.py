@@ -107,15 +107,15 @@ class Beforehand(Protocol):
     def begins(self) -> bool:
         """Whether any reward of theirs is found beside what this thread does."""
 
-    def begin(self, transcripts: "Sequence[Transcript]") -> bool:
+    def begin(self, transcripts: "Sequence[Transcript]") -> None:
         """Begin to reward a whole group that is finished.
 
         A later `score` brings it again together with all others, in the order of their rows, and returns what it would
         have returned anyway; or `abandon` is called.
-
-        Returns:
-            Whether it was begun; else nobody was free to do it, and it may be offered again.
         """
+
+    def proceed(self) -> None:
+        """Go on with what was begun, as far as that does not keep this thread busy; called now and then."""
 
     def abandon(self) -> None:
         """Give up whatever was begun."""

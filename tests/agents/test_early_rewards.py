@@ -123,6 +123,12 @@ def test_each_process_of_a_squad_begins_whole_groups_of_its_own_part():
     np.testing.assert_array_equal(whole.rewards, np.concatenate([share.rewards for share in shares]))
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_is_judged_in_one_call_depends_neither_on_time_nor_on_the_number_of_workers(workers):
+    found = collected(verifier_functions.company, reward_workers=workers)
+    assert set(found.scores.rewards.tolist()) == {2.0}, "a call is a group"
+
+
 def test_a_worker_that_hangs_is_killed_while_others_are_written():
     """It has the same time as at the end: what it was at is excluded, and nothing else."""
     env = tiny_env(

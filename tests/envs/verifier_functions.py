@@ -52,6 +52,11 @@ def single(completion, answer, question):
     return act(completion)
 
 
+def company(completions, **_):
+    """Return how many completions are judged in the same call."""
+    return [float(len(completions))] * len(completions)
+
+
 async def patient(completions, **_):
     if "wait" in completions:
         await asyncio.sleep(600)

@@ -1,6 +1,6 @@
 """Completions as they are finished, handed over group by group to whoever rewards them."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 
 from evogrpo.envs.groups import Beforehand
@@ -8,7 +8,7 @@ from evogrpo.records import Rows, Transcript
 
 
 class Handover:
-    """Hands over groups as soon as all of their completions are finished and somebody is free to reward them.
+    """Hands over groups as soon as all of their completions are finished.
 
     Args:
         opened: Who rewards.
@@ -20,7 +20,6 @@ class Handover:
         self._groups = list(zip(rows.member_ids.tolist(), rows.prompt_ids.tolist(), strict=True))
         self._unfinished = Counter(self._groups)
         self._finished: dict[tuple[int, int], list[Transcript]] = {}
-        self._whole: deque[list[Transcript]] = deque()
 
     def __call__(self, rows: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
         """Take note of finished completions, none perhaps; see `evogrpo.finished.tell`."""
@@ -30,6 +29,5 @@ class Handover:
             self._finished.setdefault(group, []).append(told)
             self._unfinished[group] -= 1
             if not self._unfinished[group]:
-                self._whole.append(sorted(self._finished.pop(group), key=lambda each: each.row))
-        while self._whole and self._opened.begin(self._whole[0]):
-            self._whole.popleft()
+                self._opened.begin(sorted(self._finished.pop(group), key=lambda each: each.row))
+        self._opened.proceed()

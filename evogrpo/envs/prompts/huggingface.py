@@ -29,9 +29,10 @@ class HuggingFaceGym(QuestionGroups):
 
     Either form may be `async def`: such functions run concurrently, of AgileRL's form the calls for all completions.
     Instead of a number, `StepRewards` gives rewards inside a completion. With `reward_workers` the functions run in
-    worker processes, and each call in TRL's form takes one worker's share of the completions; a call that exceeds
-    `reward_timeout` is killed, and repeated completion by completion to find the one to blame. Async functions, and
-    others in worker processes, begin with whole groups while completions of others are still being written.
+    worker processes, and each call in TRL's form takes one group (of held-out questions and longer conversations one
+    worker's share of the completions); a call that exceeds `reward_timeout` is killed, and repeated completion by
+    completion to find the one to blame. Async functions, and others in worker processes, begin with whole groups while
+    completions of others are still being written.
 
     Train, validation (selection) and test (reported once) are disjoint and deduplicated: two rows are the same
     question when the model reads the same tokens. What is not given is drawn from the training dataset, so neither

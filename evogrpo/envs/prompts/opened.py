@@ -80,21 +80,22 @@ class OpenedPrompts:
             if self.runner.aside(reward.name) and not (self.held_out and reward.batched)
         ]
 
-    def begin(self, transcripts: Sequence[Transcript]) -> bool:
+    def begin(self, transcripts: Sequence[Transcript]) -> None:
         """Begin to reward a whole group; see `Beforehand.begin`.
 
         Raises:
             ValueError: If there is none, or one names a start that is not open.
         """
         self._check(transcripts)
-        if not self.runner.free():
-            return False
         logged = Logged()
         answers, group = self._answers(transcripts, logged), range(len(transcripts))
         jobs = [job for reward in self._beforehand for job in reward.jobs(answers, group, 1)]
         named = [replace(job, rows=tuple(transcripts[place].row for place in job.rows)) for job in jobs]
         self._groups.append(_Group(transcripts=transcripts, logged=logged, begun=self.runner.begin(named)))
-        return True
+
+    def proceed(self) -> None:
+        """Go on with what was begun; see `Beforehand.proceed`."""
+        self.runner.proceed()
 
     def abandon(self) -> None:
         """Give up whatever was begun; see `Beforehand.abandon`."""

@@ -97,11 +97,11 @@ class Runner(Protocol):
     def aside(self, name: str) -> bool:
         """Whether calls of a function that are begun are made beside whatever this thread does then."""
 
-    def free(self) -> bool:
-        """Whether a job that is begun now is not going to wait for others."""
-
     def begin(self, jobs: Sequence[Job]) -> list[Begun]:
         """Begin jobs, as far as that does not keep this thread busy."""
+
+    def proceed(self) -> None:
+        """Go on with what was begun and still waits for others, likewise."""
 
     def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
         """Return the jobs' outcomes once all are done; with `stop_at_first` some may not be run once one has failed."""
@@ -242,10 +242,6 @@ class InProcess:
         """Return whether a function is async; see `Runner.aside`."""
         return is_async(self._functions[name])
 
-    def free(self) -> bool:
-        """Say yes: async functions wait for nobody."""
-        return True
-
     def begin(self, jobs: Sequence[Job]) -> list[Begun]:
         """Submit the calls of async functions; see `Runner.begin`."""
         if not self._under_way:
@@ -257,6 +253,9 @@ class InProcess:
                 calls = call_async(self._functions[each.job.name], each.job.calls, self._timeout)
                 each.future = self._loop.submit(calls)
         return begun
+
+    def proceed(self) -> None:
+        """Do nothing: async functions wait for nobody."""
 
     def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
         """Make the calls of plain functions, and wait for the others; see `Runner.finish`."""

@@ -98,17 +98,6 @@ class VerifierPool:
         """Return whether a function is not async: those that are wait for many completions at once, a job at a time."""
         return name not in self._async
 
-    def free(self) -> bool:
-        """Return whether a worker has nothing to do; see `Runner.free`.
-
-        Raises:
-            ValueError: If a worker cannot load the functions any more.
-        """
-        while self._receive(patience=0.0):
-            pass
-        self._dispatch()
-        return len(self._waiting) + sum(worker.job is not None for worker in self._workers) < self.shares
-
     def begin(self, jobs: Sequence[Job]) -> list[Begun]:
         """Hand jobs out to as many workers as there are; see `Runner.begin`."""
         for worker in [worker for worker in self._workers if worker.job is None and not worker.alive]:
@@ -117,6 +106,16 @@ class VerifierPool:
         self._waiting.extend(begun)
         self._dispatch()
         return begun
+
+    def proceed(self) -> None:
+        """Hand jobs out to workers that have become idle; see `Runner.proceed`.
+
+        Raises:
+            ValueError: If a worker cannot load the functions any more.
+        """
+        while self._receive(patience=0.0):
+            pass
+        self._dispatch()
 
     def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
         """Wait until jobs are done; see `Runner.finish`.
