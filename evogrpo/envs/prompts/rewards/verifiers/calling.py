@@ -212,7 +212,8 @@ class EventLoop:
     def close(self) -> None:
         """Stop the loop, or leave it behind if it does not listen."""
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            # A turn later, in which calls that were cancelled before they had begun still end.
+            self._loop.call_soon_threadsafe(self._loop.call_soon, self._loop.stop)
             self._loop = None
 
 

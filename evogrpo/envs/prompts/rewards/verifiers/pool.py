@@ -123,13 +123,17 @@ class VerifierPool:
         Raises:
             ValueError: If a worker cannot load the functions any more.
         """
+        left = list(begun)
         try:
-            while not all(each.done for each in begun):
-                if stop_at_first and any(each.failed for each in begun):
-                    break
+            while left:
                 give_way()
                 self._dispatch()
-                self._receive()
+                ended = [each for each in left if each.done]
+                if stop_at_first and any(each.failed for each in ended):
+                    break
+                left = [each for each in left if not each.done] if ended else left
+                if left:
+                    self._receive()
             return [each.outcome for each in begun]
         finally:
             self.abandon(begun)
