@@ -36,6 +36,10 @@ LENGTHS = (4, 12)
 """Tokens that are written: the difference is that of decoding alone."""
 LEARNT = (8, 16, 32)
 """Completions of a learning step."""
+MEMBERS = (1, 2, 4)
+"""Members that share rows, and completions, of one number."""
+SHARED = 16
+"""That number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,20 +112,20 @@ class Lab:
             group_size=4,
         )
 
-    def token(self, rows: int) -> float:
-        """Return the seconds of one further token of so many rows."""
+    def token(self, rows: int, members: int = 1) -> float:
+        """Return the seconds of one further token of so many rows, of all members together."""
         took = []
         for tokens in LENGTHS:
-            collect = partial(self._collect, self.population(1, tokens), rows)
+            collect = partial(self._collect, self.population(members, tokens), rows // members)
             took.append(min(seconds(collect) for _ in range(2)))
         return (took[1] - took[0]) / (LENGTHS[1] - LENGTHS[0])
 
-    def learning(self, completions: int, tokens: int = 16) -> tuple[float, int]:
-        """Return the seconds of a learning step, and the tokens that it reads: a group's prompt once."""
-        population = self.population(1, tokens)
-        experience = self._collect(population, completions).experience
+    def learning(self, completions: int, members: int = 1, tokens: int = 16) -> tuple[float, int]:
+        """Return the seconds of a learning step of all members, and the tokens that it reads: a group's prompt once."""
+        population = self.population(members, tokens)
+        experience = self._collect(population, completions // members).experience
         took = min(seconds(lambda: population.learn(experience, step=0)) for _ in range(2))
-        return took, population.learn(experience, step=1)[0].tokens
+        return took, sum(each.tokens for each in population.learn(experience, step=1).values())
 
     def _collect(self, population: Any, rows: int) -> Any:
         return population.collect(self._env, step=0, samples_per_step=rows, block=rows // 4)
@@ -142,6 +146,21 @@ def stored(size: int = 200_000_000) -> float:
             hashlib.sha256(path.read_bytes()).hexdigest()
 
         return size / min(seconds(write, time.monotonic) for _ in range(3))
+
+
+def report_members(lab: Lab) -> None:
+    """Measure what the same work takes that is shared among several members, in turns, and print it."""
+    tokens: dict[int, list[float]] = {members: [] for members in MEMBERS}
+    steps: dict[int, list[float]] = {members: [] for members in MEMBERS}
+    for _ in range(3):
+        for members in MEMBERS:
+            tokens[members].append(lab.token(SHARED, members))
+            steps[members].append(lab.learning(SHARED, members)[0])
+    for what, took in (("a token", tokens), ("learning", steps)):
+        medians = [statistics.median(took[members]) for members in MEMBERS]
+        more, alone = np.polyfit(np.array(MEMBERS) - 1, medians, 1)
+        ranges = ", ".join(f"{min(each):.3f} to {max(each):.3f}" for each in took.values())
+        print(f"{what} of {SHARED} rows of {MEMBERS} members: {ranges} s; {alone:.3f} s and {more:.3f} s more a member")
 
 
 def report(base: str) -> None:
@@ -175,6 +194,7 @@ def report(base: str) -> None:
     for took, read in steps:
         print(f"learning from {read} tokens: {took:.2f} s")
     print(f"learning: {of_learning:.2f} x 6 operations a parameter and token + {once:.2f} s; worst error {wrong:.0%}")
+    report_members(lab)
     print(f"hashed and written: {stored() / 1e9:.2f} GB/s")
 
 
