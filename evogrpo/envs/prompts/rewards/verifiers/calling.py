@@ -210,11 +210,20 @@ class EventLoop:
         return future.result()
 
     def close(self) -> None:
-        """Stop the loop, or leave it behind if it does not listen."""
+        """Have the loop stop once everything in it is cancelled, or leave it behind if it does not listen."""
         if self._loop is not None:
-            # A turn later, in which calls that were cancelled before they had begun still end.
-            self._loop.call_soon_threadsafe(self._loop.call_soon, self._loop.stop)
+            asyncio.run_coroutine_threadsafe(_end(), self._loop)
             self._loop = None
+
+
+async def _end() -> None:
+    """Cancel whatever is under way in this loop, wait a moment for it, and stop the loop."""
+    others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=GRACE_SECONDS)
+    asyncio.get_running_loop().stop()
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
