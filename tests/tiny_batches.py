@@ -84,19 +84,17 @@ def clear(sampler: Sampler, rows: Rows, *, base: bool = False) -> Rows:
     log-probabilities differ by at most d, boundaries do by at most d / 2, half of what all tokens together differ by.
     """
     assert rows.uniforms is not None
-    uniforms, plain = rows.uniforms, replace(rows, keep=False, kept=None, kept_rows=None)
+    uniforms, plain = rows.uniforms.clone(), replace(rows, keep=False, kept=None, kept_rows=None)
+    left, apart = torch.arange(len(rows)), torch.tensor([-LOG_PROB / 2, LOG_PROB / 2])
     for _ in range(50):
-        moved = ((uniforms + nudge).clamp(0.0, 1.0 - 1e-7) for nudge in (-LOG_PROB / 2, LOG_PROB / 2))
-        low, high = (sampler.sample(replace(plain, uniforms=draws), base=base).actions for draws in moved)
-        near = (_wide(low, rows.max_new_tokens) != _wide(high, rows.max_new_tokens)).any(1)
-        if not near.any():
+        moved = (uniforms[left].repeat(2, 1) + apart.repeat_interleave(len(left))[:, None]).clamp(0.0, 1.0 - 1e-7)
+        both = replace(plain.select(left.repeat(2)), uniforms=moved)
+        low, high = sampler.sample(both, base=base).actions.chunk(2)
+        left = left[(low != high).any(1)]
+        if not len(left):
             return replace(rows, uniforms=uniforms)
-        uniforms = torch.where(near[:, None], (uniforms + 0.37) % 1.0, uniforms)
+        uniforms[left] = (uniforms[left] + 0.37) % 1.0
     raise AssertionError("no draws keep clear of the boundaries")
-
-
-def _wide(tokens: Tensor, width: int) -> Tensor:
-    return torch.nn.functional.pad(tokens, (0, width - tokens.shape[1]), value=-1)
 
 
 def as_batch(rows: Rows, rollout: Rollout) -> Batch:

@@ -3,7 +3,6 @@
 import shlex
 import shutil
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +10,6 @@ from rich.text import Text
 
 from evogrpo.history.records import MemberReport
 from evogrpo.history.words import words_of
-from evogrpo.persistence.checkpoint import CheckpointError
 from evogrpo.persistence.journal import read_journal
 from evogrpo.reporting.family import Ancestor, ancestors, winner
 from evogrpo.reporting.html import write_html
@@ -86,9 +84,8 @@ def show_files(console: Console, run_dir: Path, kind: object) -> None:
         console.print(Text.assemble((f"{name:<14} ", "dim"), printable(str(value))), soft_wrap=True)
     known = RUN_KINDS.get(str(kind))
     if best.is_dir() and known is not None:
-        with suppress(CheckpointError):  # the run ends well, whatever has become of its folder
-            for what, expression in known.uses(best).items():
-                show_command(console, what, expression)
+        for what, expression in known.uses(best).items():
+            show_command(console, what, expression)
         for what, words in known.commands(run_dir).items():
             show_command(console, what, command(*words))
 

@@ -1,6 +1,7 @@
 """Runs of language models that answer questions: members are LoRA adapters on one frozen base."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +19,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.objective import Objective
-from evogrpo.persistence.checkpoint import read_record
+from evogrpo.persistence.checkpoint import CheckpointError, read_record
 from evogrpo.policies.tokens.bases.parts import base_bytes, check_parts, parts_of
 from evogrpo.policies.tokens.bases.quantised import PACKAGES, check_quantised
 from evogrpo.policies.tokens.engine.precision import choose_precision
@@ -235,9 +236,12 @@ class LanguageKind:
         raise ValueError("this is a run of language models: there is nothing to see")
 
     def uses(self, best: Path) -> dict[str, str]:
-        """Return how the best member answers, with its base given where that came from a folder."""
-        source = str(read_record(best, kind="agent")["shared"]["source"])
-        given = f", actor_network=evogrpo.policies.tokens.models.load_base({source!r}).model" if is_path(source) else ""
+        """Return how the best member answers, with its base given where that is known to come from a folder."""
+        given = ""
+        with suppress(CheckpointError):  # whatever has become of its folder
+            source = str(read_record(best, kind="agent")["shared"]["source"])
+            if is_path(source):
+                given = f", actor_network=evogrpo.policies.tokens.models.load_base({source!r}).model"
         return {"use it": f"evogrpo.GRPO.load({str(best)!r}{given}).generate(prompts)"}
 
     def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:
