@@ -157,15 +157,15 @@ class Fresh(Mapping[str, Tensor]):
 
 @pytest.mark.parametrize("in_a_file", [1, 3])
 def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path, in_a_file):
-    tensors = Fresh(12)
+    tensors = Fresh(6)
     gc.collect()
     before = bytes_alive()
     write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=in_a_file * MEGABYTE)
-    assert len(tensor_files(tmp_path / "c")) == 12 // in_a_file
+    assert len(tensor_files(tmp_path / "c")) == 6 // in_a_file
     assert tensors.asked == list(tensors)
     # What is alive when a tensor is asked for: those that share its file.
-    assert [alive - before for alive in tensors.alive] == [n % in_a_file * MEGABYTE for n in range(12)]
-    assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(12)))
+    assert [alive - before for alive in tensors.alive] == [n % in_a_file * MEGABYTE for n in range(6)]
+    assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(6)))
 
 
 def test_a_further_file_is_made_once_and_only_when_it_is_written(tmp_path):
