@@ -1,6 +1,5 @@
 """Devices: whether one can be used, the memory it has, and how many threads compute."""
 
-import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,17 +47,6 @@ def own_gpu() -> str:
 
     place = os.environ.get("LOCAL_RANK", "0")
     return f"cuda:{int(place) % torch.cuda.device_count()}" if place.isdigit() and place != "0" else "cuda"
-
-
-def give_back_memory() -> None:
-    """Give what was freed back to the operating system, where the C library (glibc) would keep it for itself.
-
-    It keeps blocks of up to 32 MiB, and as they lie between others, larger ones find no room there later. With 16
-    members on SmolLM2-135M that was 0.7 GiB after a learning step, and what an evaluation needs came on top.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
 
 
 @contextmanager

@@ -1,8 +1,5 @@
 """The memory of a run against the memory that is there: counted, said, and refused before anything heavy."""
 
-import ctypes
-import subprocess
-import sys
 from dataclasses import replace
 
 import gymnasium
@@ -153,26 +150,3 @@ def test_what_members_learn_from_others_is_counted(experience, others):
     assert need.size - own.size == others * 3 * 64 * 10**7 * 250
     with pytest.raises(ValueError, match=f"needs about {need.size / 1e9:,.0f} GB"):
         evolve(population, env, generations=1, samples_per_step=64, experience=experience)
-
-
-KEEPS_WHAT_IS_FREED = """
-from evogrpo.policies.devices import give_back_memory
-
-def resident():
-    with open("/proc/self/statm") as counts:
-        return int(counts.read().split()[1]) * 4096
-
-large = bytearray(30 << 20)
-del large  # from now on the C library keeps blocks of that size
-blocks = [bytearray(b"x") * (1 << 20) for _ in range(100)]
-blocks = blocks[::10]
-before = resident()
-give_back_memory()
-print(before - resident())
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="only glibc keeps what is freed")
-def test_memory_that_was_freed_is_given_back():
-    found = subprocess.run([sys.executable, "-c", KEEPS_WHAT_IS_FREED], capture_output=True, text=True, check=True)
-    assert int(found.stdout) > 50 << 20, "90 MiB were free, between others"

@@ -16,7 +16,6 @@ from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.interruption import Interrupted
-from evogrpo.policies.devices import give_back_memory
 from evogrpo.records import LearnReport
 from evogrpo.remarks import remark
 from evogrpo.training.loop.assessment.finals import second_set
@@ -135,9 +134,6 @@ class Acting:
             for slot, state in before.items():
                 banks.load_state(slot, state)
             raise
-        finally:
-            before.clear()
-            give_back_memory()
 
     def evaluate(self) -> dict[int, Measured]:
         """Measure every healthy member's fitness, by slot.
