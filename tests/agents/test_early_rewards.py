@@ -1,6 +1,7 @@
 """Groups that are rewarded while others are being written: by functions that run beside, and with the same outcome."""
 
 import asyncio
+import dataclasses
 import threading
 import time
 
@@ -61,6 +62,34 @@ def test_async_functions_get_whole_groups_while_others_are_written_and_plain_one
     assert calls["beside"][0][0][1] < 0.9
     np.testing.assert_array_equal(both.scores.components["beside"], both.scores.components["plain"])
     assert both.scores.completions == tuple(everything)
+
+
+class Halves:
+    """A sampler that has the bank write one half of the rows after the other, the last ones first."""
+
+    def __init__(self, bank):
+        self.bank = bank
+
+    def sample(self, rows, *, base=False):
+        first, last = torch.arange(len(rows)).chunk(2)
+        later, earlier = (self.bank.sample(rows.select(half), base=base) for half in (last, first))
+        names = ("actions", "present", "log_probs", "truncated")
+        parts = {name: torch.cat([getattr(earlier, name), getattr(later, name)]) for name in names}
+        return dataclasses.replace(earlier, **parts)
+
+    def sync(self, slots):
+        pass
+
+
+def test_a_sampler_that_has_others_write_its_rows_in_parts_is_rewarded_alike():
+    async def beside(completions, **_):
+        return variety_of(completions)
+
+    whole, env, population = collected(beside), tiny_env(reward_funcs=beside), writers()
+    population.sample_with(Halves(population.members.bank))
+    parts = population.collect(env, step=0, samples_per_step=16, block=8)
+    assert parts.scores.completions == whole.scores.completions
+    np.testing.assert_array_equal(parts.scores.rewards, whole.scores.rewards)
 
 
 def test_what_is_abandoned_while_writing_leaves_no_call_behind():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evogrpo.finished import heard_by, listened, tell
+from evogrpo.finished import heard_by, listened
 from evogrpo.policies.tokens import sampling
 from evogrpo.tally import heard_by as progress_heard_by
 from tests.policies.test_turns import ending
@@ -21,7 +21,7 @@ def listen(bank, rows):
     def hear(numbers, completions):
         told.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
 
-    with heard_by(hear), progress_heard_by(lambda work: parts.append(work.part)):
+    with heard_by(hear, rows), progress_heard_by(lambda work: parts.append(work.part)):
         return bank.sample(rows), told
 
 
@@ -66,14 +66,20 @@ def test_what_was_told_is_not_written_anew_when_memory_runs_out(moment):
     assert calls[moment] == -(-(len(rows) - ended) // 2), "half of those that nobody was told of"
 
 
-def test_whoever_hears_may_have_others_written():
-    heard = []
+def test_nobody_is_told_of_other_rows_than_were_asked_about():
+    """Of those that whoever hears has written for that, say, or of a part, whose numbers are others."""
+    bank, heard = ending(MODEL), []
+    rows = make_rows(range(3), tokens=4)
+    half = rows.select(torch.arange(len(rows) // 2, len(rows)))
 
     def hear(numbers, completions):
-        heard.append((numbers, listened()))
-        tell([7], [[1]])
+        if not heard:
+            bank.sample(half)
+        heard.extend(numbers)
 
-    with heard_by(hear):
-        tell([3], [[2]])
-    assert heard == [([3], False)]
-    assert not listened()
+    with heard_by(hear, rows):
+        bank.sample(half)
+        assert not heard
+        bank.sample(rows)
+    assert sorted(heard) == list(range(len(rows)))
+    assert not listened(rows)

@@ -119,7 +119,7 @@ def _handed_over(opened: Conversations, rows: Rows) -> Iterator[None]:
         yield
         return
     try:
-        with heard_by(Handover(opened, rows)):
+        with heard_by(Handover(opened, rows), rows):
             yield
     except BaseException:
         opened.abandon()

@@ -75,6 +75,7 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
     Raises:
         ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
     """
+    hearing = listened(rows)
     if not len(rows):
         raise ValueError("there is nothing to sample: rows is empty")
     if any(not prompt for prompt in rows.prompts):
@@ -94,7 +95,7 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
         for wave in numbers.split(max(1, CACHED_TOKENS // width)) if len(numbers) else ():
             spare -= len(wave) * width
             part = replace(rows, keep=rows.keep and spare >= 0)
-            pieces += _sample_wave(model, route, part, wave, going_on, end_ids, tally)
+            pieces += _sample_wave(model, route, part, wave, going_on, end_ids, tally, hearing)
     return _joined(rows, pieces, stamps)
 
 
@@ -125,6 +126,7 @@ def _sample_wave(
     kept: KeptRows | None,
     end_ids: Tensor,
     tally: Tally,
+    hearing: bool,
 ) -> list[_Piece]:
     """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
     part = rows.select(wave)
@@ -153,7 +155,7 @@ def _sample_wave(
             end_ids,
             tally,
             pages,
-            finished if listened() else None,
+            finished if hearing else None,
         )
         return [_Piece(numbers=wave, rollout=pages.rollout(slice(None), end_ids, exact=exact), aside=aside)]
     except torch.OutOfMemoryError:
@@ -163,7 +165,8 @@ def _sample_wave(
     told = pages.told.cpu()
     done = _Piece(numbers=wave[told], rollout=pages.rollout(pages.told, end_ids, exact=exact), aside=[])
     halves = wave[~told].chunk(2)
-    pieces = [piece for half in halves for piece in _sample_wave(model, route, rows, half, kept, end_ids, tally)]
+    parts = (_sample_wave(model, route, rows, half, kept, end_ids, tally, hearing) for half in halves)
+    pieces = [piece for part in parts for piece in part]
     return [done, *pieces] if len(done.numbers) else pieces
 
 
