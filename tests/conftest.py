@@ -1,5 +1,6 @@
 """Settings of the whole suite: no network, one thread, and property tests that are the same on every run."""
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -28,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.backends.mkldnn.enabled = False
+
+
+def pytest_collection_finish() -> None:
+    """Leave alone what all modules have brought: every full garbage collection would look through it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")  # what tests share is computed like what they compare with it
