@@ -173,9 +173,14 @@ def _code_text(code: CodeType) -> Iterator[str]:
 def _tidied(definition: Any) -> str | None:
     """Return a definition's source without comments, docstrings and layout; None where it cannot be had."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(definition)))
+        return _without_words(inspect.getsource(definition))
     except (OSError, TypeError, SyntaxError):
         return None
+
+
+@lru_cache(maxsize=1024)  # by text, so that what is edited is read anew
+def _without_words(source: str) -> str:
+    tree = ast.parse(textwrap.dedent(source))
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
@@ -197,9 +202,14 @@ def _own(module: str) -> bool:
 def _statements(module: ModuleType) -> dict[str, str]:
     """Return the statements that bind a module's names, tidied; empty where its source cannot be had."""
     try:
-        tree = ast.parse(inspect.getsource(module))
+        return _bindings(inspect.getsource(module))
     except (OSError, TypeError, SyntaxError):
         return {}
+
+
+@lru_cache(maxsize=256)
+def _bindings(source: str) -> dict[str, str]:
+    tree = ast.parse(source)
     found: dict[str, str] = {}
     for node in tree.body:
         targets = (
