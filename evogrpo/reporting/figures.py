@@ -64,9 +64,13 @@ def figure_png(summary: RunSummary) -> bytes:
     Returns:
         The figure as a PNG file.
     """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     buffer = io.BytesIO()
     with _styled():
-        _figure(drawing(summary)).savefig(buffer, format="png", dpi=130)
+        figure = _figure(drawing(summary))
+        figure.set_dpi(130)
+        FigureCanvasAgg(figure).print_png(buffer)  # as savefig does once it has drawn everything without showing it
     return buffer.getvalue()
 
 
