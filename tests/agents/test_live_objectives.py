@@ -1,9 +1,12 @@
 """The hyperparameters of the objective, changed on a living member: its update changes exactly as the formula says.
 
-Every test runs once for each way in which the new value can get there, as in test_live_hyperparameters.py.
+Each is tried in every way in which a new value can get there, as in test_live_hyperparameters.py. What it does beside
+others, or of another kind, no longer depends on the way: those cases take one each, in turn.
 """
 
+import itertools
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from torch import Tensor
 from evogrpo.agents.members.tokens.experiences import as_batch
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
 from tests.oracles.objective_by_hand import ByHand
-from tests.tiny_routes import DECAY, answered, same
+from tests.tiny_routes import DECAY, ROUTES, answered, same
 from tests.tiny_training import flat_gradient, peft_twin, state_of
 
 
@@ -22,6 +25,12 @@ def by_hand(agent, experiences) -> ByHand:
     h = agent.hyperparameters
     batch = as_batch(experiences, agent.slot, h, 0, agent.device)
     return ByHand(peft_twin(agent), batch, h, agent.members.settings.objective.of(h))
+
+
+def with_routes(cases: Iterable[str]) -> list[tuple[str, str]]:
+    """Return routes and cases: all routes for a hyperparameter alone, the next one for each further case of it."""
+    taken = itertools.cycle(ROUTES)
+    return [(route, case) for case in cases for route in ([next(taken)] if " " in case else ROUTES)]
 
 
 def gradient(hand: ByHand) -> Tensor:
@@ -42,7 +51,7 @@ FIRST_STEP = {
 }
 
 
-@pytest.mark.parametrize("case", FIRST_STEP)
+@pytest.mark.parametrize(("pair", "case"), with_routes(FIRST_STEP), indirect=["pair"])
 def test_the_gradient_is_the_formulas(pair, case):
     value, default, options = FIRST_STEP[case]
     name = case.split()[0]
@@ -67,7 +76,7 @@ OFF_POLICY = {
 }
 
 
-@pytest.mark.parametrize("case", OFF_POLICY)
+@pytest.mark.parametrize(("pair", "case"), with_routes(OFF_POLICY), indirect=["pair"])
 def test_the_gradient_is_the_formulas_after_the_policy_has_moved(pair, case):
     value, default, options = OFF_POLICY[case]
     name = case.split()[0]

@@ -1,13 +1,16 @@
 """Gradient accumulation: however an optimizer step is split into micro-batches, the update is the same."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
 from evogrpo import Objective
 from evogrpo.agents.learning.step import learn
 from evogrpo.kinds import AGGREGATIONS, LOSS_TYPES
+from evogrpo.records import LearnReport
 from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_training import sampled, scatter, state_of, tiny_agent
 
@@ -24,23 +27,26 @@ CASES: dict[str, tuple[dict, dict]] = {
 }
 
 
+@cache  # the whole is what every split is compared with
+def updated(case: str, tokens: int) -> tuple[dict[str, Tensor], LearnReport]:
+    """Return what a case comes to where so many tokens are a micro-batch: the learner's state, and its report."""
+    choices, objective = CASES[case]
+    agent = tiny_agent(
+        **{"update_epochs": 2, "lr": 2e-3} | choices, objective=Objective(**objective), micro_batch_tokens=tokens
+    )
+    scatter(agent)
+    batch = sampled(agent, REWARDS)
+    noise = torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
+    if "importance_correction" in objective:
+        batch = replace(batch, sampler_log_probs=batch.sampler_log_probs + 0.2 * noise)
+    report = learn(agent.members, [agent.learner()], {"default": batch})[0]
+    return state_of(agent), report
+
+
 @pytest.mark.parametrize("budget", [1, 45, 90])
 @pytest.mark.parametrize("case", CASES)
 def test_any_split_gives_the_same_update(case, budget):
-    choices, objective = CASES[case]
-    found = []
-    for tokens in (10**6, budget):
-        agent = tiny_agent(
-            **{"update_epochs": 2, "lr": 2e-3} | choices, objective=Objective(**objective), micro_batch_tokens=tokens
-        )
-        scatter(agent)
-        batch = sampled(agent, REWARDS)
-        noise = torch.randn(batch.action_mask.shape, generator=torch.Generator().manual_seed(0))
-        if "importance_correction" in objective:
-            batch = replace(batch, sampler_log_probs=batch.sampler_log_probs + 0.2 * noise)
-        report = learn(agent.members, [agent.learner()], {"default": batch})[0]
-        found.append((state_of(agent), report))
-    (whole, one), (split, other) = found
+    (whole, one), (split, other) = updated(case, 10**6), updated(case, budget)
     assert_states_agree(split, whole, lr=2e-3)
     assert float(whole["exp_avg"].norm()) > 1e-3
     assert_metrics_agree(other.metrics, one.metrics)

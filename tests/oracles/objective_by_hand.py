@@ -110,10 +110,11 @@ class ByHand:
         self.optimizer = torch.optim.AdamW(member.parameters.values(), lr=h.lr, eps=eps, weight_decay=0.0)
         with torch.no_grad():
             self.old = [self.log_probs(row) for row in self.rows]
-            if reference is None:
+            self.reference: list[Tensor] = []  # nobody asks for what has no weight
+            if h.beta and reference is None:
                 with member.model.disable_adapter():
                     self.reference = [self.log_probs(row) for row in self.rows]
-            else:
+            elif h.beta:
                 self.reference = [self.log_probs(row, reference) for row in self.rows]
         penalties = None
         if objective.kl_placement == "reward":
