@@ -1,5 +1,6 @@
 """A run's configuration is bound to it: what would make it another experiment is refused when it goes on."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,18 @@ from evogrpo.cli import main
 from evogrpo.training.saved import open_run
 
 
+@pytest.fixture(scope="module")
+def trained(project, tmp_path_factory):
+    """Train once, in a folder that tests copy."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("trained"))
+        assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]) == 0
+        return Path("run").absolute()
+
+
 @pytest.fixture
-def configured(project, here):
-    assert main(["train", str(project / "tiny.yaml"), "--run-dir", "run", "schedule.generations=1"]) == 0
+def configured(trained, here):
+    shutil.copytree(trained, "run")
     path = Path("run/config.yaml")
     return path, yaml.safe_load(path.read_text())
 

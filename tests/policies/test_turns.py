@@ -53,11 +53,14 @@ def fed(model, work):
     return sum(counts), result
 
 
-def played(bank, rows, turns=3):
-    """Play turns on the cache, and each of them again from prompt and history; return (rows, rollout, heard) each."""
+def played(bank, rows, turns=3, like=None):
+    """Play turns on the cache, and each of them again from prompt and history; return (rows, rollout, heard) each.
+
+    `like` are turns of the same bank whose draws are taken again, which are clear of the boundaries between tokens.
+    """
     rows, found = dataclasses.replace(rows, keep=True), []
     for turn in range(turns):
-        rows = clear(bank, rows)
+        rows = clear(bank, rows) if like is None else dataclasses.replace(rows, uniforms=like[turn][0].uniforms)
         rollout, heard = bank.sample(rows), heard_by(rows, turn)
         again = bank.sample(dataclasses.replace(rows, kept=None, kept_rows=None))
         for name in ("actions", "present", "truncated"):
@@ -66,6 +69,13 @@ def played(bank, rows, turns=3):
         found.append((rows, rollout, heard))
         rows = next_turn(rows, rollout, heard, seed=turn + 1)
     return found
+
+
+@pytest.fixture(scope="module")
+def before():
+    """Return a bank in which many rows end early, and turns that were played in it."""
+    bank = ending(MODEL)
+    return bank, played(bank, make_rows(range(3), tokens=6))
 
 
 # ---- going on
@@ -102,25 +112,23 @@ def test_going_on_feeds_only_what_the_cache_lacks():
 
 
 @pytest.mark.parametrize("cached_tokens", [1, 100, 250])
-def test_waves_keep_what_there_is_room_for_and_the_rest_runs_again(cached_tokens, monkeypatch):
-    bank = ending(MODEL)
+def test_waves_keep_what_there_is_room_for_and_the_rest_runs_again(before, cached_tokens, monkeypatch):
+    bank, expected = before
     rows = make_rows(range(3), tokens=6)
-    expected = [rollout for _, rollout, _ in played(bank, rows)]
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
-    got = [rollout for _, rollout, _ in played(bank, rows)]
-    for one, other in zip(expected, got, strict=True):
+    got = played(bank, rows, like=expected)
+    for (_, one, _), (_, other, _) in zip(expected, got, strict=True):
         assert torch.equal(one.actions, other.actions)
-    kept = got[0].kept
+    kept = got[0][1].kept
     if cached_tokens == 1:
         assert kept is None
     else:
         assert 0 < int((kept.part_of >= 0).sum()) < len(rows)
 
 
-def test_running_out_of_memory_halves_the_rows_that_go_on():
-    bank = ending(MODEL)
+def test_running_out_of_memory_halves_the_rows_that_go_on(before, monkeypatch):
+    bank, expected = before
     rows = make_rows(range(3), tokens=6, keep=True)
-    expected = played(bank, rows)
     head = bank.base.head
 
     def small(hidden):
@@ -128,8 +136,8 @@ def test_running_out_of_memory_halves_the_rows_that_go_on():
             raise torch.OutOfMemoryError("no room for more logits")
         return head(hidden)
 
-    bank.base.head = small
-    for (_, one, _), (_, other, _) in zip(expected, played(bank, rows), strict=True):
+    monkeypatch.setattr(bank.base, "head", small)
+    for (_, one, _), (_, other, _) in zip(expected, played(bank, rows, like=expected), strict=True):
         assert torch.equal(one.actions, other.actions)
         assert len(other.kept.parts) > len(one.kept.parts)
 

@@ -17,17 +17,26 @@ IN_THREE = ["networks", "team", "pair", "led", "borrowed", "thinned"]
 IN_TWO = [name for name in SCENARIOS if name not in ("halving", *IN_THREE[1:])]
 
 
+class Alone:
+    """Scenarios in this process, each once it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __truediv__(self, name: str) -> Path:
+        if not (self._folder / name).exists():
+            finish(SCENARIOS[name](self._folder / name))
+        return self._folder / name
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
     """Every scenario in this process."""
-    folder = tmp_path_factory.mktemp("alone")
-    for name, scenario in SCENARIOS.items():
-        finish(scenario(folder / name))
-    return folder
+    return Alone(tmp_path_factory.mktemp("alone"))
 
 
 @pytest.fixture(scope="module")
-def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scenarios in two processes, which also go on with what one has begun."""
     folder = tmp_path_factory.mktemp("two")
     shutil.copytree(alone / "networks", folder / "back" / "networks")
@@ -36,7 +45,7 @@ def two(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def three(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Scenarios in three processes, likewise."""
     folder = tmp_path_factory.mktemp("three")
     shutil.copytree(alone / "pair", folder / "back" / "pair")
@@ -46,7 +55,7 @@ def three(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def rest(alone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rest(alone: Alone, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three processes do besides, and takes its time."""
     folder = tmp_path_factory.mktemp("rest")
     for name in ("led", "thinned"):
@@ -64,13 +73,13 @@ def performed(count: int, folder: Path, *names: str) -> None:
 
 
 @pytest.mark.parametrize("name", IN_TWO)
-def test_two_processes_come_to_what_one_comes_to(name: str, alone: Path, two: Path) -> None:
+def test_two_processes_come_to_what_one_comes_to(name: str, alone: Alone, two: Path) -> None:
     """Networks that change, a process that was never needed, groups drawn again, samples that others learn from."""
     assert_same(alone / name, two / name)
 
 
 @pytest.mark.parametrize("name", IN_THREE)
-def test_shares_need_not_be_even(name: str, alone: Path, three: Path) -> None:
+def test_shares_need_not_be_even(name: str, alone: Alone, three: Path) -> None:
     """Three processes for five members, and for two: one of these acts in two of them, and is trained by both.
 
     Members leave, and those that remain move to where nobody is left, or are shared by whoever has nobody.
@@ -79,7 +88,7 @@ def test_shares_need_not_be_even(name: str, alone: Path, three: Path) -> None:
 
 
 @pytest.mark.slow
-def test_members_that_are_stopped_for_good_leave_processes_to_others(alone: Path, rest: Path) -> None:
+def test_members_that_are_stopped_for_good_leave_processes_to_others(alone: Alone, rest: Path) -> None:
     """Small networks, of which a process may have none left."""
     assert_same(alone / "halving", rest / "halving")
 
@@ -93,14 +102,14 @@ def test_members_that_are_stopped_for_good_leave_processes_to_others(alone: Path
     ],
 )
 def test_a_base_in_parts_teaches_what_a_whole_one_does(
-    name: str, several: str, alone: Path, request: pytest.FixtureRequest
+    name: str, several: str, alone: Alone, request: pytest.FixtureRequest
 ) -> None:
     """Whether processes have members of their own, one more than the other, or share one, from the start or later."""
     assert_same(alone / name, request.getfixturevalue(several) / "parts" / name)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_its_base_in_parts_or_whole(alone: Path, rest: Path, tmp_path: Path) -> None:
+def test_a_run_goes_on_with_its_base_in_parts_or_whole(alone: Alone, rest: Path, tmp_path: Path) -> None:
     """Begun in parts and continued whole, begun whole and continued in parts, whole all the time: all the same."""
     straight, there = tmp_path / "straight" / "pair", tmp_path / "there" / "pair"
     for source, folder in ((alone / "pair", straight), (rest / "parts" / "pair", there)):
@@ -126,7 +135,7 @@ def test_processes_share_every_kind_of_learning_step(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_goes_on_in_another_number_of_processes(
-    name: str, several: str, generations: int, alone: Path, tmp_path: Path, request: pytest.FixtureRequest
+    name: str, several: str, generations: int, alone: Alone, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Begun by several and continued by one, begun by one and continued by several, one all the time: all the same."""
     others: Path = request.getfixturevalue(several)
