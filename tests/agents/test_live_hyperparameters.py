@@ -18,13 +18,14 @@ from tests.tiny_routes import DECAY, answered, same
 from tests.tiny_training import completions, flat_gradient, peft_twin, scatter, state_of, tiny_env
 
 
-def by_hand(agent, experiences, coefficients):
+def by_hand(agent, experiences, coefficients, chosen=None):
     """Return the gradient of -sum(coefficient * log_prob) by PEFT and autograd, one completion at a time.
 
-    `coefficients(row, log_probs)` gives `[t]` numbers.
+    `coefficients(row, log_probs)` gives `[t]` numbers; those of rows that are not `chosen` are 0.
     """
-    member = peft_twin(agent)
-    for number, (prompt, tokens) in enumerate(completions(experiences)):
+    member, rows = peft_twin(agent), completions(experiences)
+    for number in range(len(rows)) if chosen is None else chosen:
+        prompt, tokens = rows[number]
         log_probs = member.log_probs(prompt, tokens, temperature=agent.temperature)
         (-(coefficients(number, log_probs.detach()) * log_probs).sum()).backward()
     return flat_gradient(member)
@@ -90,13 +91,12 @@ def test_batch_size_is_how_many_completions_an_optimizer_step_uses(pair):
         assert [len(rows) for rows in deal] == sizes
         expected = torch.zeros(())
         for rows in deal:
-            chosen = set(rows.tolist())
+            chosen = rows.tolist()
 
-            def step(row, log_probs, chosen=chosen):
-                weight = values[row] / (len(chosen) * len(log_probs)) if row in chosen else 0.0
-                return torch.full_like(log_probs, weight)
+            def step(row, log_probs, size=len(chosen)):
+                return torch.full_like(log_probs, values[row] / (size * len(log_probs)))
 
-            expected = DECAY * expected + (1 - DECAY) * by_hand(agent, experiences, step)
+            expected = DECAY * expected + (1 - DECAY) * by_hand(agent, experiences, step, chosen)
         report = learner.learn(experiences)
         assert report.optimizer_steps == len(sizes)
         assert same(state_of(learner)["exp_avg"], expected)

@@ -38,9 +38,10 @@ def uninterrupted(project, tmp_path_factory):
 
 @pytest.fixture
 def slow(project, here):
-    """Return overrides with the same rewards, given slowly enough to be interrupted in between."""
+    """Return overrides with the same rewards, given slowly enough to be interrupted, until there is a file `hurry`."""
     text = (project / "rewards.py").read_text()
-    Path("slow.py").write_text(f"import time\n{text.replace('return', 'time.sleep(0.004); return')}")
+    wait = "os.path.exists('hurry') or time.sleep(0.004)"
+    Path("slow.py").write_text(f"import os, time\n{text.replace('return', f'{wait}; return')}")
     return (*SHORT, "task.reward=slow.py:score")
 
 
@@ -71,6 +72,7 @@ def test_a_signal_stops_the_run_and_resuming_equals_never_stopping(
     assert events[-1]["reason"] == ("stopped by SIGTERM" if number == signal.SIGTERM else "stopped by the user")
     assert sum(event["event"] == "step" for event in events) < 9
 
+    Path("hurry").touch()
     words = ("resume", "run") if code else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--go-on")
     assert main(words) == 0
     assert "resuming run after generation" in capsys.readouterr().out
@@ -79,7 +81,7 @@ def test_a_signal_stops_the_run_and_resuming_equals_never_stopping(
 
 def test_a_second_signal_aborts_at_once_and_the_run_still_resumes(project, here, slow, uninterrupted):
     # Once the file is there a completion takes so long that its step cannot end between the two signals.
-    patient = "30 if __import__('os').path.exists('hang') else 0.004"
+    patient = "30 if os.path.exists('hang') else 0.004"
     Path("slow.py").write_text(Path("slow.py").read_text().replace("0.004", patient))
     process = command("train", project / "tiny.yaml", "--run-dir", "run", *slow, cwd=here)
     wait_for_step(here / "run", 1)

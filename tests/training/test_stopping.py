@@ -117,8 +117,9 @@ def test_work_is_only_interrupted_where_somebody_lets_it_be():
     give_way()
 
 
-def train_slowly(seconds: float) -> None:
+def train_slowly(seconds: float, patience: float = stopping.PATIENCE_SECONDS) -> None:
     """Train in a loop, as a program of a user does."""
+    stopping.PATIENCE_SECONDS = patience
 
     def slow(completion, answer, question):
         if "made-up" not in completion:  # the trial before anything is trained
@@ -134,8 +135,8 @@ def train_slowly(seconds: float) -> None:
     print("ended:", run.result.reason)
 
 
-def training(folder: Path, seconds: float) -> Forked:
-    process = Forked(train_slowly, seconds, cwd=folder)
+def training(folder: Path, *seconds: float) -> Forked:
+    process = Forked(train_slowly, *seconds, cwd=folder)
     process.wait_for("rewarding")
     return process
 
@@ -158,7 +159,7 @@ def test_a_loop_in_python_that_gets_a_signal_is_saved_before_it_ends(tmp_path, n
 
 
 def test_a_function_of_the_users_that_waits_is_broken_off(tmp_path):
-    process = training(tmp_path, 10_000)
+    process = training(tmp_path, 10_000, 0.5)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=100)
     assert process.returncode == 0
