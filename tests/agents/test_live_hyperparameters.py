@@ -93,8 +93,8 @@ def test_batch_size_is_how_many_completions_an_optimizer_step_uses(pair):
         for rows in deal:
             chosen = rows.tolist()
 
-            def step(row, log_probs, size=len(chosen)):
-                return torch.full_like(log_probs, values[row] / (size * len(log_probs)))
+            def step(row, log_probs, chosen=chosen):
+                return torch.full_like(log_probs, values[row] / (len(chosen) * len(log_probs)))
 
             expected = DECAY * expected + (1 - DECAY) * by_hand(agent, experiences, step, chosen)
         report = learner.learn(experiences)
