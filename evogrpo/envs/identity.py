@@ -12,8 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_FOUND: WeakKeyDictionary[type, tuple[str, str]] = WeakKeyDictionary()
+"""The sources of classes, each with that of its module when it was found."""
 
 
 def short_hash(*parts: str | bytes) -> str:
@@ -173,9 +176,18 @@ def _code_text(code: CodeType) -> Iterator[str]:
 def _tidied(definition: Any) -> str | None:
     """Return a definition's source without comments, docstrings and layout; None where it cannot be had."""
     try:
-        return _without_words(inspect.getsource(definition))
-    except (OSError, TypeError, SyntaxError):
+        source = _class_source(definition) if isinstance(definition, type) else inspect.getsource(definition)
+        return _without_words(source)
+    except (OSError, TypeError, KeyError, SyntaxError):
         return None
+
+
+def _class_source(kind: type) -> str:
+    """Return a class's source; to find it, inspect would parse the whole file again every time."""
+    text = inspect.getsource(sys.modules[kind.__module__])
+    if kind not in _FOUND or _FOUND[kind][0] != text:
+        _FOUND[kind] = text, inspect.getsource(kind)
+    return _FOUND[kind][1]
 
 
 @lru_cache(maxsize=1024)  # by text, so that what is edited is read anew
