@@ -331,9 +331,9 @@ def test_the_command_that_is_printed_after_a_faulty_environment_goes_on_once_it_
 
 
 def test_a_run_that_time_ended_is_trained_further_by_the_command_that_it_prints(here, capsys):
-    assert main(["train", "--env", "CartPole-v1", "schedule.max_seconds=2", "task.max_episode_steps=20"]) == 0
+    assert main(["train", "--env", "CartPole-v1", "schedule.max_seconds=1", "task.max_episode_steps=20"]) == 0
     output = capsys.readouterr().out
-    assert "ended: max_seconds 2 are spent" in output
+    assert "ended: max_seconds 1 are spent" in output
     assert main(["resume", "runs/CartPole-v1"]) == 0
     assert "nothing is left to do" in capsys.readouterr().out
     assert main([*printed_command("train further", output), "test_questions=2"]) == 0

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -27,6 +28,12 @@ TOKENS = 6
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
+@cache
+def _frequent_tokens() -> Sequence[int]:
+    tokens = sampled_batch(different_members(tiny_model("llama"), SIZE), tokens=8).actions[:, 1:].flatten()
+    return tokens.bincount(minlength=VOCABULARY).argsort(descending=True)[:3].tolist()
+
+
 class SamplerTestCase(ABC):
     """The contract of Sampler, for one that writes completions for the members of an AdapterBank or the like.
 
@@ -46,10 +53,7 @@ class SamplerTestCase(ABC):
 
     def make_bank(self) -> AdapterBank:
         """Build a small bank whose members all differ, and in which many tokens end a completion."""
-        model = tiny_model("llama")
-        tokens = sampled_batch(different_members(model, SIZE), tokens=8).actions[:, 1:].flatten()
-        frequent = tokens.bincount(minlength=VOCABULARY).argsort(descending=True)[:3].tolist()
-        return different_members(model, SIZE, eos_token_ids=[EOS, *frequent])
+        return different_members(tiny_model("llama"), SIZE, eos_token_ids=[EOS, *_frequent_tokens()])
 
     def rows(self, members: Sequence[int] = range(SIZE), **choices: object) -> Rows:
         """Return rows for these members, with uniforms where they are heeded."""

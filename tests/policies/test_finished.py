@@ -31,9 +31,9 @@ def tokens_of(rollout):
 
 @pytest.mark.parametrize(("cached_tokens", "look_every"), [(sampling.CACHED_TOKENS, 1), (110, 8), (1, 1)])
 def test_every_row_is_told_once_as_it_stays_and_some_before_the_others_end(cached_tokens, look_every, monkeypatch):
+    bank = ending(MODEL)
     monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
     monkeypatch.setattr("evogrpo.policies.tokens.generation.LOOK_EVERY", {"cpu": look_every})
-    bank = ending(MODEL)
     rows = make_rows(range(3), tokens=12)
     rows = rows.select(torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)))
     alone = bank.sample(rows)

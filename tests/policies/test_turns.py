@@ -1,6 +1,7 @@
 """Episodes of several turns: going on from a kept cache, what is heard in between, and places within a turn."""
 
 import dataclasses
+from functools import cache
 
 import pytest
 import torch
@@ -37,9 +38,14 @@ def ends_that_occur(bank):
     return batch.actions[:, 1:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:3].tolist()
 
 
+@cache
+def ends_of(model):
+    return [EOS, *ends_that_occur(different_members(model, 3))]
+
+
 def ending(model, **settings):
     """Build a bank in which many rows end before their tokens are spent."""
-    return different_members(model, 3, eos_token_ids=[EOS, *ends_that_occur(different_members(model, 3))], **settings)
+    return different_members(model, 3, eos_token_ids=ends_of(model), **settings)
 
 
 def fed(model, work):
