@@ -152,7 +152,7 @@ def check_precision() -> Iterator[Finding]:
     else:
         times = speed_up(576, 1536)  # SmolLM2-135M's widest product
         detail = f"products are {times:.1f} times as fast in bfloat16"
-        detail = f"bfloat16, {detail}" if times >= PAYS else f"float32, {detail} and {PAYS:.0f} would pay"
+        detail = f"bfloat16, {detail}" if times >= PAYS else f"float32, {detail} and {PAYS:g} would pay"
     yield Finding(what="precision", state="ok", detail=f"auto is {detail}")
 
 

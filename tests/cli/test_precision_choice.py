@@ -1,5 +1,6 @@
 """The precision of a run's base model: chosen when it begins, said, recorded, and kept when it goes on."""
 
+import platform
 import shutil
 from pathlib import Path
 
@@ -44,6 +45,10 @@ def trained(trained_once, here):
     return Path(shutil.copytree(trained_once, "run"))
 
 
+def is_x86():
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def precision_of(config):
     """Return the type of the weights that a run of this configuration would load."""
     population = prepare(config).population()
@@ -65,7 +70,7 @@ def test_by_default_a_cpu_takes_bfloat16_where_products_gain_enough_for_what_lie
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
     gains = speed_up(512, 2048) >= PAYS
     assert choose_precision("auto", outline(LlamaConfig, **WIDE), "cpu") == ("bfloat16" if gains else "float32")
-    assert gains <= torch.cpu._is_amx_tile_supported()
+    assert gains <= (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() or not is_x86())
     for other in (tiny_model(), outline(Gemma2Config, **WIDE)):  # small, or run by transformers
         assert choose_precision("auto", other, "cpu") == "float32"
     monkeypatch.setenv("EVOGRPO_SLOW", "1")
