@@ -16,6 +16,7 @@ from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
 CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept
+ENOUGH_ROWS, ENOUGH_TOKENS = 128, 16_384  # of which a CPU takes no more at once: twice as many gain 6 to 9 %
 
 Stamp = tuple[int, int] | None
 """Which weights a row was run under: slot and count of changes, or None for the base."""
@@ -92,11 +93,17 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
     route, spare, pieces = weights.route("base" if base else "weights"), CACHED_TOKENS, list[_Piece]()
     tally = Tally("writing", len(rows), "completions")
     for going_on, numbers in ((kept, order[served[order]]), (None, order[~served[order]])):
-        for wave in numbers.split(max(1, CACHED_TOKENS // width)) if len(numbers) else ():
+        for wave in numbers.split(rows_at_once(width, model.device.type)) if len(numbers) else ():
             spare -= len(wave) * width
             part = replace(rows, keep=rows.keep and spare >= 0)
             pieces += _sample_wave(model, route, part, wave, going_on, end_ids, tally, hearing)
     return _joined(rows, pieces, stamps)
+
+
+def rows_at_once(width: int, device: str) -> int:
+    """Return how many rows of at most so many tokens, prompts included, a kind of device samples at once."""
+    most = max(1, CACHED_TOKENS // width)
+    return min(most, max(ENOUGH_ROWS, ENOUGH_TOKENS // width)) if device == "cpu" else most
 
 
 def _with_history(rows: Rows) -> Rows:

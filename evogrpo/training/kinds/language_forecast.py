@@ -15,7 +15,7 @@ from evogrpo.policies.tokens.bases.parts import fetched_parameters, held_paramet
 from evogrpo.policies.tokens.bases.quantised import PACKAGES, bytes_of
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.models import own_precision
-from evogrpo.policies.tokens.sampling import CACHED_TOKENS
+from evogrpo.policies.tokens.sampling import rows_at_once
 from evogrpo.policies.tokens.sizing import begun_with, is_tried, learning_bytes
 from evogrpo.text import count_text, counted, number_text, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
@@ -176,6 +176,7 @@ def forecast_of(
                 longest=longest,
                 precision=precision,
                 base=held_bytes(outline, config.precision, precision, parts),
+                device=device,
             ),
             kept=kept_size(config.strategy, config.population.size, state_size(adapter)),
         ),
@@ -252,6 +253,7 @@ def peak_memory(
     longest: int,
     precision: int,
     base: int,
+    device: str,
 ) -> Memory:
     """Estimate the peak memory.
 
@@ -267,6 +269,7 @@ def peak_memory(
         longest: Tokens of the longest prompt.
         precision: Bytes of a number in the precision that the base computes in.
         base: Bytes of the base's weights, as far as one process holds them.
+        device: Where members live.
     """
     text = model.config.get_text_config()
     hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
@@ -274,12 +277,14 @@ def peak_memory(
     key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
     head = int(getattr(text, "head_dim", None) or hidden // heads)
     budget = begun_with(agent.micro_batch_tokens)
-    cached = min(rows * (longest + agent.max_output_tokens), CACHED_TOKENS)
+    width = longest + agent.max_output_tokens
+    cached = width * min(rows, rows_at_once(width, device.partition(":")[0]))
     return Memory(
         base=base,
         members=(3 * members + 2) * adapter * FLOAT,
-        learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision),
-        sampling=2 * cached * layers * 2 * key_heads * head * precision,
+        learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision)
+        + members * adapter * FLOAT,
+        sampling=cached * layers * 2 * key_heads * head * precision,
     )
 
 
@@ -294,7 +299,7 @@ def _memory_row(memory: Memory, size: int) -> str:
     return (
         f"about {gigabytes(memory.total)} at the peak (an estimate): base {gigabytes(memory.base)} + members "
         f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
-        f"{gigabytes(memory.learning)} (activations and logits of a micro-batch) and sampling "
+        f"{gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
         f"{gigabytes(memory.sampling)} (keys and values){kept}; Python and its libraries come on top"
     )
 

@@ -218,6 +218,7 @@ class LanguageKind:
         """Estimate from the base model, the adapters and the longest question; others' completions weigh little."""
         members: Any = population.crew.members  # language models, as its kind says
         model, validation = members.bank.base.model, limited(env.size("validation"), schedule.validation_questions)
+        device = str(members.device)
         memory = peak_memory(
             model,
             agent=members.settings,
@@ -227,8 +228,8 @@ class LanguageKind:
             longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
             precision=next(model.parameters()).element_size(),
             base=base_bytes(model),
+            device=device,
         )
-        device = str(members.device)
         return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
 
     def film(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:

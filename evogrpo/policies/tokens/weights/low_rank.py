@@ -124,29 +124,29 @@ class RoutedAdapters:
     def __init__(self, adapters: LowRankAdapters, segments: tuple[_Segment, ...]) -> None:
         self._adapters, self._segments = adapters, segments
         self._rows = sum(segment.rows + segment.later for segment in segments)
-        self._joined: dict[tuple[str, ...], tuple[Tensor, list[Tensor | None]]] = {}
 
     def joined(
         self, modules: tuple[str, ...], tokens: int, dtype: torch.dtype, *, first: bool = False
     ) -> Joined | None:
-        """Return what acts on modules of which so many tokens of all rows are given, made once; None = nothing does.
+        """Return what acts on modules of which so many tokens of all rows are given; None = nothing does.
 
         Args:
             modules: Their names.
             tokens: How many.
             dtype: Of the products.
-            first: Whether matrices come first in products, rather than, transposed, last.
+            first: Whether matrices come first in products, rather than, transposed, last. Those that lie as they
+                have to are not copied, so what is returned is for as long as nobody learns.
         """
-        if modules not in self._joined:
-            known = [self._adapters.targets.get(name) for name in modules]
-            if not any(known):
-                return None
-            every, slots = self._adapters.weights, self.slots
-            a = torch.cat([target.a(every)[slots] for target in known if target is not None], 1)
-            laid_out = torch.Tensor.to if first else _transposed
-            bs = [None if target is None else laid_out(target.b(every)[slots], dtype) for target in known]
-            self._joined[modules] = laid_out(a, dtype), bs
-        return Joined(self._runs(tokens), *self._joined[modules], self._adapters.scale)
+        known = [self._adapters.targets.get(name) for name in modules]
+        acting = [target for target in known if target is not None]
+        if not acting:
+            return None
+        every, slots = self._adapters.weights, self.slots
+        every_a = [_of_slots(target.a(every), slots) for target in acting]
+        a = every_a[0] if len(every_a) == 1 else torch.cat(every_a, 1)
+        laid_out = torch.Tensor.to if first else _transposed
+        bs = [None if target is None else laid_out(_of_slots(target.b(every), slots), dtype) for target in known]
+        return Joined(self._runs(tokens), laid_out(a, dtype), bs, self._adapters.scale)
 
     def pieces(self, modules: Sequence[str], tokens: int) -> Pieces | None:
         """Return what acts on modules of which so many tokens of all rows are given; None where nothing does."""
@@ -257,6 +257,12 @@ def _add_all_low_rank(x: Tensor, out: Tensor, a: Tensor, b: Tensor, scale: float
             wide.baddbmm_(low, b.mT, alpha=scale)
         else:
             wide.add_(torch.bmm(low, b.mT).to(wide.dtype), alpha=scale)
+
+
+def _of_slots(matrices: Tensor, slots: Sequence[int]) -> Tensor:
+    """Return those of some slots, of `[p, a, b]`: as a view where they are neighbours."""
+    first, last = slots[0], slots[-1]
+    return matrices[first : last + 1] if list(slots) == list(range(first, last + 1)) else matrices[slots]
 
 
 def _transposed(matrices: Tensor, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,7 @@ class DirectDecoding:
         self._past, self._length, self._most = prefix.mask.shape[1], 0, room
         self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
         heads, width = passes.parts.heads[0], passes.parts.width
-        self._own = [tuple(keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)) for keys, _ in prefix.layers]
+        self._own = [[keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)] for keys, _ in prefix.layers]
         self._continue(rows)
 
     def _continue(self, rows: Tensor) -> None:
@@ -74,8 +74,7 @@ class DirectDecoding:
         """Run one more token of each row."""
         at = self._length
         if at == self._own[0][0].shape[2]:
-            room = min(self._most, at + max(LEAST_ROOM, at // 4))
-            self._own = [tuple(_moved(part, None, at, room) for part in parts) for parts in self._own]
+            self._move(None, min(self._most, at + max(LEAST_ROOM, at // 4)))
             self._seen = self._sight()
         self._length = at + 1
         self._seen[..., self._past + at] = 0.0
@@ -101,10 +100,15 @@ class DirectDecoding:
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows alone."""
-        room = self._own[0][0].shape[2]
-        self._own = [tuple(_moved(part, rows, self._length, room) for part in parts) for parts in self._own]
+        self._move(rows, self._own[0][0].shape[2])
         self._mask, self._slots = self._mask[rows], self._slots[rows]
         self._continue(self._rows[rows])
+
+    def _move(self, rows: Tensor | None, room: int) -> None:
+        """Move the keys and values of some rows, or all, to where there is so much room; layer by layer to save it."""
+        for parts in self._own:
+            for number, part in enumerate(parts):
+                parts[number] = _moved(part, rows, self._length, room)
 
     def set_aside(self, rows: Tensor, real: Tensor) -> Context:
         """Return the keys and values of some rows, what is not theirs masked."""
