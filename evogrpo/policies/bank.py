@@ -113,11 +113,13 @@ class PolicyBank(Protocol):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
+        last: bool = False,
     ) -> dict[int, UpdateReport]:
         """Take one optimizer step for every member named in `hyperparameters`, rows or no rows.
 
         A member whose gradient is not finite takes no step; its report shows the norm. With `entropy_gradient` the
-        entropies that the loss sees carry a gradient; otherwise they are numbers.
+        entropies that the loss sees carry a gradient; otherwise they are numbers. `last` says that the learning step
+        ends with this one, which `evogrpo.interruption.before_changes` wants to know before anything is changed.
         """
         ...
 
@@ -168,6 +170,7 @@ class WholeDistributions(Protocol):
         *,
         entropy_gradient: bool = False,
         held_to: HeldTo | None = None,
+        last: bool = False,
     ) -> dict[int, UpdateReport]:
         """Take one optimizer step as `PolicyBank.update`; given `held_to`, the loss sees divergences from it too."""
         ...

@@ -10,6 +10,7 @@ from evogrpo.functional.advantages import advantages, zero_variance_groups
 from evogrpo.functional.reward_shaping import groups_within, normalise_rewards, update_running
 from evogrpo.functional.statistics import numbered
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.interruption import before_changes
 from evogrpo.kinds import LOSS_TYPES, STEP_ADVANTAGES
 from evogrpo.objective import Objective
 from evogrpo.records import Batch
@@ -135,6 +136,7 @@ def _normalised(batch: Batch, objective: Objective, carried: Tensor) -> Tensor:
     assert objective.reward_norm is not None
     running = None
     if objective.reward_norm == "running":
+        before_changes(last=False)
         carried[:, 1:] = update_running(carried[:, 1:], batch.rewards.cpu(), batch.member_ids.cpu())
         running = carried[:, 1:].to(batch.rewards.device)
     return normalise_rewards(

@@ -111,6 +111,7 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
     for batch in experience.values():
         refuse_infinite(batch)
     reports: dict[int, dict[str, LearnReport]] = {slot: {} for slot in by_slot}
+    ends_with = list(experience)[-1]
     for policy, batch in experience.items():
         acting = set(batch.member_ids[batch.present.any(1)].tolist())
         own = batch if acting == present[policy] else batch.of_members(sorted(acting))
@@ -122,7 +123,8 @@ def learn(members: LearningMembers, learners: Sequence[Learner], experience: Exp
         noun = "actions" if policies[policy].bank.rows_are_transitions else "completions"
         tally = Tally("learning", sum(len(rows) for dealt in plan for rows in dealt.values()), noun)
         for number, dealt in enumerate(plan):
-            step.take(dealt, tally, first=number == 0)
+            last = number == len(plan) - 1 and policy == ends_with
+            step.take(dealt, tally, first=number == 0, last=last)
         for slot, report in step.reports().items():
             reports[slot][policy] = report
     return {slot: merged(own, several=len(policies) > 1) for slot, own in reports.items()}
@@ -248,8 +250,15 @@ class _LearningStep:
             later |= self._needed & (self._rows.sampled_by != self._rows.member_ids)
         self._known.find_old(later.nonzero()[:, 0])
 
-    def take(self, steps: Mapping[int, Tensor], tally: Tally, *, first: bool) -> None:
-        """Take one optimizer step of every member in `steps`, which gives its row numbers; the tally counts rows."""
+    def take(self, steps: Mapping[int, Tensor], tally: Tally, *, first: bool, last: bool) -> None:
+        """Take one optimizer step of every member in `steps`, which gives its row numbers.
+
+        Args:
+            steps: By slot.
+            tally: Counts rows.
+            first: Whether it is the first of these members.
+            last: Whether the learning step ends with it.
+        """
         rows = torch.cat(list(steps.values()))
         # Over all rows of the step, needed or not: skipping a row must change neither a denominator nor a quantile.
         weights = self._losses.weights(rows, self._settings.max_actions)
@@ -273,7 +282,7 @@ class _LearningStep:
 
         part = self._known.lessons.select(run)
         hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
-        for slot, report in self._update(run, part, loss_fn, hyperparameters).items():
+        for slot, report in self._update(run, part, loss_fn, hyperparameters, last=last).items():
             self._steps[slot].append(report)
             self._sync_reference(slot, report)
         self._known.charge(part)
@@ -282,15 +291,21 @@ class _LearningStep:
         self._counted.index_add_(0, self._rows.member_ids[rows].cpu(), counted.cpu())
 
     def _update(
-        self, rows: Tensor, part: Batch, loss_fn: LossFunction, hyperparameters: Mapping[int, Hyperparameters]
+        self,
+        rows: Tensor,
+        part: Batch,
+        loss_fn: LossFunction,
+        hyperparameters: Mapping[int, Hyperparameters],
+        *,
+        last: bool,
     ) -> dict[int, UpdateReport]:
         """Take one optimizer step on the lessons of the given numbers."""
         bonus, held_to = any(h.entropy_coef > 0 for h in hyperparameters.values()), self._known.distributions
         if held_to is None:
-            return self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus)
+            return self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, last=last)
         assert isinstance(self._bank, WholeDistributions)  # or there would be none
         held = HeldTo(outputs=held_to[rows], reversed=self._objective.kl_estimator == "full_reversed")
-        return self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, held_to=held)
+        return self._bank.update(part, loss_fn, hyperparameters, entropy_gradient=bonus, held_to=held, last=last)
 
     def _high_entropy(self, rows: Tensor) -> Tensor:
         """Return `[k, t]` which actions of an optimizer step the policy loss is taken of."""

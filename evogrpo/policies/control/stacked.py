@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.interruption import before_changes
 from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import CARRIED, HeldTo, LossFunction, PolicyVersion
 from evogrpo.policies.control.architecture import NetworkConfig
@@ -215,11 +216,15 @@ class StackedBank:
         *,
         entropy_gradient: bool = False,
         held_to: HeldTo | None = None,
+        last: bool = False,
     ) -> dict[int, UpdateReport]:
         """Take one AdamW step for every member named in `hyperparameters`; see `evogrpo.policies.bank`."""
+        settle = before_changes(last=last)
         losses = self._passes.add_gradients(
             batch, loss_fn, hyperparameters, entropy_gradient=entropy_gradient, held_to=held_to
         )
+        if settle is not None:
+            settle()
         return self._states.step(hyperparameters, losses)
 
     def cost(self, batch: Batch) -> dict[int, int]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.interruption import before_changes
 from evogrpo.policies.bank import LossFunction
 from evogrpo.policies.devices import USUAL_TOKENS
 from evogrpo.policies.tokens.engine.token_model import TokenModel
@@ -162,6 +163,7 @@ class TokenBank(Generic[W]):
         hyperparameters: Mapping[int, Hyperparameters],
         *,
         entropy_gradient: bool = False,
+        last: bool = False,
     ) -> dict[int, UpdateReport]:
         """Take one AdamW step for every member named in `hyperparameters`.
 
@@ -174,20 +176,31 @@ class TokenBank(Generic[W]):
             loss_fn: Weighted losses of rows, given their numbers, log_probs and entropies; their sum is minimised.
             hyperparameters: By slot; `lr` and `max_grad_norm` are used.
             entropy_gradient: Whether the entropies are differentiable; costs a second product with the vocabulary.
+            last: Whether the learning step ends with this one; all gradients are kept then until nothing can be
+                abandoned, rather than a copy of what members have learnt, which is three times as large.
 
         Returns:
             One report per member, by slot.
         """
         reports: dict[int, UpdateReport] = {}
+        kept: dict[int, tuple[Tensor, float]] = {}
+        settle = before_changes(last=last)
         with self.base.working():
-            while len(reports) < len(hyperparameters):
-                waiting = [slot for slot in sorted(hyperparameters) if slot not in reports]
+            while len(reports) + len(kept) < len(hyperparameters):
+                waiting = [slot for slot in sorted(hyperparameters) if slot not in reports and slot not in kept]
                 steps = self.passes.gradients(batch, waiting, loss_fn, entropy_gradient=entropy_gradient)
                 try:
                     for slot, gradient, loss in steps:
-                        reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
+                        if settle is None:
+                            reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
+                        else:
+                            kept[slot] = gradient.clone(), loss
                 except torch.OutOfMemoryError:  # never from a micro-batch of one row, so this ends
                     self.passes.halve()
+        if settle is not None:
+            settle()
+            for slot, (gradient, loss) in kept.items():
+                reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
         return reports
 
     def cost(self, batch: Batch) -> dict[int, int]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from evogrpo.agents.classes import own_algorithm
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.groups import GroupEnvironment, Paced, Split
@@ -15,7 +16,8 @@ from evogrpo.evolution.fitness import ROLLOUTS, Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.estimates import EvaluationCost
-from evogrpo.interruption import Interrupted
+from evogrpo.interruption import Interrupted, Undo, undone_by
+from evogrpo.policies.bank import State
 from evogrpo.records import LearnReport
 from evogrpo.remarks import remark
 from evogrpo.training.loop.assessment.finals import second_set
@@ -125,10 +127,13 @@ class Acting:
         if max(self._learning_seconds, collecting) < PATIENCE_SECONDS:
             # Not worth a copy of what everybody has learnt: it ends in time.
             return self._timed_learning(collected)
-        banks = self.population.members.banks
-        before = banks.snapshot([agent.slot for agent in self.population.healthy])
+        banks, before = self.population.members.banks, dict[int, State]()
+        slots = [agent.slot for agent in self.population.healthy]
+        undo = Undo(lambda: before.update(banks.snapshot(slots)), self.stopping.settle)
+        if own_algorithm(self.population.algorithm) is not None or self.population.crew.processes.size > 1:
+            undo.keep()  # ours say when they change something, but not what has been changed in another process
         try:
-            with self._abandonable(leaving=self.closing()):
+            with undone_by(undo), self._abandonable(leaving=self.closing()):
                 return self._timed_learning(collected)
         except Interrupted:
             for slot, state in before.items():

@@ -72,7 +72,11 @@ class Stopping:
         """
         self.check()
         with interruptible(
-            lambda: self._processes.working and (self.reason is not None or time.monotonic() > deadline)
+            lambda: (
+                self._abandonable
+                and self._processes.working
+                and (self.reason is not None or time.monotonic() > deadline)
+            )
         ):
             self._abandonable = True
             try:
@@ -80,6 +84,11 @@ class Stopping:
             finally:
                 with self._leaving:
                     self._abandonable = False
+
+    def settle(self) -> None:
+        """Abandon what is being done no more: it is about to change what nobody would undo, and to end."""
+        with self._leaving:
+            self._abandonable = False
 
     def insist(self) -> None:
         """Raise `Interrupted` right here, wherever that is, if what is being done may be abandoned."""
