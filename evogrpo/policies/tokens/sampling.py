@@ -1,5 +1,6 @@
 """Sampling rows of any order and number: in waves that fit into memory, each prompt once per member or gone on with."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,7 +94,8 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
     route, spare, pieces = weights.route("base" if base else "weights"), CACHED_TOKENS, list[_Piece]()
     tally = Tally("writing", len(rows), "completions")
     for going_on, numbers in ((kept, order[served[order]]), (None, order[~served[order]])):
-        for wave in numbers.split(rows_at_once(width, model.device.type)) if len(numbers) else ():
+        waves = math.ceil(len(numbers) / rows_at_once(width, model.device.type))
+        for wave in numbers.chunk(waves) if waves else ():  # all about as large: few rows wait for the weights
             spare -= len(wave) * width
             part = replace(rows, keep=rows.keep and spare >= 0)
             pieces += _sample_wave(model, route, part, wave, going_on, end_ids, tally, hearing)
