@@ -1,6 +1,6 @@
 """Peak memory of a population against one agent, at the same micro-batch: each size in a process of its own.
 
-    python benchmarking/memory.py [--sizes 1 8] [--micro-batch-tokens 512]
+    python benchmarking/memory.py [--sizes 1 8] [--micro-batch-tokens 512] [--steps 3]
 
 Every member samples 2 prompts x 8 completions x 24 tokens a step and learns with a KL term; the peak is the largest
 resident set of the process, evaluation and checkpoints included.
@@ -16,8 +16,8 @@ import warnings
 from pathlib import Path
 
 
-def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
-    """Train `size` members for a few steps in this process and return its peak memory."""
+def measure(size: int, micro_batch_tokens: int, steps: int) -> dict[str, float]:
+    """Train `size` members for so many steps in this process and return its peak memory."""
     from evogrpo import GRPO, evolve
     from evogrpo.envs.prompts.builtin import TASKS
     from evogrpo.evolution.strategies import Fixed
@@ -41,7 +41,7 @@ def measure(size: int, micro_batch_tokens: int) -> dict[str, float]:
             progress=False,
             strategy=Fixed(),
             generations=1,
-            steps_per_generation=3,
+            steps_per_generation=steps,
             samples_per_step=16,
             test_questions=0,
             run_dir=Path(folder) / "run",
@@ -56,16 +56,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--micro-batch-tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=3, help="learning steps before the evaluation")
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one is not None:
         warnings.simplefilter("ignore")
-        print(json.dumps(measure(arguments.one, arguments.micro_batch_tokens)))
+        print(json.dumps(measure(arguments.one, arguments.micro_batch_tokens, arguments.steps)))
         return
     results = []
     for size in arguments.sizes:
         budget = str(arguments.micro_batch_tokens)
         command = [sys.executable, __file__, "--one", str(size), "--micro-batch-tokens", budget]
+        command += ["--steps", str(arguments.steps)]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         results.append(json.loads(printed.splitlines()[-1]))
     print("members | peak memory | against the first")

@@ -72,6 +72,7 @@ class Bench:
         threads: Threads for every system alike.
         steps: Learning steps to measure in a run, after one that is left out.
         setting: Key of `workload.SETTINGS`.
+        micro_batches: By contestant, those that are tried in place of its own.
     """
 
     folder: Path
@@ -80,6 +81,7 @@ class Bench:
     threads: int
     steps: int
     setting: str
+    micro_batches: Mapping[str, tuple[int, ...]]
 
     def run(self, name: str, precision: str, micro_batch: int, label: str) -> dict[str, Any]:
         """Run one contestant once, alone on the machine as far as this script decides.
@@ -158,7 +160,7 @@ def measure(bench: Bench, rows: Sequence[Row], rounds: int) -> Iterator[dict[str
     }
     chosen = {}
     for row in rows:
-        candidates = CONTESTANTS[row[0]].micro_batches
+        candidates = bench.micro_batches.get(row[0], CONTESTANTS[row[0]].micro_batches)
         trials = result["trials"][" ".join(row)]
         for micro_batch in candidates if len(candidates) > 1 else ():
             trials.append(bench.run(*row, micro_batch, f"trial-{micro_batch}"))
@@ -214,6 +216,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     scratch.replace(path)
 
 
+def tried(words: str) -> tuple[str, tuple[int, ...]]:
+    """Read NAME=N,N as a contestant and its micro-batches."""
+    name, _, sizes = words.partition("=")
+    if name not in CONTESTANTS or not all(size.isdigit() and int(size) for size in sizes.split(",")):
+        raise argparse.ArgumentTypeError(f"must be like trl=8 or evogrpo-8=16,64, got {words!r}")
+    return name, tuple(int(size) for size in sizes.split(","))
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--systems", nargs="+", choices=CONTESTANTS, default=DEFAULT_SYSTEMS, metavar="NAME",
@@ -225,6 +235,8 @@ def parse_arguments() -> argparse.Namespace:
                         help=f"of the base model, of {', '.join(workload.PRECISIONS)}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, help="times that each system is run, in turn with the others")
     parser.add_argument("--steps", type=int, default=3, help="learning steps measured in a run, after one left out")
+    parser.add_argument("--micro-batches", nargs="+", type=tried, default=[], metavar="NAME=N[,N]",
+                        help="those that are tried for a system; a single one is taken without trial")  # fmt: skip
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads for every system alike")
     parser.add_argument("--cache", type=Path, default=HERE.parent / ".peers", help="folder for environments and logs")
     parser.add_argument("--constraints", type=Path, default=REPOSITORY / "constraints.txt", help="file that pins torch")
@@ -254,6 +266,7 @@ def main() -> None:
             threads=arguments.threads,
             steps=arguments.steps,
             setting=setting,
+            micro_batches=dict(arguments.micro_batches),
         )
         for result in measure(bench, rows, arguments.rounds):
             results[setting] = result

@@ -17,7 +17,7 @@ from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
 CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept
-ENOUGH_ROWS, ENOUGH_TOKENS = 128, 16_384  # of which a CPU takes no more at once: twice as many gain 6 to 9 %
+ENOUGH_ROWS, ENOUGH_TOKENS = 128, 16_384  # of which a CPU takes no more at once: twice as many gain 6 to 10 %
 
 Stamp = tuple[int, int] | None
 """Which weights a row was run under: slot and count of changes, or None for the base."""
