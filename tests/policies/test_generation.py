@@ -240,6 +240,12 @@ def test_neither_the_order_nor_the_company_nor_the_waves_matter(architecture, sh
             assert torch.equal(getattr(got, field), getattr(expected, field)[order]), field
 
 
+def test_a_cpu_samples_fewer_rows_at_once_than_there_is_room_for():
+    for device, width, rows in (("cuda", 64, 512), ("cpu", 64, 256), ("cpu", 256, 128), ("cpu", 1024, 32)):
+        assert sampling.rows_at_once(width, device) == rows
+    assert sampling.rows_at_once(10**6, "cpu") == 1
+
+
 def test_the_same_rows_twice_are_the_same_bit_for_bit():
     bank = different_members(MODEL, 3)
     one, other = (bank.sample(make_rows(range(3))) for _ in range(2))
