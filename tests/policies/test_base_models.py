@@ -227,6 +227,7 @@ def test_a_gguf_file_is_converted_once_and_is_the_same_model(gguf_file, cache):
     loaded = load_base(path)
     torch.testing.assert_close(logits(loaded.model), logits(model), rtol=1e-4, atol=1e-4)
     assert loaded.source == str(path)
+    assert loaded.tokenizer.eos_token_id == EOS
     (converted,) = (cache / "models").iterdir()
     stamps = {file.name: file.stat().st_mtime_ns for file in converted.iterdir()}
     assert "SHA256SUMS" in stamps
