@@ -2,6 +2,7 @@
 
 import gymnasium
 import pytest
+from packaging.version import Version
 
 from evogrpo import train
 from evogrpo.cli import main
@@ -22,6 +23,8 @@ def plan(capsys, *arguments):
 
 @pytest.mark.parametrize("name", preset_ids())
 def test_a_preset_is_a_configuration_of_its_environment_and_changes_it(name):
+    if name == "Taxi-v4" and Version(gymnasium.__version__) < Version("1.3"):
+        pytest.skip("Gymnasium has Taxi-v4 from 1.3 on")
     usual, chosen = (packaged_values(name, with_preset=asked) for asked in (False, True))
     assert gymnasium.spec(name).id == name
     config = parse_config(chosen)

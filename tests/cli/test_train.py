@@ -287,14 +287,14 @@ def test_datasets_of_every_kind_read_alike(project, here, capsys):
 
 def test_the_form_of_trl_takes_several_weighted_rewards(project, here):
     Path("rows.json").write_text(json.dumps([{"prompt": f"{a}+{b}=", "want": a} for a in range(12) for b in range(12)]))
-    Path("trl.py").write_text(
+    Path("scores.py").write_text(
         "def length(completions, **_):\n    return [float(len(text)) for text in completions]\n"
         "def wanted(completions, want, **_):\n    return [float(value) for value in want]\n"
     )
     config = load_config(
         project / "tiny.yaml",
         [
-            "task={dataset: {train: rows.json}, form: trl, reward: ['trl.py:length', 'trl.py:wanted']}",
+            "task={dataset: {train: rows.json}, form: trl, reward: ['scores.py:length', 'scores.py:wanted']}",
             "task.reward_weights=[2, 10]",
         ],
     )

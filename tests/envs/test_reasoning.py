@@ -81,7 +81,8 @@ def test_a_folder_of_that_name_is_not_the_package(tmp_path):
     package = tmp_path / "reasoning_gym"
     package.mkdir()
     (package / "__init__.py").write_text("open('ran', 'w')")
-    code = "import sys; from evogrpo.cli import main; sys.exit(main(['tasks']))"
+    behind = "import sys; sys.path.append(sys.path.pop(0))"  # where the command puts the working directory
+    code = f"{behind}; from evogrpo.cli import main; sys.exit(main(['tasks']))"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, check=True, capture_output=True)
     if not is_installed():  # else the package itself is found first
