@@ -11,12 +11,15 @@ PIP  := $(BIN)/python -m pip --disable-pip-version-check --quiet
 USER_STAMP := $(VENV)/.installed
 DEV_STAMP  := $(VENV)/.installed-dev
 DOCS_STAMP := $(VENV)/.installed-docs
+LOWEST := .venv-lowest
+LOWEST_STAMP := $(LOWEST)/.installed
 
 # One thread for each test process: more of them fight over the cores. Tests never reach for a model hub.
 PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=$${THREADS:-1} $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev demo test test-cpus test-slow test-gpu soak tutorials tutorials-short docs lint format clean
+.PHONY: help install dev demo test test-cpus test-lowest test-slow test-gpu soak tutorials tutorials-short docs lint \
+	format clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | awk -F'|' '{ printf "  make %-15s %s\n", $$1, $$2 }'
@@ -43,6 +46,13 @@ $(DEV_STAMP): $(USER_STAMP)
 
 $(DOCS_STAMP): $(USER_STAMP)
 	$(PIP) install -c constraints.txt -e ".[docs,demo]"
+	@touch $@
+
+# The outside oracles of the losses are left out: they ask for newer packages than we do.
+$(LOWEST_STAMP): pyproject.toml constraints-lowest.txt
+	$(PYTHON) -m venv $(LOWEST)
+	$(LOWEST)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-lowest.txt \
+		-e ".[demo,datasets,optuna,pandas,video]" hypothesis mpe2 pytest pytest-xdist stable-baselines3
 	@touch $@
 
 install: $(USER_STAMP)  ## create .venv with what the demo needs
@@ -72,6 +82,9 @@ test-cpus: $(DEV_STAMP)  ## run the suite under every kind of CPU arithmetic thi
 	done; \
 	if [ -n "$$failed" ]; then echo "The suite failed under (instruction set:threads:option):$$failed" >&2; exit 1; fi; \
 	echo "The suite passes under all of them."
+
+test-lowest: $(LOWEST_STAMP)  ## run the suite with the lowest versions that pyproject.toml allows
+	$(subst $(BIN)/,$(LOWEST)/bin/,$(PYTEST)) -n $(WORKERS) -q $(ARGS)
 
 test-slow: $(DEV_STAMP)  ## run the tests on a real model
 	$(PYTEST) -m "slow and not gpu" $(ARGS)
@@ -107,6 +120,6 @@ format: $(DEV_STAMP)  ## rewrite the code in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:  ## remove .venv, caches and build folders; runs/ stays
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+clean:  ## remove environments, caches and build folders; runs/ stays
+	rm -rf $(VENV) $(LOWEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,12 +2,15 @@
 
 import ast
 import importlib.metadata
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import evogrpo
 
@@ -61,6 +64,19 @@ def test_public_names_are_listed_and_told_to_type_checkers():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="GPRO"):
         evogrpo.GPRO  # noqa: B018
+
+
+def test_the_lowest_versions_that_are_tried_are_those_that_are_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    asked = {"": project["dependencies"], **project["optional-dependencies"]}
+    bounds = [(extra, *each.lower().split(">=")) for extra, group in asked.items() for each in group]
+    lines = (ROOT / "constraints-lowest.txt").read_text(encoding="utf-8").splitlines()
+    tried = dict(line.lower().split("==") for line in lines if line and not line.startswith("#"))
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (extras,) = re.findall(r'-c constraints-lowest\.txt[^.]*"\.\[(.*)\]"', makefile)
+    assert tried.keys() >= {name for extra, name, _ in bounds if extra in ("", *extras.split(","))}
+    for name in tried.keys() - {"torch"}:
+        assert Version(tried[name]) == min(Version(lowest) for _, other, lowest in bounds if other == name), name
 
 
 def test_the_version_is_the_same_everywhere():
