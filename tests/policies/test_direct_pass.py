@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from evogrpo.functional import products
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import generation
 from evogrpo.policies.tokens.engine.direct import attention, columns, decoding
@@ -137,6 +138,17 @@ def test_values_gradients_and_samples_are_those_of_the_models_own_pass(architect
     assert_same(*both(built(KNOWN[architecture])), rows)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+@pytest.mark.parametrize("architecture", ["llama, tied", "llama, biases everywhere", "gemma3"])
+def test_nor_does_it_matter_which_library_multiplies(architecture, both, monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_quicker", lambda: True)
+    monkeypatch.setattr(products, "LEAST", 0)
+    fast, slow = both(built(KNOWN[architecture]))
+    with Products() as asked:
+        assert_same(fast, slow, make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,))))
+    assert asked.of_onednn
+
+
 @pytest.mark.parametrize("architecture", ["mistral, window", "qwen2, yarn"])
 def test_prompts_that_begin_alike_are_the_same(architecture, both):
     rows = make_rows(range(SIZE), tokens=7, prompts=tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,))))
@@ -240,6 +252,16 @@ def test_rows_in_any_order_continue_their_prompts():
 
 
 # ---- waiting
+
+
+class Products(TorchDispatchMode):
+    """Notes whether oneDNN is asked for one in float32."""
+
+    of_onednn = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of_onednn |= "mkldnn._linear_pointwise" in str(func)
+        return func(*args, **kwargs or {})
 
 
 class Asking(TorchDispatchMode):

@@ -167,7 +167,7 @@ def _choose(
     tokens = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
     log_probs = torch.zeros(hidden.shape[0], device=hidden.device)
     for start in range(0, hidden.shape[0], ROWS_OF_LOGITS):
-        logits = model.head(hidden[start : start + ROWS_OF_LOGITS])
+        logits = model.logits(hidden[start : start + ROWS_OF_LOGITS])
         for rows in tiles(logits):
             part = slice(start + rows.start, start + rows.stop)
             heard = None if said is None else said[part]

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.functional.products import product
 from evogrpo.policies.tokens.bases.parts import parted
 from evogrpo.policies.tokens.bases.quantised import check_gradients_pass
 from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
@@ -314,6 +315,11 @@ class CausalModel:
             return DirectDecoding(self._direct, prefix, rows, slots, room, route)
         return CachedDecoding(self.run, prefix, rows, slots, room, route)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits; see `TokenModel.logits`."""
+        weight = self._matrix(hidden)
+        return self.head(hidden) if weight is None else product(hidden, weight)
+
     def score(
         self,
         hidden: Tensor,
@@ -335,8 +341,12 @@ class CausalModel:
             forbidden_ids,
             chunk,
             entropy_gradient=entropy_gradient,
-            weight=None if self._direct is None else matrix_of(self.head, hidden),
+            weight=self._matrix(hidden),
         )
+
+    def _matrix(self, hidden: Tensor) -> Tensor | None:
+        """Return the matrix `[v, h]` that the direct pass multiplies hidden states with, where that is all there is."""
+        return None if self._direct is None else matrix_of(self.head, hidden)
 
     def _probe_padding(self) -> None:
         """Refuse a model for which padding on the left changes the hidden states."""

@@ -47,7 +47,6 @@ class TokenModel(Protocol[P]):
         device: Where it runs.
         context: Most tokens of a sequence; None = no limit.
         shares_prefix: Whether rows that continue one prompt share its pass.
-        head: Maps hidden states `[m, h]` to logits `[m, v]`.
         autocast: Makes the context, for mixed precision, that passes run in; losses are outside.
     """
 
@@ -55,7 +54,6 @@ class TokenModel(Protocol[P]):
     device: torch.device
     context: int | None
     shares_prefix: bool
-    head: Callable[[Tensor], Tensor]
     autocast: Callable[[], AbstractContextManager[None]]
 
     @property
@@ -143,6 +141,10 @@ class TokenModel(Protocol[P]):
             room: Most calls of `Decoding.advance`.
             route: Directs rows to weights.
         """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[m, v]`, given hidden states `[m, h]`, without gradients."""
         ...
 
     def score(

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from evogrpo.functional.products import add_product, product
 from evogrpo.policies.tokens.engine.direct.linears import Named, columns_of
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer, Norm
@@ -79,8 +80,8 @@ class ColumnPasses:
         """Add what one layer makes of `[h, n]` to it."""
         layer, (kv, rep), width = self.parts.layers[number], self.parts.heads, self.parts.width
         self._passes.gather(layer.module)
-        made = self._products(self._read(hidden, layer.before_attention), layer.projections)
-        heads, v = made[: -kv * width].view(kv * (rep + 1), width, -1), made[-kv * width :].view(kv, width, -1)
+        q, k, v = self._products(self._read(hidden, layer.before_attention), layer.projections)
+        heads, v = torch.cat([q, k]).view(kv * (rep + 1), width, -1), v.view(kv, width, -1)
         if layer.head_norms is not None:
             own = heads.split([kv * rep, kv])
             norms = zip(own, layer.head_norms, strict=True)
@@ -88,9 +89,11 @@ class ColumnPasses:
         heads = _turned(heads, *turns[layer.kind])
         q = heads[: kv * rep].view(kv, rep, width, -1).permute(0, 3, 1, 2).contiguous()
         attended = attend(number, layer, q, heads[kv * rep :], v)
-        hidden += _added(self._products(attended.T, [layer.output]), layer.after_attention)
-        gate, up = self._products(self._read(hidden, layer.before_mlp), layer.gates).chunk(2)
-        hidden += _added(self._products(self.parts.activation.into(gate).mul_(up), [layer.down]), layer.after_mlp)
+        (out,) = self._products(attended.T, [layer.output])
+        hidden += _added(out, layer.after_attention)
+        gate, up = self._products(self._read(hidden, layer.before_mlp), layer.gates)
+        (down,) = self._products(self.parts.activation.into(gate).mul_(up), [layer.down])
+        hidden += _added(down, layer.after_mlp)
 
     def ended(self, hidden: Tensor) -> Tensor:
         """Return final hidden states `[h, n]`, given what the last layer left."""
@@ -100,16 +103,9 @@ class ColumnPasses:
         """Return what products read, in their precision."""
         return hidden.to(self.parts.last.dtype) if norm is None else _normed(hidden, norm)
 
-    def _products(self, x: Tensor, layers: Sequence[Named]) -> Tensor:
-        """Return what layers make of `[in, n]`, one below the other."""
-        sizes = [layer.out_features for _, layer in layers]
-        made = x.new_empty((sum(sizes), x.shape[1]))
-        parts = made.split(sizes)
-        for (_, layer), out in zip(layers, parts, strict=True):
-            if layer.bias is None:
-                torch.mm(layer.weight, x, out=out)
-            else:
-                torch.addmm(layer.bias[:, None], layer.weight, x, out=out)
+    def _products(self, x: Tensor, layers: Sequence[Named]) -> list[Tensor]:
+        """Return what layers make of `[in, n]`, each `[out, n]`."""
+        parts = [_product(layer, x) for _, layer in layers]
         if isinstance(self._view, RoutedAdapters):
             for adapters in self._acting(self._view, layers, x):
                 _add(x, parts, adapters)
@@ -118,7 +114,7 @@ class ColumnPasses:
             for (name, _), out in zip(layers, parts, strict=True):
                 if name in self._passes.changed:
                     out.copy_(self._view(name, whole, out.T[:, None].contiguous())[:, 0].T)
-        return made
+        return parts
 
     def _acting(self, view: RoutedAdapters, layers: Sequence[Named], x: Tensor) -> list[_Adapters]:
         """Return what acts on layers that read `[in, n]`, found once."""
@@ -141,6 +137,15 @@ def _by_run(joined: Joined) -> list[_Adapters]:
         )
         for rows, own, _ in runs
     ]
+
+
+def _product(layer: nn.Linear, x: Tensor) -> Tensor:
+    """Return what a layer makes of `[in, n]`."""
+    if layer.bias is None:
+        return product(layer.weight, x.T)
+    out = layer.bias[:, None].repeat(1, x.shape[1])
+    add_product(out, layer.weight, x.T)
+    return out
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from evogrpo.functional.products import add_product, product
 from evogrpo.policies.tokens.weights.low_rank import Joined, Pieces, RoutedAdapters, Run
 from evogrpo.policies.tokens.weights.weights import View
 
@@ -30,7 +30,7 @@ def projected(
         return _Linears.apply(x, [layer for _, layer in layers], None)  # type: ignore[no-any-return]
     names = tuple(name for name, _ in layers)
     if isinstance(view, RoutedAdapters) and not torch.is_grad_enabled():
-        outputs = [linear(x, layer.weight, layer.bias) for _, layer in layers]
+        outputs = [product(x, layer.weight, layer.bias) for _, layer in layers]
         joined = view.joined(names, len(x), x.dtype)
         if joined is not None:
             _add(x, outputs, joined)
@@ -40,7 +40,7 @@ def projected(
         leaves = [] if pieces is None else pieces.leaves
         return _Linears.apply(x, [layer for _, layer in layers], pieces, *leaves)  # type: ignore[no-any-return]
     whole = x.unflatten(0, (rows, -1))
-    own = ((name, linear(whole, layer.weight, layer.bias)) for name, layer in layers)
+    own = ((name, product(whole, layer.weight, layer.bias)) for name, layer in layers)
     return [(view(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
 
 
@@ -77,7 +77,7 @@ class _Linears(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, layers: Sequence[nn.Linear], pieces: Pieces | None, *leaves: Tensor
     ) -> tuple[Tensor, ...]:
-        outputs = tuple(linear(x, layer.weight, layer.bias) for layer in layers)
+        outputs = tuple(product(x, layer.weight, layer.bias) for layer in layers)
         low = None if pieces is None else _add(x, outputs, pieces.joined(leaves, x.dtype))
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.pieces = layers, pieces
@@ -91,7 +91,10 @@ class _Linears(torch.autograd.Function):
         into: Tensor | None = None
         for layer, slope in zip(ctx.layers, slopes, strict=True):
             if ctx.needs_input_grad[0] and slope is not None:
-                into = slope @ layer.weight if into is None else into.addmm_(slope, layer.weight)
+                if into is None:
+                    into = product(slope, layer.weight.T)
+                else:
+                    add_product(into, slope, layer.weight.T)
         if ctx.pieces is None:
             return into, None, None
         return into, None, None, *_backward(x, low, slopes, ctx.pieces.joined(leaves, x.dtype), into, leaves[0].dtype)

@@ -1,0 +1,91 @@
+"""Products by either library, against float64, and who is asked."""
+
+import pytest
+import torch
+
+from evogrpo.functional import products
+from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.functional.products import add_product, by_onednn, product
+
+EPS = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(params=[False, True], ids=["mkl", "onednn"])
+def library(request, monkeypatch):
+    """Ask one of the two, whatever this CPU is."""
+    if request.param and not torch.backends.mkldnn.is_available():
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(products, "onednn_is_quicker", lambda: request.param)
+    monkeypatch.setattr(products, "LEAST", 0)
+
+
+def operands(rows, width=24, out=40):
+    rng = torch.Generator().manual_seed(rows)
+    return (torch.randn(*shape, generator=rng) for shape in ((rows, width), (out, width), (out,), (rows, out)))
+
+
+def assert_rounded(got, x, weight, *added):
+    """Compare with float64: every number is a sum of so many terms, each rounded once or twice."""
+    terms = x.shape[1] + len(added) + 1
+    expected = x.double() @ weight.double().T + sum(each.double() for each in added)
+    sizes = x.double().abs() @ weight.double().abs().T + sum(each.double().abs() for each in added)
+    assert bool(((got.double() - expected).abs() <= terms * EPS * sizes).all())
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+def test_products_are_rounded_sums_of_products(rows):
+    x, weight, bias, into = operands(rows)
+    with torch.no_grad():
+        assert_rounded(product(x, weight), x, weight)
+        assert_rounded(product(x, weight, bias), x, weight, bias.expand(rows, -1))
+        assert_rounded(product(weight, x), weight, x)  # tokens as columns
+        assert_rounded(product(x, weight.T.contiguous().T), x, weight)  # of any order in memory
+        assert_rounded(product(x.T.contiguous().T, weight), x, weight)
+        before = into.clone()
+        add_product(into, x, weight)
+        assert_rounded(into, x, weight, before)
+
+
+@pytest.mark.usefixtures("library")
+def test_products_carry_gradients_where_these_are_recorded():
+    x, weight, bias, slope = operands(5)
+    (product(x.requires_grad_(), weight, bias) * slope).sum().backward()
+    assert_rounded(x.grad, slope, weight.T)
+
+
+@pytest.mark.usefixtures("library")
+def test_rows_of_logits_that_are_made_at_once_change_nothing_but_rounding(monkeypatch):
+    x, weight, _, _ = operands(9)
+    targets, temperature = torch.arange(9), torch.ones(9)
+    nothing = torch.zeros(9, dtype=torch.bool), torch.zeros(0, dtype=torch.long)
+    monkeypatch.setattr("evogrpo.functional.log_probs.BY_ONEDNN", 2)
+    hidden = x.requires_grad_()
+    found, entropies = chunked_log_probs(hidden, torch.nn.Identity(), targets, temperature, *nothing, 9, weight=weight)
+    expected = (hidden.double() @ weight.double().T).log_softmax(1)
+    torch.testing.assert_close(found, expected.diagonal().float(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(1).float().detach(), rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(each.sum(), hidden)[0] for each in (found, expected.diagonal())]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_onednn_is_asked_for_large_matrices_of_float32_alone_on_cpus_that_gain_by_it(monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_quicker", lambda: True)
+    few, many = torch.zeros(2, 64), torch.zeros(products.LEAST // 64, 64)
+    assert by_onednn(few, many)
+    assert by_onednn(many, few)
+    assert not by_onednn(few, many[1:])
+    assert not by_onednn(few.bfloat16(), many.bfloat16())
+    assert not by_onednn(few.to("meta"), many.to("meta"))
+    monkeypatch.setattr(products, "onednn_is_quicker", lambda: False)
+    assert not by_onednn(few, many)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "expected"),
+    [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
+)
+def test_cpus_that_gain_are_amds_with_avx512(vendor, capability, expected, monkeypatch):
+    monkeypatch.setattr(products.Path, "read_text", lambda path, **how: f"vendor_id\t: {vendor}\n")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert products.onednn_is_quicker.__wrapped__() is (expected and torch.backends.mkldnn.is_available())
