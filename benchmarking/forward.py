@@ -8,7 +8,8 @@ learning (forward, backward and AdamW) and for both, and the medians of the rati
 precision, and float32 / bfloat16 of the direct pass. `--prompt`, `--completion` and `--group` change the shape.
 
 A second table says at what part of the rate of matrix products the direct pass runs: products of the same shapes with
-the same weights, and nothing else, take their turn in every round, in whichever order of the factors is faster.
+the same weights, and nothing else, take their turn in every round, in whichever order of the factors and by whichever
+library is faster.
 """
 
 import argparse
@@ -24,6 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from torch import Tensor
 
+from evogrpo.functional.products import product
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.models import load_base
@@ -105,6 +107,7 @@ def one_step(bank: AdapterBank, rows: Rows) -> Seconds:
     return {"sampling": sampled - began, "learning": learnt - sampled, "both": learnt - began}
 
 
+@torch.no_grad()
 def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
     """Return the processor seconds of a step's products with the base's weights alone, prompts run once a member."""
     model = bank.base.model
@@ -121,7 +124,12 @@ def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
             {width: weights[0].new_ones((tokens, width)) for width in {weight.shape[side] for weight in weights}}
             for side in (1, 0)
         )
-        ways = [lambda weight: inside[weight.shape[1]] @ weight.T, lambda weight: weight @ inside[weight.shape[1]].T]
+        ways = [
+            lambda weight: torch.mm(inside[weight.shape[1]], weight.T),
+            lambda weight: torch.mm(weight, inside[weight.shape[1]].T),
+            lambda weight: product(inside[weight.shape[1]], weight),
+            lambda weight: product(weight, inside[weight.shape[1]]),
+        ]
         taken = list[float]()
         for way in ways:
             began = time.process_time()
@@ -129,7 +137,7 @@ def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
                 for weight in weights:
                     way(weight)
                     if back:
-                        outside[weight.shape[0]] @ weight
+                        product(outside[weight.shape[0]], weight.T)
             taken.append(time.process_time() - began)
         return min(taken)
 
