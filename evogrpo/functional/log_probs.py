@@ -5,11 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+from torch.nn.functional import pad
 
-from evogrpo.functional.products import by_onednn, product
-
-BY_ONEDNN = 128
-"""Rows of logits that oneDNN makes at once: quickest of 32 to 1,024, as the memory of fewer is used again."""
+from evogrpo.functional.products import FEW, WHOLE, by_onednn, product
 
 TILE = 1 << 17
 """Numbers that several passes in a row work on: a megabyte with what they make of them, in float32."""
@@ -52,8 +50,8 @@ def chunked_log_probs(
         `hidden`.
     """
     wanted = hidden.requires_grad and torch.is_grad_enabled()
-    if weight is not None and by_onednn(hidden, weight):
-        chunk = min(chunk, BY_ONEDNN)
+    if weight is not None and by_onednn(FEW, hidden, weight):
+        chunk = min(chunk, FEW)  # quickest of 32 to 1,024, as the memory of fewer is used again
     through = _Called(head, wanted) if weight is None else _Product(weight, min(chunk, len(hidden)), hidden.dtype)
     log_probs, entropies = _ChunkedLogProbs.apply(
         hidden if wanted else hidden.detach(),
@@ -96,13 +94,14 @@ class _Product:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits `[c, v]` of `[c, h]`."""
-        if by_onednn(hidden, self._weight):
-            return product(hidden, self._weight)
+        if by_onednn(FEW, hidden, self._weight):
+            return product(pad(hidden, (0, 0, 0, -len(hidden) % WHOLE)), self._weight)[: len(hidden)]
         return torch.mm(hidden, self._weight.T, out=self._buffer[: len(hidden)])
 
     def back(self, slope: Tensor, *, last: bool) -> Tensor:
         """Return the gradient `[c, h]`, given that of logits."""
-        return product(slope, self._weight.T)
+        # What is left of a micro-batch after whole chunks may be of any number of rows.
+        return slope @ self._weight if len(slope) % WHOLE else product(slope, self._weight.T)
 
 
 class _ChunkedLogProbs(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """Products with frozen weights, by whichever of torch's libraries is quicker at them on this CPU.
 
 In float32 torch multiplies with MKL, which is Intel's. On AMD's CPUs with AVX-512 oneDNN, which comes with torch too,
-is quicker: a tenth where there are many rows, three times and more where few rows meet many weights.
+is quicker: a tenth where there are many tokens, three times and more where few tokens meet many weights. It writes a
+program for every shape of a product, half a megabyte each, so it is not asked for any number of tokens.
 """
 
 import platform
@@ -15,35 +16,58 @@ from torch.nn.functional import linear
 LEAST = 1 << 18
 """Numbers in the larger matrix from which on oneDNN is asked: what smaller ones gain is less than asking takes."""
 
+FEW, WHOLE = 128, 32
+"""oneDNN is asked for products of few tokens, however many, and of more where these are a multiple of `WHOLE`."""
+
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b `[m, out]`, without gradients where oneDNN multiplies, which it does where none are recorded.
+    """Return x W^T + b `[m, out]` of tokens `[m, in]`; where gradients are recorded MKL is asked, as oneDNN gives none.
 
     Args:
         x: `[m, in]`.
         weight: `[out, in]`, in any order in memory.
         bias: `[out]`.
     """
-    if torch.is_grad_enabled() or not by_onednn(x, weight):
+    if torch.is_grad_enabled() or not by_onednn(len(x), x, weight):
         return linear(x, weight, bias)
-    found: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
-    return found
+    return _onednn(x, weight, bias)
 
 
 def add_product(into: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add x W^T to `[m, out]`, rounded once where that is what the product is held in; see `product`."""
-    if not torch.is_grad_enabled() and by_onednn(x, weight):
-        into += product(x, weight)
+    """Add x W^T to `[m, out]`, in place; see `product`."""
+    if by_onednn(len(x), x, weight):
+        into += _onednn(x, weight)
     else:
-        into.addmm_(x, weight.T)
+        into.addmm_(x, weight.T)  # rounded once
 
 
-def by_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Tell whether oneDNN is quicker than MKL at a product of these."""
+def product_of_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return W x + b `[out, n]` of tokens as columns `[in, n]`, without gradients.
+
+    Args:
+        weight: `[out, in]`.
+        x: `[in, n]`.
+        bias: `[out]`.
+    """
+    if not by_onednn(x.shape[1], x, weight):
+        return torch.mm(weight, x) if bias is None else torch.addmm(bias[:, None], weight, x)
+    made = _onednn(weight, x.T)
+    return made if bias is None else made.add_(bias[:, None])
+
+
+def lacking(tokens: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Return how many rows of zeros make so many tokens a number that oneDNN is asked for, where it multiplies."""
+    asked = device.type == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_quicker()))
+    return -tokens % WHOLE if asked and tokens > FEW else 0
+
+
+def by_onednn(tokens: int, x: Tensor, weight: Tensor) -> bool:
+    """Tell whether oneDNN is asked for a product in float32."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
         and max(x.numel(), weight.numel()) >= LEAST
+        and (tokens <= FEW or tokens % WHOLE == 0)
         and onednn_is_quicker()
     )
 
@@ -61,3 +85,8 @@ def _made_by_amd() -> bool:
     except OSError:
         told = platform.processor()  # where there is no such file, as on Windows
     return "AuthenticAMD" in told
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return made

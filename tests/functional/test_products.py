@@ -5,7 +5,7 @@ import torch
 
 from evogrpo.functional import products
 from evogrpo.functional.log_probs import chunked_log_probs
-from evogrpo.functional.products import add_product, by_onednn, product
+from evogrpo.functional.products import add_product, by_onednn, lacking, product, product_of_columns
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -39,7 +39,8 @@ def test_products_are_rounded_sums_of_products(rows):
     with torch.no_grad():
         assert_rounded(product(x, weight), x, weight)
         assert_rounded(product(x, weight, bias), x, weight, bias.expand(rows, -1))
-        assert_rounded(product(weight, x), weight, x)  # tokens as columns
+        assert_rounded(product_of_columns(weight, x.T).T, x, weight)
+        assert_rounded(product_of_columns(weight, x.T.contiguous(), bias).T, x, weight, bias.expand(rows, -1))
         assert_rounded(product(x, weight.T.contiguous().T), x, weight)  # of any order in memory
         assert_rounded(product(x.T.contiguous().T, weight), x, weight)
         before = into.clone()
@@ -59,7 +60,8 @@ def test_rows_of_logits_that_are_made_at_once_change_nothing_but_rounding(monkey
     x, weight, _, _ = operands(9)
     targets, temperature = torch.arange(9), torch.ones(9)
     nothing = torch.zeros(9, dtype=torch.bool), torch.zeros(0, dtype=torch.long)
-    monkeypatch.setattr("evogrpo.functional.log_probs.BY_ONEDNN", 2)
+    monkeypatch.setattr("evogrpo.functional.log_probs.FEW", 4)
+    monkeypatch.setattr("evogrpo.functional.log_probs.WHOLE", 2)
     hidden = x.requires_grad_()
     found, entropies = chunked_log_probs(hidden, torch.nn.Identity(), targets, temperature, *nothing, 9, weight=weight)
     expected = (hidden.double() @ weight.double().T).log_softmax(1)
@@ -72,13 +74,27 @@ def test_rows_of_logits_that_are_made_at_once_change_nothing_but_rounding(monkey
 def test_onednn_is_asked_for_large_matrices_of_float32_alone_on_cpus_that_gain_by_it(monkeypatch):
     monkeypatch.setattr(products, "onednn_is_quicker", lambda: True)
     few, many = torch.zeros(2, 64), torch.zeros(products.LEAST // 64, 64)
-    assert by_onednn(few, many)
-    assert by_onednn(many, few)
-    assert not by_onednn(few, many[1:])
-    assert not by_onednn(few.bfloat16(), many.bfloat16())
-    assert not by_onednn(few.to("meta"), many.to("meta"))
+    assert by_onednn(2, few, many)
+    assert by_onednn(len(many), many, few)
+    assert not by_onednn(2, few, many[1:])
+    assert not by_onednn(2, few.bfloat16(), many.bfloat16())
+    assert not by_onednn(2, few.to("meta"), many.to("meta"))
     monkeypatch.setattr(products, "onednn_is_quicker", lambda: False)
-    assert not by_onednn(few, many)
+    assert not by_onednn(2, few, many)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_zeros_make_many_tokens_a_number_that_onednn_is_asked_for(dtype, monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_quicker", lambda: True)
+    large, cpu = torch.zeros(products.LEAST, 1), torch.device("cpu")
+    for tokens in range(1, 300):
+        rest = lacking(tokens, dtype, cpu)
+        assert 0 <= rest < products.WHOLE
+        assert by_onednn(tokens + rest, large, large)
+        assert by_onednn(tokens, large, large) == (rest == 0)
+    assert lacking(129, dtype, torch.device("meta")) == 0
+    monkeypatch.setattr(products, "onednn_is_quicker", lambda: False)
+    assert lacking(129, torch.float32, cpu) == 0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
 ROWS_OF_LOGITS = 128
+EIGHT = 8
 COMPACT_BELOW = 0.75  # copying the cache pays when at least a quarter of its rows have ended
 LOOK_EVERY = {"cpu": 1}
 """After how many tokens it is asked which rows have ended, by the kind of device: 8 where that means to wait for it."""
@@ -122,13 +123,20 @@ def generate(
             if alive == 0 or step == width - 1:
                 set_aside(torch.arange(len(carried), device=device), carried, step)
                 break
-            if alive <= COMPACT_BELOW * len(carried):
-                gone, left = (~live).nonzero()[:, 0], live.nonzero()[:, 0]
+            if _staying(alive) <= COMPACT_BELOW * len(carried):
+                ended = (~live).nonzero()[:, 0]
+                staying = live.index_fill(0, ended[: _staying(alive) - alive], value=True)
+                gone, left = (~staying).nonzero()[:, 0], staying.nonzero()[:, 0]
                 set_aside(gone, carried[gone], step)
                 decoding.keep(left)
                 carried, tokens, live = carried[left], tokens[left], live[left]
         hidden = decoding.advance(tokens)
     return aside
+
+
+def _staying(alive: int) -> int:
+    """Return how many rows are carried along, ended ones among them: products come in few shapes then."""
+    return alive if alive < EIGHT else -(-alive // EIGHT) * EIGHT
 
 
 def _read(rows: Rows, device: torch.device) -> Tensor:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from evogrpo.functional.products import add_product, product
+from evogrpo.functional.products import product_of_columns
 from evogrpo.policies.tokens.engine.direct.linears import Named, columns_of
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer, Norm
@@ -105,7 +105,7 @@ class ColumnPasses:
 
     def _products(self, x: Tensor, layers: Sequence[Named]) -> list[Tensor]:
         """Return what layers make of `[in, n]`, each `[out, n]`."""
-        parts = [_product(layer, x) for _, layer in layers]
+        parts = [product_of_columns(layer.weight, x, layer.bias) for _, layer in layers]
         if isinstance(self._view, RoutedAdapters):
             for adapters in self._acting(self._view, layers, x):
                 _add(x, parts, adapters)
@@ -137,15 +137,6 @@ def _by_run(joined: Joined) -> list[_Adapters]:
         )
         for rows, own, _ in runs
     ]
-
-
-def _product(layer: nn.Linear, x: Tensor) -> Tensor:
-    """Return what a layer makes of `[in, n]`."""
-    if layer.bias is None:
-        return product(layer.weight, x.T)
-    out = layer.bias[:, None].repeat(1, x.shape[1])
-    add_product(out, layer.weight, x.T)
-    return out
 
 
 def _normed(x: Tensor, norm: Norm) -> Tensor:

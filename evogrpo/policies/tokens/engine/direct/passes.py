@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers.cache_utils import Cache
 
+from evogrpo.functional.products import lacking
 from evogrpo.policies.tokens.bases.parts import PartedLayers
 from evogrpo.policies.tokens.engine.cache import Prefix
 from evogrpo.policies.tokens.engine.direct.attention import Shared, attended, in_runs
@@ -88,17 +89,19 @@ class DirectPasses:
         """
         read, mask, cache = prompts
         whole = torch.cat([mask[rows], present], dim=1)
-        hidden = torch.cat([self.embedded(part).flatten(0, 1) for part in (read, ids)])
+        parts = [self.embedded(part).flatten(0, 1) for part in (read, ids)]
+        rest = lacking(read.numel() + ids.numel(), parts[0].dtype, ids.device)
+        hidden = torch.cat([*parts, *_nothing(rest, parts[0])])
         turns = [self.turns(mask, read.shape[1]), self.turns(whole, ids.shape[1])]
         within, follow = self._within(mask, read.shape[1], cache), self._following(mask, rows, whole)
 
         def attend(number: int, layer: Layer, first: Heads, later: Heads) -> Tensor:
             made, keys, values = within(number, layer, first)
-            return torch.cat([made, follow(layer, later, keys, values)])
+            return torch.cat([made, follow(layer, later, keys, values), *_nothing(rest, made)])
 
         for number in range(len(self.parts.layers)):
             hidden = self.layer(number, hidden, turns, view, attend)
-        of_prompts, of_rows = hidden.split([read.numel(), ids.numel()])
+        of_prompts, of_rows, _ = hidden.split([read.numel(), ids.numel(), rest])
         last = of_prompts.view(*read.shape, -1)[:, -1]
         return self.ended(last), self.ended(of_rows).view(*ids.shape, -1)
 
@@ -163,7 +166,8 @@ class DirectPasses:
 
         Args:
             number: Which layer.
-            hidden: What it reads: of rows of equally many tokens, then of others, as often as there are turns.
+            hidden: What it reads: of rows of equally many tokens, then of others, as often as there are turns; then,
+                where there is more than one, of rows that are there for the sake of products alone.
             turns: Of each.
             view: The weights that tokens act with.
             attend: What attends.
@@ -206,7 +210,13 @@ def _parts(made: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Sequence[Any
     """Cut what was made of all tokens, each kind into parts of these shapes."""
     if len(shapes) == 1:
         return [made]
-    return list(zip(*(x.split([shape.numel() for shape in shapes]) for x in made), strict=True))
+    sizes = [shape.numel() for shape in shapes]
+    return list(zip(*(x.split([*sizes, len(x) - sum(sizes)])[:-1] for x in made), strict=True))
+
+
+def _nothing(rows: int, like: Tensor) -> list[Tensor]:
+    """Return so many rows of zeros, if any."""
+    return [like.new_zeros((rows, like.shape[1]))] if rows else []
 
 
 def _normed(hidden: Tensor, norm: Norm | None) -> Tensor:
