@@ -8,10 +8,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from evogrpo.policies.tokens import models
+from evogrpo.policies.tokens.bases import conversions
 from evogrpo.policies.tokens.bases.conversions import cache_folder, convert_gguf
 from evogrpo.policies.tokens.models import demo_model_folder, fingerprint, load_base
 from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model, tiny_tokenizer
@@ -255,6 +257,19 @@ def test_a_damaged_conversion_is_noticed_and_done_again(gguf_file, damage):
     assert weights.read_bytes() == whole
     torch.testing.assert_close(logits(load_base(path).model), logits(model), rtol=1e-4, atol=1e-4)
     assert [file.name for file in folder.parent.iterdir()] == [folder.name], "no drafts are left behind"
+
+
+def test_a_conversion_of_an_earlier_transformers_that_read_end_tokens_wrongly_is_done_again(gguf_file, monkeypatch):
+    path, _ = gguf_file
+    folder = convert_gguf(path)
+    before = (folder / "config.json").stat().st_ino
+    told = r"wrong end token, from transformers \d.*; converting tiny-model.gguf again"
+    with monkeypatch.context() as patched:
+        patched.setattr(conversions, "RELIABLE", Version("999"))
+        with pytest.warns(UserWarning, match=told):
+            assert convert_gguf(path) == folder
+    assert (folder / "config.json").stat().st_ino != before
+    convert_gguf(path)  # which is taken as it is now
 
 
 def test_what_killed_conversions_left_is_swept_once_nobody_else_converts(gguf_file, cache, monkeypatch):

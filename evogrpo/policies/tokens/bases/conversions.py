@@ -1,6 +1,7 @@
 """GGUF files as folders that transformers loads at once: converted the first time, and kept in the user's cache."""
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +23,8 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 DRAFT, LOCK = ".draft-", ".converting"
+RELIABLE = Version("5.18")
+"""The first transformers that gives the tokenizer of a GGUF file the file's own end token."""
 
 
 def cache_folder() -> Path:
@@ -46,12 +50,13 @@ def convert_gguf(path: Path) -> Path:
     digest = _sha256(path)
     folder = cache_folder() / "models" / f"{path.stem}-{digest[:16]}"
     if folder.is_dir():
-        if _intact(folder):
+        fault = _fault(folder)
+        if fault is None:
             return folder
-        remark(f"the converted model in {folder} is damaged; converting {path.name} again")
+        remark(f"the converted model in {folder} {fault}; converting {path.name} again")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone(cache_folder()) as alone:
-        if folder.is_dir() and _intact(folder):  # another process was at it meanwhile
+        if folder.is_dir() and _fault(folder) is None:  # another process was at it meanwhile
             return folder
         if alone:  # so whatever is half-done here, nobody is at it any more
             for draft in folder.parent.glob(f"{DRAFT}*"):
@@ -70,7 +75,7 @@ def _convert(path: Path, folder: Path) -> None:
         try:
             draft.rename(folder)
         except OSError:  # another process was faster, where locks do not keep it waiting
-            if not _intact(folder):
+            if _fault(folder) is not None:
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -130,6 +135,14 @@ def quietly() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def _fault(folder: Path) -> str | None:
+    """Return what is wrong with a converted model, None where nothing is."""
+    if not _intact(folder):
+        return "is damaged"
+    version = str(json.loads((folder / "config.json").read_text(encoding="utf-8")).get("transformers_version", "0"))
+    return None if Version(version) >= RELIABLE else f"has the wrong end token, from transformers {version}"
 
 
 def _intact(folder: Path) -> bool:
