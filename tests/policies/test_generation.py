@@ -39,6 +39,24 @@ def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, min_new_tokens=0):
     )
 
 
+def test_once_some_have_left_rows_go_on_as_multiples_of_eight(monkeypatch):
+    bank, counts = different_members(MODEL, 1), []
+    begin = bank.base.decode
+
+    def decode(*args):
+        decoding = begin(*args)
+        advance = decoding.advance
+        decoding.advance = lambda tokens: counts.append(len(tokens)) or advance(tokens)
+        return decoding
+
+    monkeypatch.setattr(bank.base, "decode", decode)
+    rollout = bank.sample(one_prompt(PROMPTS[0], torch.rand(45, 120, generator=torch.Generator().manual_seed(0))))
+    alive = [int(rollout.action_mask[:, step + 1].sum()) for step in range(len(counts))]
+    assert len(set(counts)) >= 3
+    assert set(counts) <= {45, 40, 32, 24, 16, *range(1, 9)}
+    assert all(living <= carried for carried, living in zip(counts, alive, strict=True))
+
+
 # ---- the distribution
 
 

@@ -91,13 +91,13 @@ class DirectPasses:
         whole = torch.cat([mask[rows], present], dim=1)
         parts = [self.embedded(part).flatten(0, 1) for part in (read, ids)]
         rest = lacking(read.numel() + ids.numel(), parts[0].dtype, ids.device)
-        hidden = torch.cat([*parts, *_nothing(rest, parts[0])])
+        hidden = torch.cat([*parts, *_zeros(rest, parts[0])])
         turns = [self.turns(mask, read.shape[1]), self.turns(whole, ids.shape[1])]
         within, follow = self._within(mask, read.shape[1], cache), self._following(mask, rows, whole)
 
         def attend(number: int, layer: Layer, first: Heads, later: Heads) -> Tensor:
             made, keys, values = within(number, layer, first)
-            return torch.cat([made, follow(layer, later, keys, values), *_nothing(rest, made)])
+            return torch.cat([made, follow(layer, later, keys, values), *_zeros(rest, made)])
 
         for number in range(len(self.parts.layers)):
             hidden = self.layer(number, hidden, turns, view, attend)
@@ -214,7 +214,7 @@ def _parts(made: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Sequence[Any
     return list(zip(*(x.split([*sizes, len(x) - sum(sizes)])[:-1] for x in made), strict=True))
 
 
-def _nothing(rows: int, like: Tensor) -> list[Tensor]:
+def _zeros(rows: int, like: Tensor) -> list[Tensor]:
     """Return so many rows of zeros, if any."""
     return [like.new_zeros((rows, like.shape[1]))] if rows else []
 
