@@ -2,7 +2,7 @@
 
 from evogrpo.records.acting import Acted, Actor
 from evogrpo.records.batches import Batch, Experience, moved
-from evogrpo.records.inputs import Inputs, NoInputs, ObservationInputs, TokenInputs, map_tensors
+from evogrpo.records.inputs import Inputs, NoInputs, ObservationInputs, TokenInputs, map_tensors, some_rows
 from evogrpo.records.reports import LearnReport, UpdateReport
 from evogrpo.records.rollouts import Rollout, Rows, SamplingOptions
 from evogrpo.records.transcripts import Transcript
@@ -24,4 +24,5 @@ __all__ = [
     "UpdateReport",
     "map_tensors",
     "moved",
+    "some_rows",
 ]

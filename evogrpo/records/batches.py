@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.outline import outline
-from evogrpo.records.inputs import NoInputs, map_tensors, padded
+from evogrpo.records.inputs import NoInputs, map_tensors, padded, some_rows
 
 R = TypeVar("R")
 
@@ -69,18 +69,18 @@ class Batch:
         """Return the given rows, in that order."""
 
         def some(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[rows]
+            return None if values is None else some_rows(values, rows)
 
         return replace(
             self,
             inputs=self.inputs.select(rows),
-            actions=self.actions[rows],
-            present=self.present[rows],
-            action_mask=self.action_mask[rows],
+            actions=some_rows(self.actions, rows),
+            present=some_rows(self.present, rows),
+            action_mask=some_rows(self.action_mask, rows),
             acted=some(self.acted),
-            rewards=self.rewards[rows],
-            group_ids=self.group_ids[rows],
-            member_ids=self.member_ids[rows],
+            rewards=some_rows(self.rewards, rows),
+            group_ids=some_rows(self.group_ids, rows),
+            member_ids=some_rows(self.member_ids, rows),
             sampler_log_probs=some(self.sampler_log_probs),
             sampled_by=some(self.sampled_by),
             acted_log_probs=some(self.acted_log_probs),
@@ -118,10 +118,10 @@ class Batch:
             actions=single(self.actions),
             present=counted,
             action_mask=counted,
-            rewards=self.rewards[row],
-            group_ids=self.group_ids[row],
-            member_ids=self.member_ids[row],
-            sampled_by=None if self.sampled_by is None else self.sampled_by[row],
+            rewards=some_rows(self.rewards, row),
+            group_ids=some_rows(self.group_ids, row),
+            member_ids=some_rows(self.member_ids, row),
+            sampled_by=None if self.sampled_by is None else some_rows(self.sampled_by, row),
             acted=None,
             sampler_log_probs=None if self.sampler_log_probs is None else single(self.sampler_log_probs),
             acted_log_probs=None if self.acted_log_probs is None else single(self.acted_log_probs),

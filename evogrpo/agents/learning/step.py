@@ -31,7 +31,7 @@ from evogrpo.kinds import FULL_KLS
 from evogrpo.objective import Objective
 from evogrpo.policies.bank import HeldTo, LossFunction, PolicyBank, WholeDistributions
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, Experience, LearnReport, UpdateReport
+from evogrpo.records import Batch, Experience, LearnReport, UpdateReport, some_rows
 from evogrpo.tally import Tally
 
 
@@ -264,7 +264,7 @@ class _LearningStep:
         weights = self._losses.weights(rows, self._settings.max_actions)
         kept = self._high_entropy(rows)
         bonuses = self._losses.bonus_weights(rows, weights, kept)
-        needed = self._needed[rows]
+        needed = some_rows(self._needed, rows)
         run = rows
         if not bool(needed.all()):
             run, weights, kept, bonuses = rows[needed], weights[needed], kept[needed], bonuses[needed]
@@ -272,13 +272,14 @@ class _LearningStep:
         sums = torch.zeros(len(run), len(MEASURES), dtype=torch.float64, device=run.device)
 
         def loss_fn(chosen: Tensor, log_probs: Tensor, entropies: Tensor, divergences: Tensor | None = None) -> Tensor:
-            own = run[chosen]
+            own = some_rows(run, chosen)
             if first:
                 # Nothing has been updated since sampling: the policy's own values are the old ones, at no extra pass.
                 self._known.take(own, log_probs)
-            losses, sums[chosen] = self._losses(own, log_probs, entropies, kept[chosen], divergences)
+            losses, measured = self._losses(own, log_probs, entropies, some_rows(kept, chosen), divergences)
+            sums.index_copy_(0, chosen.to(sums.device), measured)
             tally.add(len(chosen))
-            return (weights[chosen] * losses - bonuses[chosen] * entropies).sum(1)
+            return (some_rows(weights, chosen) * losses - some_rows(bonuses, chosen) * entropies).sum(1)
 
         part = self._known.lessons.select(run)
         hyperparameters = {slot: self._learners[slot].hyperparameters for slot in steps}
@@ -287,8 +288,8 @@ class _LearningStep:
             self._sync_reference(slot, report)
         self._known.charge(part)
         self._sums.index_add_(0, part.member_ids.cpu(), sums.cpu())
-        counted = self._rows.action_mask[rows].sum(1).double()
-        self._counted.index_add_(0, self._rows.member_ids[rows].cpu(), counted.cpu())
+        counted = some_rows(self._rows.action_mask, rows).sum(1).double()
+        self._counted.index_add_(0, some_rows(self._rows.member_ids, rows).cpu(), counted.cpu())
 
     def _update(
         self,
@@ -311,7 +312,7 @@ class _LearningStep:
         """Return `[k, t]` which actions of an optimizer step the policy loss is taken of."""
         quantile = self._objective.top_entropy_quantile
         if quantile == 1.0:
-            return self._rows.action_mask[rows]
+            return some_rows(self._rows.action_mask, rows)
         part = self._known.lessons.select(rows)
         self._known.charge(part)
         return high_entropy_mask(self._bank.entropies(part), part.action_mask, part.member_ids, quantile)

@@ -229,9 +229,10 @@ class StackedBank:
 
     def cost(self, batch: Batch) -> dict[int, int]:
         """Return how many environment steps one pass over the batch processes, by slot."""
-        steps = torch.zeros(self.size, dtype=torch.int64)
-        steps.index_add_(0, batch.member_ids.cpu(), batch.action_mask.sum(1).cpu())
-        return {slot: int(steps[slot]) for slot in sorted(set(batch.member_ids.tolist()))}
+        member_ids, steps = batch.member_ids.cpu(), torch.zeros(self.size, dtype=torch.int64)
+        steps.index_add_(0, member_ids, batch.action_mask.sum(1).cpu())
+        rows = member_ids.bincount(minlength=self.size).tolist()
+        return {slot: count for slot, count in enumerate(steps.tolist()) if rows[slot]}
 
     # ---- what members have learnt
 
