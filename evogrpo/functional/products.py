@@ -16,8 +16,11 @@ from torch.nn.functional import linear
 LEAST = 1 << 18
 """Numbers in the larger matrix from which on oneDNN is asked: what smaller ones gain is less than asking takes."""
 
-FEW, WHOLE = 128, 32
-"""oneDNN is asked for products of few tokens, however many, and of more where these are a multiple of `WHOLE`."""
+FEW, WHOLE, EIGHT = 128, 32, 8
+"""oneDNN is asked for products of few tokens, and of more where these are a multiple of `WHOLE`.
+
+Passes see to it that it is asked for few shapes: tokens are filled up to a multiple of `WHOLE`, or few ones of `EIGHT`.
+"""
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -58,7 +61,7 @@ def product_of_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None) ->
 def lacking(tokens: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return how many rows of zeros make so many tokens a number that oneDNN is asked for, where it multiplies."""
     asked = device.type == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_quicker()))
-    return -tokens % WHOLE if asked and tokens > FEW else 0
+    return -tokens % (WHOLE if tokens > FEW else EIGHT) if asked else 0
 
 
 def by_onednn(tokens: int, x: Tensor, weight: Tensor) -> bool:
@@ -88,5 +91,6 @@ def _made_by_amd() -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    own = None if bias is None else bias.contiguous()  # it reads them as if they were
+    made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, own, "none", [], "")
     return made

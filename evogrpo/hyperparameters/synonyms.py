@@ -47,6 +47,7 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "optimizer": (*("cosine_lr_schedule_config", "lr_scheduler_type", "optim", "optimizer_kwargs", "optimizer_class"),),
     "hp_config": ("hyperparameter_config", "HP_CONFIG"),
     "lora_config": ("peft_config",),
+    "lora": ("lora_config", "peft_config"),
     "objective": ("loss", "loss_config"),
     # evolution
     "elitism": ("ELITISM",),

@@ -184,7 +184,17 @@ def test_opening_what_does_not_exist_is_refused(tokenizer, split, start, message
         ({"reward_funcs": exact}, "got both"),
         ({"reward_fn": None, "reward_funcs": exact}, r"columns \['prompt'\], got"),
         ({"on_reward_error": "skip"}, "got 'skip'"),
-        ({"max_prompt_length": 0}, "at least 1 token or None, got 0"),
+        ({"max_prompt_length": 0}, "max_prompt_length must be at least 1, got 0"),
+        ({"max_prompt_length": "5"}, "max_prompt_length must be an integer, got '5'"),
+        ({"data_batch_size": 1.5}, "data_batch_size must be an integer, got 1.5"),
+        ({"group_size": "4"}, "group_size must be an integer"),
+        ({"validation_size": 1.5}, "validation_size must be an integer"),
+        ({"seed": "a"}, "seed must be an integer"),
+        ({"reward_timeout": "5"}, "reward_timeout must be a finite number of seconds above 0, or None, got '5'"),
+        ({"reward_timeout": True}, "reward_timeout must be a finite number"),
+        ({"reward_workers": 1.5}, "reward_workers must be an integer"),
+        ({"reward_fn": None, "reward_funcs": exact, "reward_weights": 3}, "must be 1 finite numbers"),
+        ({"reward_fn": None, "reward_funcs": exact, "reward_weights": ["a"]}, "each of reward_weights must be"),
         ({"data_batch_size": 2, "data_batch_size_per_gpu": 2}, "give one of the two"),
         ({"data_batch_size": 0}, "data_batch_size must be at least 1, got 0"),
         ({"group_size": 1}, "group_size must be at least 2, got 1"),
@@ -201,6 +211,11 @@ def test_opening_what_does_not_exist_is_refused(tokenizer, split, start, message
 def test_arguments_that_do_not_fit_are_refused(tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
         agilerl(tokenizer, **options)
+
+
+def test_the_name_of_a_tokenizer_is_no_tokenizer():
+    with pytest.raises(ValueError, match="tokenizer must be a tokenizer of transformers, got 'gpt2'"):
+        agilerl("gpt2")
 
 
 def test_a_template_with_ready_prompts_is_refused(tokenizer):

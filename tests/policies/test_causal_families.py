@@ -16,6 +16,8 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaForSequenceClassification,
+    Phi3Config,
+    Phi3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -25,7 +27,7 @@ from evogrpo.policies.tokens.engine.heads import find_head
 from evogrpo.policies.tokens.engine.probes import find_decoder
 from evogrpo.policies.tokens.exports import check_export
 from tests.causal_families import FAMILIES, family_model
-from tests.tiny_batches import different_members, grpo_loss, lora, sampled_batch
+from tests.tiny_batches import different_members, grpo_loss, lora, make_rows, sampled_batch
 from tests.tiny_models import tiny_model
 
 # Experts beside dense and shared layers, a layer that PEFT refuses, one that is not linear, names that PEFT takes for
@@ -330,6 +332,32 @@ def test_a_model_whose_logits_are_all_zero_is_taken(part):
     torch.testing.assert_close(
         batch.sampler_log_probs[batch.present], torch.full_like(batch.sampler_log_probs[batch.present], -math.log(64))
     )
+
+
+def test_sequences_stay_where_rotary_frequencies_do_not_depend_on_others():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [4.0] * 2}
+    config = Phi3Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        original_max_position_embeddings=24,
+        rope_parameters=rope | {"original_max_position_embeddings": 24},
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    bank = different_members(Phi3ForCausalLM(config), 2)
+    assert bank.base.context == 24
+    short, longest = (5, 6, 7), tuple(range(3, 20))
+    batch = sampled_batch(bank, tokens=7, prompts=(short, longest, short))  # of 24 tokens at most
+    for row in range(len(batch)):
+        alone = bank.log_probs(batch.select(torch.tensor([row])))
+        torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"context of 24 tokens, got 25: .* longrope"):
+        bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 
 def test_members_that_no_memory_could_hold_are_refused_at_once():

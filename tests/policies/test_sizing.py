@@ -1,13 +1,25 @@
 """The size of micro-batches that is tried: which one is taken, and that nothing is learnt on the way."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import sizing
-from evogrpo.policies.tokens.sizing import LEAST, MOST, begun_with, fastest, is_tried, tried_size
+from evogrpo.policies.tokens.sizing import (
+    LEAST,
+    MOST,
+    begun_with,
+    fastest,
+    is_tried,
+    learning_bytes,
+    sampling_bytes,
+    tried_size,
+    widths_of,
+)
 from tests.tiny_batches import different_members, grpo_loss, same_state, sampled_batch
 from tests.tiny_models import tiny_model
 
@@ -104,3 +116,28 @@ def test_memory_bounds_what_is_tried(reduced, logits, monkeypatch):
     there = taken
     assert sizing._room(bank, MODEL) == 0
     assert tried_size(bank, MODEL) == LEAST
+
+
+ODD = ("dots3_note_text", "falcon_mamba", "gemma3n_text", "gemma4_text", "gpt2", "mamba2", "rwkv", "xlstm")
+"""Kinds of models whose configs name no heads, or no intermediate size, or have several of them."""
+
+
+@pytest.mark.parametrize("name", [name for name in ODD if name in CONFIG_MAPPING])
+def test_memory_is_estimated_whatever_the_config_says_of_widths(name):
+    model = SimpleNamespace(config=CONFIG_MAPPING[name]())
+    assert sampling_bytes(model, 100, 2) > 0
+    assert learning_bytes(model, 200, 10, 2) > learning_bytes(model, 100, 10, 2) > 0
+
+
+def test_where_layers_differ_the_widest_counts():
+    model = SimpleNamespace(config=CONFIG_MAPPING["gemma4_text"](num_hidden_layers=2, hidden_size=64))
+    heads = [layer.head_dim * layer.num_key_value_heads for layer in model.config.per_layer_config]
+    assert len(set(heads)) == 2
+    assert widths_of(model).keys == max(heads)
+    listed = CONFIG_MAPPING["gemma3n_text"](num_hidden_layers=2, intermediate_size=[96, 128])
+    assert widths_of(SimpleNamespace(config=listed)).intermediate == 128
+
+
+def test_without_attention_states_are_estimated():
+    config = CONFIG_MAPPING["mamba"](hidden_size=32, state_size=4, expand=2, num_hidden_layers=3)
+    assert sampling_bytes(SimpleNamespace(config=config), 10, 2) == 10 * 64 * 4 * 4

@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from typing import Self
 
 from evogrpo.envs.groups import SPLITS, Split, deal_starts
+from evogrpo.hyperparameters.checks import whole_number
 from evogrpo.randomness import generator
 
 SEEDS_PER_SPLIT = 1 << 29  # so that the seeds of all splits fit into 31 bits, which every environment takes
@@ -24,9 +25,9 @@ class ResetSeeds:
 
     def __init__(self, seed: int, sizes: Mapping[Split, int]) -> None:
         for split, size in sizes.items():
-            if not 1 <= size <= SEEDS_PER_SPLIT:
+            if not 1 <= whole_number(f"{split}_size", size) <= SEEDS_PER_SPLIT:
                 raise ValueError(f"{split}_size must lie in [1, {SEEDS_PER_SPLIT}], got {size}")
-        self._seed, self._sizes = seed, dict(sizes)
+        self._seed, self._sizes = whole_number("seed", seed), dict(sizes)
 
     def size(self, split: Split) -> int:
         """Return the number of starts of a split; raises ValueError if there is no such split."""

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Paced, Split, deal_starts
+from evogrpo.hyperparameters.checks import whole_between, whole_number
 from evogrpo.records.transcripts import in_one_turn
 
 PromptTensors = dict[str, Tensor]
@@ -50,9 +51,8 @@ class Facade:
         eos_token_id: int | None,
         pad_token_id: int | None,
     ) -> None:
-        if batch_size < 1:
-            raise ValueError(f"data_batch_size must be at least 1, got {batch_size}")
-        if group_size is not None and group_size < 2:
+        batch_size = whole_between("data_batch_size", batch_size, 1)
+        if group_size is not None and whole_number("group_size", group_size) < 2:
             raise ValueError(
                 f"group_size must be at least 2, got {group_size}: a lone completion has no group to be compared with"
             )

@@ -24,6 +24,7 @@ from evogrpo.envs.prompts.templates import (
     fill_template,
     tokenize,
 )
+from evogrpo.hyperparameters.checks import whole_between, whole_number
 
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """The column in which a row may bring keyword arguments of the chat template of its own, as in TRL."""
@@ -68,12 +69,18 @@ class QuestionGroups:
     ) -> None:
         if tokenizer is None:
             raise ValueError("tokenizer must be given: the environment turns prompts into token ids and back")
+        if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise ValueError(
+                f"tokenizer must be a tokenizer of transformers, got {tokenizer!r:.80} ({type(tokenizer).__name__}): "
+                "load one with AutoTokenizer.from_pretrained, or evogrpo.load_base"
+            )
         if on_reward_error not in ("raise", "exclude"):
             raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}')
-        if max_prompt_length is not None and max_prompt_length < 1:
-            raise ValueError(f"max_prompt_length must be at least 1 token or None, got {max_prompt_length}")
+        if max_prompt_length is not None:
+            max_prompt_length = whole_between("max_prompt_length", max_prompt_length, 1)
+        sizes = {split: None if size is None else whole_number(f"{split}_size", size) for split, size in sizes.items()}
         self.tokenizer = tokenizer
-        self.seed = seed
+        self.seed = whole_number("seed", seed)
         self._on_reward_error: OnRewardError = on_reward_error
         self._rewards, self._template, self._columns = rewards, template, tuple(columns)
         self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)

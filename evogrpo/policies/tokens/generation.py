@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits, tiles
+from evogrpo.functional.products import EIGHT
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
@@ -15,7 +16,6 @@ from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
 ROWS_OF_LOGITS = 128
-EIGHT = 8
 COMPACT_BELOW = 0.75  # copying the cache pays when at least a quarter of its rows have ended
 LOOK_EVERY = {"cpu": 1}
 """After how many tokens it is asked which rows have ended, by the kind of device: 8 where that means to wait for it."""

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -54,11 +54,68 @@ def learning_bytes(model: PreTrainedModel, tokens: int, logits_rows: int, precis
         logits_rows: Tokens whose logits exist at a time.
         precision: Bytes of a number in the precision that the base computes in.
     """
+    widths = widths_of(model)
+    activations = tokens * widths.layers * (12 * widths.hidden + 5 * widths.intermediate) * precision
+    return activations + logits_rows * widths.vocabulary * FLOAT * 3
+
+
+def sampling_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
+    """Estimate the bytes of what sampling holds: keys and values, or the states of a layer that is run again.
+
+    Args:
+        model: The base, with or without weights.
+        tokens: Of all prompts and completions that are held at a time.
+        precision: Bytes of a number in the precision that the base computes in.
+    """
+    widths = widths_of(model)
+    if not widths.keys:  # nothing is kept: a recurrent layer has a state at every token, in float32
+        return tokens * widths.intermediate * widths.states * FLOAT
+    return tokens * widths.layers * 2 * widths.keys * precision
+
+
+class Widths(NamedTuple):
+    """How wide a model is, by its config; the largest, where layers differ.
+
+    Attributes:
+        layers: How many there are.
+        hidden: Of hidden states.
+        intermediate: Inside a layer's gated part, or inside a recurrent layer.
+        keys: Of a token's keys, those of all heads together; 0 = no layer has attention.
+        states: Of the state of each of a recurrent layer's channels; 1 = none, or not told.
+        vocabulary: How many logits there are.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    keys: int
+    states: int
+    vocabulary: int
+
+
+def widths_of(model: PreTrainedModel) -> Widths:
+    """Read a model's widths off its config."""
     text = model.config.get_text_config()
-    hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
-    intermediate = int(getattr(text, "intermediate_size", None) or 4 * hidden)
-    activations = tokens * layers * (12 * hidden + 5 * intermediate) * precision
-    return activations + logits_rows * int(text.vocab_size) * FLOAT * 3
+
+    def width(name: str, otherwise: int) -> int:
+        try:
+            told = getattr(text, name, None)
+        except RuntimeError:  # transformers tells no single one where layers differ
+            told = [getattr(layer, name, None) or 0 for layer in text.per_layer_config]
+        if isinstance(told, list | tuple):
+            told = max(told, default=0)
+        return int(told or otherwise)
+
+    hidden, heads = width("hidden_size", 0), width("num_attention_heads", 0)
+    head = width("head_dim", hidden // heads) if heads else 0
+    return Widths(
+        layers=width("num_hidden_layers", 1),
+        hidden=hidden,
+        intermediate=width("intermediate_size", 4 * hidden),
+        keys=width("num_key_value_heads", heads) * head,
+        states=width("state_size", 1),
+        vocabulary=width("vocab_size", 1),
+    )
 
 
 def tried_size(bank: TokenBank[Any], model: PreTrainedModel) -> int:

@@ -36,6 +36,7 @@ from evogrpo.training.configuration.typed import (
     build,
     inside,
     mapping,
+    optional_mapping,
     plain,
     refuse_unknown_keys,
     typed,
@@ -143,7 +144,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     kind = kind_of(task)
     parsed["model"] = parsed["model"] or kind.model
     parsed["task"], parsed["agent"] = task, _agent(values.get("agent"), kind)
-    given = mapping(values.get("hyperparameters") or {}, "hyperparameters")
+    given = optional_mapping(values.get("hyperparameters"), "hyperparameters")
     parsed["hyperparameters"] = _hyperparameters(given, space, kind.hyperparameters)
     parsed["evolve"] = _searched(parsed, kind, given, search=search)
     parsed["hyperparameters"] = _hyperparameters(given, parsed["evolve"], kind.hyperparameters)
@@ -217,17 +218,17 @@ def _searched(
 
 
 def _logging(values: object, defaults: Mapping[str, Any]) -> LoggingConfig:
-    return build(LoggingConfig, {**defaults, **mapping(values or {}, "logging")}, "logging")
+    return build(LoggingConfig, {**defaults, **optional_mapping(values, "logging")}, "logging")
 
 
 def _hyperparameters(values: object, space: HyperparameterConfig, defaults: Mapping[str, Any]) -> Hyperparameters:
-    section = mapping(values or {}, "hyperparameters")
+    section = optional_mapping(values, "hyperparameters")
     refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "hyperparameters")
     return _refused("hyperparameters", lambda: space.first(defaults, section))
 
 
 def _agent(values: object, kind: "AnyKind") -> AgentSection:
-    section = dict(mapping(values or {}, "agent"))
+    section = dict(optional_mapping(values, "agent"))
     if section.get("objective") is not None:
         section["objective"] = {**plain(kind.objective), **mapping(section["objective"], "agent.objective")}
     agent: AgentSection = build(kind.agent, section, "agent")
@@ -236,7 +237,7 @@ def _agent(values: object, kind: "AnyKind") -> AgentSection:
 
 def parse_space(values: object) -> HyperparameterConfig:
     """Build the evolving space from its section; a hyperparameter set to null stays fixed."""
-    section = mapping(values or {}, "evolve")
+    section = optional_mapping(values, "evolve")
     refuse_unknown_keys(section, Hyperparameters.__dataclass_fields__, "evolve")
     parameters = {
         name: build(RLParameter, each, inside("evolve", name)) for name, each in section.items() if each is not None

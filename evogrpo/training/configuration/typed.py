@@ -79,6 +79,11 @@ def mapping(value: object, where: str) -> Mapping[str, Any]:
     return value
 
 
+def optional_mapping(value: object, where: str) -> Mapping[str, Any]:
+    """Return the same, an empty one for None: a section that says nothing."""
+    return {} if value is None else mapping(value, where)
+
+
 def inside(where: str, name: str) -> str:
     """Return the dotted path of a key."""
     return f"{where}.{name}" if where else name

@@ -16,7 +16,7 @@ from evogrpo.policies.tokens.bases.quantised import PACKAGES, bytes_of
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.models import own_precision
 from evogrpo.policies.tokens.sampling import rows_at_once
-from evogrpo.policies.tokens.sizing import begun_with, is_tried, learning_bytes
+from evogrpo.policies.tokens.sizing import begun_with, is_tried, learning_bytes, sampling_bytes
 from evogrpo.text import count_text, counted, number_text, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
@@ -271,11 +271,6 @@ def peak_memory(
         base: Bytes of the base's weights, as far as one process holds them.
         device: Where members live.
     """
-    text = model.config.get_text_config()
-    hidden, layers = int(text.hidden_size), int(text.num_hidden_layers)
-    heads = int(text.num_attention_heads)
-    key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    head = int(getattr(text, "head_dim", None) or hidden // heads)
     budget = begun_with(agent.micro_batch_tokens)
     width = longest + agent.max_output_tokens
     cached = width * min(rows, rows_at_once(width, device.partition(":")[0]))
@@ -284,7 +279,7 @@ def peak_memory(
         members=(3 * members + 2) * adapter * FLOAT,
         learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision)
         + members * adapter * FLOAT,
-        sampling=cached * layers * 2 * key_heads * head * precision,
+        sampling=sampling_bytes(model, cached, precision),
     )
 
 

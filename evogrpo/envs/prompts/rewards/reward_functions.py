@@ -3,14 +3,16 @@
 import functools
 import math
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from evogrpo.envs.prompts.rewards.signatures import Signature, check_batched, single_names
 from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
 from evogrpo.envs.prompts.rewards.verifiers.calling import Call, InProcess, Job, Runner, is_async
 from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
+from evogrpo.hyperparameters.checks import finite_number, whole_number
 
 OnRewardError = Literal["raise", "exclude"]
 Value = float | StepRewards
@@ -170,9 +172,12 @@ def make_rewards(
     functions: list[RewardFunc] = list(reward_funcs) if several else [reward_funcs]  # type: ignore[arg-type, list-item]
     if not functions:
         raise ValueError("reward_funcs must hold at least one function, got none")
-    weights = [1.0] * len(functions) if reward_weights is None else [float(weight) for weight in reward_weights]
-    if len(weights) != len(functions) or not all(math.isfinite(weight) for weight in weights):
-        raise ValueError(f"reward_weights must be {len(functions)} finite numbers, one per function, got {weights}")
+    given = [1.0] * len(functions) if reward_weights is None else reward_weights
+    if not isinstance(given, Iterable) or len(weights := list(given)) != len(functions):
+        raise ValueError(
+            f"reward_weights must be {len(functions)} finite numbers, one per function, got {reward_weights!r:.200}"
+        )
+    weights = [float(finite_number("each of reward_weights", weight)) for weight in weights]
     made: dict[str, Reward] = {}
     for weight, function in zip(weights, functions, strict=True):
         base = name = _name(_checked(function))
@@ -212,9 +217,10 @@ def make_runner(rewards: Sequence[Reward], timeout: float | None, workers: int |
 
 def check_limits(timeout: float | None, workers: int | None) -> None:
     """Refuse a time limit or a number of worker processes that is out of range."""
-    if timeout is not None and not (timeout > 0 and math.isfinite(timeout)):
-        raise ValueError(f"reward_timeout must be a finite number of seconds above 0, or None, got {timeout}")
-    if workers is not None and workers < 0:
+    number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if timeout is not None and not (number and timeout > 0 and math.isfinite(timeout)):
+        raise ValueError(f"reward_timeout must be a finite number of seconds above 0, or None, got {timeout!r:.80}")
+    if workers is not None and whole_number("reward_workers", workers) < 0:
         raise ValueError(f"reward_workers must be at least 0, or None, got {workers}")
 
 

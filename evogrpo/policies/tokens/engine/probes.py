@@ -41,9 +41,18 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """Return the most tokens of a sequence that the model's config allows; None = no limit."""
-    declared = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return int(declared) if declared and declared > 0 else None  # -1 where positions have no limit
+    """Return the most tokens of a sequence that the model's config allows; None = no limit.
+
+    With rotary embeddings of type longrope that is the length it was pretrained on: the frequencies of all sequences of
+    a pass change as soon as one of them is longer, so whom a member is computed with would change it.
+    """
+    text, name = model.config.get_text_config(), "original_max_position_embeddings"
+    limits = [getattr(text, "max_position_embeddings", None)]
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # layers may differ in it
+        if own.get("rope_type", own.get("type")) == "longrope":
+            limits += [own.get(name), getattr(text, name, None)]
+    return min((int(limit) for limit in limits if limit and limit > 0), default=None)  # -1 where there is no limit
 
 
 def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> None:
