@@ -108,6 +108,9 @@ IDS, MASK = torch.tensor([[8, 9, 20], [8, 9, 21]]), torch.tensor([[0, 1], [0, 1]
     ("experiences", "rule"),
     [
         (([IDS], [MASK]), "got 2 parts"),
+        ((1, 2, 3), "completion_ids must be a list of tensors, one per prompt, got 1"),
+        (([IDS], [[[False, True]] * 2], [[0.0, 1.0]]), "action_masks must be a list of tensors"),
+        (([IDS], [MASK], [["good", "bad"]]), "rewards must be numbers"),
         (([IDS, IDS], [MASK], [[0.0, 1.0]]), "got 2, 1 and"),
         (([IDS], [MASK], [0.0, 1.0]), "rewards \\[prompts, group_size\\]"),
         (([IDS], [MASK], [[0.0, 1.0, 2.0]]), "completion_ids must be \\[3, P \\+ C\\]"),

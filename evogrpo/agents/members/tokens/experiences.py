@@ -101,8 +101,14 @@ def as_batch(
     """
     if len(experiences) != 3:
         raise ValueError(f"experiences are (completion_ids, action_masks, rewards), got {len(experiences)} parts")
-    completion_ids, action_masks, rewards = experiences
-    rewards = torch.as_tensor(rewards, dtype=torch.float32)
+    completion_ids, action_masks, given = experiences
+    for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
+        if not isinstance(parts, Sequence | Tensor) or not all(isinstance(part, Tensor) for part in parts):
+            raise ValueError(f"{name} must be a list of tensors, one per prompt, got {parts!r:.80}")
+    try:
+        rewards = torch.as_tensor(given, dtype=torch.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rewards must be numbers [prompts, group_size], got {given!r:.80}") from error
     if not len(completion_ids) == len(action_masks) == len(rewards) or rewards.dim() != 2:
         raise ValueError(
             "experiences hold completion_ids and action_masks per prompt and rewards [prompts, group_size], got "
