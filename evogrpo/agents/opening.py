@@ -91,6 +91,8 @@ def open_members(
     wordless = not any(space is None or isinstance(space, spaces.Sequence) for space in given)
     if wordless and (actor_network is None or isinstance(actor_network, nn.Module)):
         return _open_networks(size, given, actor_network, pad_token_id, options)
+    if isinstance(actor_network, type) and issubclass(actor_network, nn.Module):
+        raise ValueError(f"actor_network must be a module, got its class: give {actor_network.__name__}(...)")
     raise ValueError(
         f"actor_network must be a transformers model, got {type(actor_network).__name__} beside the spaces {given}: "
         "load one with evogrpo.policies.tokens.models.load_base or AutoModelForCausalLM.from_pretrained; or, for small "

@@ -167,6 +167,7 @@ def test_unsupported_spaces_are_named(kwargs, message):
     [
         ({"reward": float("nan")}, "a reward that is not finite, nan, after 0 steps from reset"),
         ({"reward": float("inf")}, "a reward that is not finite, inf, after 0 steps"),
+        ({"reward": -1e300}, "a reward that is not finite, -1e\\+300, .* finite, and at most 1e\\+38 in size"),
         ({"seen": float("nan")}, r"an? observation that is not finite, \[nan, nan\], after 1 steps from reset"),
     ],
 )

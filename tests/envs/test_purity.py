@@ -1,5 +1,6 @@
 """What is found out about an environment before it is used: whether its episodes are functions of seed and actions."""
 
+import itertools
 import random
 import time
 import warnings
@@ -12,6 +13,7 @@ from gymnasium.wrappers import NormalizeObservation, NormalizeReward, StickyActi
 
 from evogrpo.envs.control.actions import legal_actions, random_action
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.solo import purity
 from tests.envs import probes
 from tests.envs.actors import Rule
 
@@ -177,15 +179,19 @@ def test_the_answer_is_the_same_for_every_seed():
 @pytest.mark.parametrize(
     ("make", "most"), [(probes.Endless, 212), (probes.Slow, 60), (probes.RunningMean, 2 * 212 + 64)]
 )
-def test_few_steps_are_tried_and_no_clock_is_read(make, most, monkeypatch):
-    steps = []
+def test_few_steps_are_tried_whatever_a_clock_says(make, most, monkeypatch):
+    steps, tried = [], []
     monkeypatch.setattr(make, "step", lambda env, action, step=make.step: steps.append(1) or step(env, action))
-    monkeypatch.setattr(time, "monotonic", lambda: pytest.fail("a clock was read"))
-    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("a clock was read"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        GymnasiumGroups(make)
-    assert 0 < len(steps) <= most
+    for pace in (0.0, 1000.0):
+        clock = itertools.count(step=pace)
+        monkeypatch.setattr(time, "monotonic", lambda clock=clock: next(clock))
+        steps.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            GymnasiumGroups(make)
+        tried.append(len(steps))
+    assert 0 < tried[0] <= most
+    assert tried[0] == tried[1]
 
 
 # ---- actions
@@ -220,3 +226,13 @@ def test_drawn_actions_are_legal():
     assert {tuple(random_action(pair, mask, rng)[0].tolist()) for _ in range(40)} == {(0, 1), (2, 1)}
     mask = legal_actions(spaces.Discrete(4), [np.array([0, 1, 1, 0])])
     assert {int(random_action(spaces.Discrete(4), mask, rng)[0]) for _ in range(40)} == {1, 2}
+
+
+def test_a_slow_environment_says_what_is_waited_for(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GymnasiumGroups(probes.ConstantReward)
+    monkeypatch.setattr(purity, "_SLOW", 0.0)
+    said = r"ConstantReward takes .* s a step: before a run 212 steps are tried, .* max_seconds counts from then on"
+    with pytest.warns(UserWarning, match=said):
+        GymnasiumGroups(probes.ConstantReward)

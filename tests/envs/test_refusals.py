@@ -117,6 +117,18 @@ FORMS = {
 }
 PARTS = {
     "no number": ({"reset": lambda o, i: (np.full(2, np.nan, np.float32), i)}, "observation that is not finite"),
+    "too large": (
+        {"step": lambda o, r, t, c, i: (o, 10**400, t, c, i)},
+        "reward must be a number that float64 holds, got 1000",
+    ),
+    "text for a reward": ({"step": lambda o, r, t, c, i: (o, "1", t, c, i)}, "one reward for each step, got '1'"),
+    "text for an end": ({"step": lambda o, r, t, c, i: (o, r, "False", c, i)}, "for each step, got 'False'"),
+    "nothing for an end": ({"step": lambda o, r, t, c, i: (o, r, None, c, i)}, "for each step, got None"),
+    "a complex reward": ({"step": lambda o, r, t, c, i: (o, 1j, t, c, i)}, "one reward for each step, got 1j"),
+    "a mask to be added": (
+        {"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})},
+        r"must say 1 of legal values and 0 of others, got \[0.0, -inf\]",
+    ),
     "another shape": ({"reset": lambda o, i: (np.zeros(3), i)}, r"observations of shape \(2,\), got \(3,\)"),
 }
 
@@ -133,11 +145,39 @@ def test_returns_of_another_form_are_named_whatever_wraps_them(kind, wrapped, mo
         GymnasiumGroups("Form-v0", env_kwargs=options)
 
 
-@pytest.mark.parametrize("kind", ["no number", "another shape"])
-def test_what_the_first_reset_shows_is_checked_before_anything_is_played(kind):
+@pytest.mark.parametrize("kind", PARTS)
+def test_what_is_shown_and_given_is_checked_before_anything_is_played(kind):
     options, said = PARTS[kind]
     with pytest.raises(ValueError, match=said):
         GymnasiumGroups(Form, env_kwargs=options)
+
+
+def test_an_observation_without_a_part_of_its_space_is_refused():
+    class Partial(probes.ConstantReward):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.Dict(a=self.observation_space, b=spaces.Discrete(2))
+
+        def reset(self, **given):
+            seen, info = super().reset(**given)
+            return {"a": seen}, info
+
+    with pytest.raises(ValueError, match=r"must have the keys \['a', 'b'\] of its space, got \['a'\]"):
+        GymnasiumGroups(Partial)
+
+
+def test_numbers_beyond_what_members_compute_in_are_refused():
+    class Wide(probes.ConstantReward):
+        def __init__(self):
+            super().__init__()
+            self.observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
+
+        def reset(self, **given):
+            super().reset(**given)
+            return np.array([0.0, 1e39]), {}
+
+    with pytest.raises(ValueError, match=r"observation that is not finite, \[0.0, 1e\+39\]"):
+        GymnasiumGroups(Wide)
 
 
 def test_an_error_of_the_environments_own_stays_what_it_is():

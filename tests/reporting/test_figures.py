@@ -198,6 +198,20 @@ def test_a_collapse_does_not_flatten_the_panel_which_says_so(tmp_path, fake_run)
     assert any("1 result below" in text.get_text() for text in axes.texts)
 
 
+def test_nobody_is_named_where_nothing_is_shown(tmp_path, fake_run):
+    path = fake_run(tmp_path, size=4, generations=8) / "journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    last = [event for event in events if event["event"] == "generation"][-1]["members"][2]
+    last["fitness"] = -5000.0
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    axes = fitness_axes(drawn(tmp_path))
+    low, high = axes.get_ylim()
+    named = [text for text in axes.texts if text.get_text().startswith("#")]
+    assert named
+    assert f"#{last['index']}" not in [text.get_text() for text in named]
+    assert all(low <= text.get_position()[1] <= high for text in named)
+
+
 @pytest.mark.parametrize("name", ["lr", "loss_type"])
 def test_gains_stand_at_the_height_of_their_value(tmp_path, fake_run, name):
     run = drawn(fake_run(tmp_path, size=6, generations=8, seed=2, evolve=("lr", "loss_type")))

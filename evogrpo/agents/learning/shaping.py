@@ -31,14 +31,15 @@ def refuse_whole_completions(objective: Objective) -> None:
         )
     mode = objective.aggregation or LOSS_TYPES[objective.loss_type].aggregation
     if not LOSS_TYPES[objective.loss_type].of_actions:
-        problem = f"loss_type {objective.loss_type!r} has one ratio per completion"
+        problem, remedy = f"loss_type {objective.loss_type!r} has one ratio per completion", ""
     elif mode != "token-mean":
         problem = f"loss_type {objective.loss_type!r} with aggregation {mode!r} weighs actions by their completion"
+        remedy = ", or aggregation 'token-mean'"
     else:
         return
     raise ValueError(
-        f"{problem}, but small networks learn from single transitions: choose loss_type 'dapo', 'bnpo' or 'cispo', or "
-        "aggregation 'token-mean'"
+        f"{problem}, but small networks learn from single transitions: choose loss_type 'dapo', 'bnpo' or 'cispo'"
+        f"{remedy}"
     )
 
 

@@ -125,6 +125,8 @@ def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:
         flags = np.concatenate([np.ravel(part) for part in mask]) if isinstance(mask, tuple | list) else np.ravel(mask)
         if len(flags) != len(row):
             raise ValueError(f"info['action_mask'] must have {len(row)} flags for {space}, got {len(flags)}")
+        if flags.dtype != np.bool_ and not np.isin(flags, (0, 1)).all():
+            raise ValueError(f"info['action_mask'] must say 1 of legal values and 0 of others, got {flags.tolist()}")
         row[:] = flags
     firsts = np.cumsum((0, *sizes[:-1]))
     if not np.logical_or.reduceat(legal, firsts, axis=1).all():

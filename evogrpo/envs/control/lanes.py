@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.envs.control.trees import Leaves
+from evogrpo.hyperparameters.checks import LARGEST
 
 
 class Seen(NamedTuple):
@@ -35,7 +36,7 @@ class Brought(Protocol):
         """`[m]` the episodes that ended with this step; None = `EpisodeLanes.deserted` will tell."""
 
     def not_finite(self) -> Iterable[tuple[int, str, float]]:
-        """Return (lane, agent or "", reward) of rewards that are not finite."""
+        """Return (lane, agent or "", reward) of rewards that are not finite, or that float32 does not hold."""
 
 
 class Stepped(NamedTuple):
@@ -60,10 +61,10 @@ class Stepped(NamedTuple):
 
     def not_finite(self) -> Iterable[tuple[int, str, float]]:
         """See `Brought`."""
-        finite = np.isfinite(self.rewards)
-        if finite.all():
+        held = np.abs(self.rewards) <= LARGEST
+        if held.all():
             return ()
-        return [(lane, "", float(self.rewards[lane])) for lane in np.flatnonzero(~finite).tolist()]
+        return [(lane, "", float(self.rewards[lane])) for lane in np.flatnonzero(~held).tolist()]
 
 
 Step_co = TypeVar("Step_co", covariant=True)

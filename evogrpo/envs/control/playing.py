@@ -13,6 +13,7 @@ from evogrpo.envs.control.actions import policy_action_shape, to_environment
 from evogrpo.envs.control.lanes import Brought, EpisodeLanes, Seen
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import unflatten
+from evogrpo.hyperparameters.checks import LARGEST
 from evogrpo.interruption import give_way
 from evogrpo.records import Actor
 from evogrpo.tally import Tally
@@ -268,10 +269,16 @@ def _act(
 def refuse_not_finite(seen: Seen, seeds: NDArray[np.int64], t: NDArray[np.int64]) -> None:
     """Raise ValueError for the first observation that is not finite, of episodes with these seeds at these steps."""
     for leaf in seen.observations:
-        if leaf.dtype.kind == "f" and not np.isfinite(leaf).all():
-            place = int(np.argwhere(~np.isfinite(leaf))[0][0])
+        if leaf.dtype.kind == "f" and not held_by_members(leaf).all():
+            place = int(np.argwhere(~held_by_members(leaf))[0][0])
             agent = seen.agents[place] if seen.agents else ""
             raise not_finite("observation", leaf[place].tolist(), agent, seeds[place], t[place])
+
+
+def held_by_members(values: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    """Tell which numbers are finite, and can be held in float32, in which members compute."""
+    held: NDArray[np.bool_] = np.isfinite(values) if values.dtype.itemsize <= 4 else np.abs(values) <= LARGEST
+    return held
 
 
 def not_finite(what: str, value: Any, agent: str, seed: int, t: int) -> ValueError:
@@ -279,5 +286,6 @@ def not_finite(what: str, value: Any, agent: str, seed: int, t: int) -> ValueErr
     article = "an" if what == "observation" else "a"
     return ValueError(
         f"the environment gave {f'{agent} ' if agent else ''}{article} {what} that is not finite, {value}, after {t} "
-        f"steps from reset(seed={seed}): episodes are compared by their numbers, so every one must be finite"
+        f"steps from reset(seed={seed}): episodes are compared by their numbers, so every one must be finite, and at "
+        f"most {LARGEST:g} in size"
     )

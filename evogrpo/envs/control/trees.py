@@ -1,6 +1,6 @@
 """Observations as flat lists of arrays: one per leaf of a Dict or Tuple space, one in all for any other space."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,24 @@ def flatten(space: spaces.Space[Any], observation: Any) -> list[Any]:
     """Return the leaves of one observation, or of a batch of them, in the order of `leaf_spaces`."""
     match space:
         case spaces.Dict():
-            return [leaf for key, part in space.spaces.items() for leaf in flatten(part, observation[key])]
+            return [
+                leaf for key, part in space.spaces.items() for leaf in flatten(part, _part(space, observation, key))
+            ]
         case spaces.Tuple():
             return [
                 leaf for part, value in zip(space.spaces, observation, strict=True) for leaf in flatten(part, value)
             ]
     return [observation]
+
+
+def _part(space: spaces.Dict, observation: Any, key: str) -> Any:
+    try:
+        return observation[key]
+    except (KeyError, IndexError, TypeError) as error:
+        held = sorted(map(str, observation)) if isinstance(observation, Mapping) else type(observation).__name__
+        raise ValueError(
+            f"an observation must have the keys {sorted(space.spaces)} of its space, got {held}"
+        ) from error
 
 
 def unflatten(space: spaces.Space[Any], leaves: Iterable[Array]) -> Any:
@@ -93,8 +105,13 @@ def numbers(values: Sequence[Any], dtype: type[np.generic], what: str) -> Array:
     Raises:
         ValueError: If an environment gave none or several.
     """
+    for value in values:
+        if value is None or isinstance(value, str | bytes | complex):
+            raise ValueError(f"an environment must give one {what} for each step, got {value!r:.80}")
     try:
         array: Array | None = np.asarray(values, dtype=dtype)
+    except OverflowError:
+        raise ValueError(f"an environment's {what} must be a number that float64 holds, got {max(values)}") from None
     except (TypeError, ValueError):
         array = None  # numbers beside arrays
     if array is not None and array.ndim == 1:

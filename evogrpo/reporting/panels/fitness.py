@@ -177,9 +177,10 @@ def _label_ends(axes: "Axes", run: Drawing, *, shift: float) -> None:
         if result.index == run.best and result not in members:  # the best ever was replaced later
             place = (result.generation, result.fitness or 0.0)
             axes.annotate(f"#{run.best}", place, (0, 9), textcoords="offset points", color=BEST, size=11, weight="bold")
-    shown = [member for member in members if not run.crowded or member.index == run.best]
-    shown.sort(key=lambda member: member.fitness or 0.0)
     low, high = axes.get_ylim()
+    within = [member for member in members if low <= (member.fitness or 0.0) <= high]
+    shown = [member for member in within if not run.crowded or member.index == run.best]
+    shown.sort(key=lambda member: member.fitness or 0.0)
     heights = spread_out([member.fitness or 0.0 for member in shown], 0.042 * (high - low))
     for member, height in zip(shown, heights, strict=True):
         best = member.index == run.best

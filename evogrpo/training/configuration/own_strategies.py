@@ -39,6 +39,11 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
 
 def check_strategy(strategy: object) -> None:
     """Refuse what lacks a part of a strategy, before a run begins that would miss it."""
+    if isinstance(strategy, str | Mapping):
+        raise ValueError(
+            f"a strategy is an object, such as evogrpo.evolution.Tournament(), got {strategy!r:.200}: names are for "
+            "configurations"
+        )
     missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
     if missing or isinstance(strategy, type):
         raise ValueError(

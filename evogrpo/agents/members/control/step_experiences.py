@@ -12,6 +12,7 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
 from evogrpo.envs.control.normalisation import normalised_leaves, observed
+from evogrpo.envs.control.playing import held_by_members
 from evogrpo.envs.control.trees import flatten, leaf_spaces, unflatten
 from evogrpo.records import Batch, ObservationInputs
 
@@ -45,6 +46,8 @@ def as_arrays(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | No
             )
         single = array.shape == shape
         counts.add(None if single else len(array))
+        if array.dtype.kind == "f" and not held_by_members(array).all():
+            raise ValueError(f"an observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}")
         leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
     if len(counts) != 1:
         raise ValueError(f"the parts of an observation must belong to equally many observations, got {counts}")

@@ -1,6 +1,5 @@
 """Joint lanes: places in which episodes of a parallel PettingZoo environment run, agent names being text throughout."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_
 from evogrpo.envs.control.joint.assignment import Assignment, Role
 from evogrpo.envs.control.lanes import Seen
 from evogrpo.envs.control.trees import numbers, stack
+from evogrpo.hyperparameters.checks import LARGEST
 
 MakeJointEnv = Callable[[], "ParallelEnv[Any, Any, Any]"]
 
@@ -55,7 +55,7 @@ class JointStepped:
         """See `Brought`."""
         for lane, seen in enumerate(self.lanes):
             for agent, reward in seen.rewards.items():
-                if not math.isfinite(reward):
+                if not abs(reward) <= LARGEST:
                     yield lane, agent, reward
 
 

@@ -1,6 +1,7 @@
 """Whether an environment's episodes are functions of their reset seeds and actions, and whether it is random after."""
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ _STARTS = range(1, 9)  # reset seeds: several, since episodes may be too short f
 _STEPS = 64  # of all their episodes together: slow environments must not take long
 _SHORT_STARTS = (1, 9, 1, 9, 1)  # what is carried over may come from another start, and settle after a few resets
 _SHORT = 4
+_MOST = 3 * _STEPS + _SHORT * len(_SHORT_STARTS)
+_SLOW = 0.1  # seconds a step from which on whoever waits is told for what
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +85,7 @@ def choose_conduct(
             not finite.
     """
     try:
-        chosen, seen = bool(remake), _try(make, spaces, bool(remake), by_turns)
+        chosen, seen = bool(remake), _try(make, spaces, bool(remake), by_turns, name)
     except Exception as error:
         wrong = None
         with suppress(Exception):  # it fails likewise
@@ -91,7 +94,7 @@ def choose_conduct(
             raise
         raise wrong from error
     if seen.difference is not None:
-        anew = None if remake else _try(make, spaces, True, by_turns)
+        anew = None if remake else _try(make, spaces, True, by_turns, name)
         mended = anew is not None and anew.difference is None
         remark(_warning(name, seen, mended=mended, given=remake is not None))
         if anew is not None and mended and remake is None:
@@ -99,7 +102,7 @@ def choose_conduct(
     return Conduct(remake=chosen, reseed_noise=seen.noisy if reseed_noise is None else reseed_noise)
 
 
-def _try(make: MakeToTry, spaces: Spaces, remake: bool, by_turns: bool) -> _Seen:
+def _try(make: MakeToTry, spaces: Spaces, remake: bool, by_turns: bool, name: str) -> _Seen:
     def lanes(noisy: bool) -> SerialLanes:
         seen, acted = spaces
         made = partial(make, noisy)
@@ -115,7 +118,16 @@ def _try(make: MakeToTry, spaces: Spaces, remake: bool, by_turns: bool) -> _Seen
             return [[moment for moment in each if moment] for each in zip(*zip_longest(*replays), strict=True)]
 
         short = replay(plain, spaces[1], _SHORT_STARTS, most_steps=_STEPS, each=_SHORT)
-        (first,), (later,) = run(played(plain)), run(short)
+        began = time.monotonic()
+        (first,) = run(played(plain))
+        each = (time.monotonic() - began) / len(first)
+        if each >= _SLOW:
+            left = each * (_MOST - len(first))
+            remark(
+                f"{name} takes {each:.2g} s a step: before a run {_MOST} steps are tried, to see whether episodes are "
+                f"functions of seeds and actions, which takes {left:.0f} s more; max_seconds counts from then on"
+            )
+        (later,) = run(short)
         if by_turns:
             again, other = run(played(plain), played(noisy))
         else:
