@@ -72,7 +72,7 @@ class QuestionGroups:
         if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
             raise ValueError(
                 f"tokenizer must be a tokenizer of transformers, got {tokenizer!r:.80} ({type(tokenizer).__name__}): "
-                "load one with AutoTokenizer.from_pretrained, or evogrpo.load_base"
+                "load one with AutoTokenizer.from_pretrained"
             )
         if on_reward_error not in ("raise", "exclude"):
             raise ValueError(f'on_reward_error must be "raise" or "exclude", got {on_reward_error!r}')
