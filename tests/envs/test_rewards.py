@@ -219,7 +219,7 @@ def test_names_stay_apart():
         ((fragile, None, [1.0]), "reward_weights go with reward_funcs"),
         ((None, [], None), "at least one function"),
         ((None, [fragile], [1.0, 2.0]), r"1 finite numbers, one per function, got \[1.0, 2.0\]"),
-        ((None, fragile, [math.nan]), "finite numbers"),
+        ((None, fragile, [math.nan]), "each of reward_weights must be finite, got nan"),
         ((None, ["model"], None), "a function, got 'model': to reward with a model, load it yourself"),
         ((None, "model", None), "a function, got 'model'"),
         ((None, torch.nn.Linear(1, 1), None), "got the model Linear"),
