@@ -1,6 +1,7 @@
 """What a configuration leaves out, or calls auto, evolution finds: over wide ranges, and only what can matter."""
 
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml
 from tests.tiny_models import tiny_model
 
+EVOLUTION = (Path(__file__).parents[2] / "docs" / "evolution.md").read_text(encoding="utf-8")
 QUESTIONS = {"task": {"dataset": {"train": "sums.jsonl"}, "reward": "r.py:f", "form": "trl"}}
 PLAY = {"task": {"env": "CartPole-v1"}, "schedule": {"generations": 1}}
 SPACES = (gymnasium.spaces.Box(-1, 1, (3,), np.float32), gymnasium.spaces.Discrete(2))
@@ -186,11 +188,15 @@ def test_a_range_of_ones_own_beside_auto_stays():
 
 
 def test_the_spaces_and_settings_of_the_page_on_evolution_are_ones_that_can_be_written():
-    page = (Path(__file__).parents[2] / "docs" / "evolution.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    blocks = re.findall(r"```yaml\n(.*?)```", EVOLUTION, flags=re.DOTALL)
     assert blocks
     for block in blocks:
         assert parse_config({**QUESTIONS, "hyperparameters": {"batch_size": 32}, **read_yaml(block, "the page")}).evolve
-    table = page[page.index("| name | what it does |") : page.index("Those that select take")]
-    named = set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
+
+
+def test_the_page_on_evolution_names_the_strategies_and_those_that_backtrack():
+    table, after = EVOLUTION.split("| name | what it does |")[1].split("\n\n")[:2]
+    named = set(re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines()[1:])))
     assert named == set(BUILT_IN)
+    going_back = {name for name, build in BUILT_IN.items() if "backtrack" in inspect.signature(build).parameters}
+    assert set(re.findall(r"`(\w+)`", after.split("`backtrack: true`")[0])) == going_back
