@@ -360,6 +360,23 @@ def test_sequences_stay_where_rotary_frequencies_do_not_depend_on_others():
         bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 
+def test_sequences_stay_where_places_do_not_scale_queries():
+    bank = different_members(family_model("llama4_text", no_rope_layers=[1, 0], floor_scale=25), 2)
+    assert bank.base.context == 24
+    longest = tuple(range(3, 20))
+    batch = sampled_batch(bank, tokens=7, prompts=((5, 6, 7), longest, (8, 9)))  # of 24 tokens at most
+    for row in range(len(batch)):
+        alone = bank.log_probs(batch.select(torch.tensor([row])))
+        torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"context of 24 tokens, got 25: .* in floor_scale"):
+        bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
+
+
+@pytest.mark.parametrize("changes", [{"no_rope_layers": [1, 1]}, {"attn_temperature_tuning": False}], ids=str)
+def test_a_scale_of_places_that_nothing_reads_limits_nothing(changes):
+    assert different_members(family_model("llama4_text", floor_scale=25, **changes), 1).base.context == 128
+
+
 def test_members_that_no_memory_could_hold_are_refused_at_once():
     with pytest.raises(ValueError, match=r"would be needed, and cpu has \d+ GB, for the adapters of 90000000 members"):
         different_members(tiny_model("llama"), 90_000_000)

@@ -1,5 +1,6 @@
 """Probes of a model before it is used: whether it is a causal language model, and how it is run."""
 
+import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 
@@ -43,8 +44,10 @@ def vocabulary_of(model: PreTrainedModel) -> int:
 def context_of(model: PreTrainedModel) -> int | None:
     """Return the most tokens of a sequence that the model's config allows; None = no limit.
 
-    With rotary embeddings of type longrope that is the length it was pretrained on: the frequencies of all sequences of
-    a pass change as soon as one of them is longer, so whom a member is computed with would change it.
+    Beyond some lengths whom a member is computed with would change it. With rotary embeddings of type longrope that is
+    the length a model was pretrained on: the frequencies of all sequences of a pass change as soon as one of them is
+    longer. With Llama 4's temperature tuning it is `floor_scale`: from that place on queries are scaled by a token's
+    place, and padding counts there.
     """
     text, name = model.config.get_text_config(), "original_max_position_embeddings"
     limits = [getattr(text, "max_position_embeddings", None)]
@@ -52,6 +55,9 @@ def context_of(model: PreTrainedModel) -> int | None:
     for own in (rope, *(part for part in rope.values() if isinstance(part, dict))):  # layers may differ in it
         if own.get("rope_type", own.get("type")) == "longrope":
             limits += [own.get(name), getattr(text, name, None)]
+    placed = 0 in (getattr(text, "no_rope_layers", None) or ())  # layers without rotary embeddings
+    if placed and getattr(text, "attn_temperature_tuning", False) and (scale := getattr(text, "floor_scale", None)):
+        limits.append(math.ceil(scale) - 1)
     return min((int(limit) for limit in limits if limit and limit > 0), default=None)  # -1 where there is no limit
 
 
