@@ -127,7 +127,11 @@ def test_a_model_that_no_gradient_passes_is_refused():
             r"train 16 linear layers .*\.\*\.mlp\.experts\.gate_up_proj, .*down_proj \(no linear layers",
         ),
         ("laguna", r"shared_experts\.gate_proj.* \(PEFT would refuse its adapter or load it elsewhere\)"),
-        ("falcon_mamba", r"train 6 linear layers of FalconMambaForCausalLM and leave out backbone\..*\.out_proj"),
+        (
+            "falcon_mamba",
+            r"train 4 linear layers of FalconMambaForCausalLM and leave out backbone\..*\.dt_proj \(not called .*\); "
+            r"backbone\..*\.out_proj \(PEFT would refuse",
+        ),
         ("phimoe", r"mlp\.router \(no plain linear layer that sees every token\)"),
     ],
 )
@@ -138,6 +142,12 @@ def test_what_all_linear_leaves_out_is_said(family, told):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="adapters train")
         different_members(model, 2)  # not again
+
+
+def test_layers_that_are_never_called_are_adapted_where_they_are_named():
+    named = lora(target_modules=["x_proj", "dt_proj"])  # as an adapter may be that somebody starts from
+    bank = different_members(family_model("mamba"), 1, lora_config=named)
+    assert {target.name.split(".")[-1] for target in bank.weights.targets} == {"x_proj", "dt_proj"}
 
 
 def test_a_model_of_linear_layers_says_nothing():

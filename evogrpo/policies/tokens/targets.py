@@ -18,6 +18,7 @@ from evogrpo.remarks import remark
 
 STACKED = "no linear layers, but stacks of weights, as fused experts are"
 NOT_LINEAR = "no plain linear layer that sees every token"
+IDLE = "not called with text, whether or not their weights are read"
 _TOLD: WeakSet[nn.Module] = WeakSet()
 MISREAD = "PEFT would refuse its adapter or load it elsewhere"
 
@@ -54,9 +55,11 @@ def trained_by(model: PreTrainedModel, config: LoraConfig, *, outline: bool = Fa
         ValueError: If nothing can be adapted, or `config` names a module that cannot.
     """
     targets = find_targets(model, config)
-    odd = _not_linear(model, targets, outline=outline)
+    odd = {} if outline else _odd(model, targets)
+    if not adapts_all(config):  # a stored adapter, say, keeps what it has for reading images
+        odd = {name: reason for name, reason in odd.items() if reason != IDLE}
     fitting, misread = as_peft_loads(model, [target for target in targets if target.name not in odd], config)
-    unfit = dict.fromkeys(odd, NOT_LINEAR) | dict.fromkeys((target.name for target in misread), MISREAD)
+    unfit = odd | dict.fromkeys((target.name for target in misread), MISREAD)
     if not fitting or (unfit and not adapts_all(config)):
         remedy = "use another architecture" if adapts_all(config) else "name others, or use 'all-linear'"
         raise ValueError(
@@ -83,14 +86,15 @@ def _in_a_row(targets: Iterable[Target]) -> tuple[Target, ...]:
     return tuple(row)
 
 
-def _not_linear(model: PreTrainedModel, targets: Sequence[Target], *, outline: bool) -> list[str]:
-    """Return the names of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`, though their class says so.
+def _odd(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
+    """Return, with the reason, the names of layers that do not map rows `[n, ..., in]` to `[n, ..., out]`.
 
-    A router that returns a tuple, a layer of several blocks, or an expert that sees some tokens of all rows. Layers
-    that do not run are taken at their word.
+    A router that returns a tuple, a layer of several blocks, an expert that sees some tokens of all rows, or none; a
+    part that reads images; a layer whose weights are read past it, so that nothing that is added to what it puts out
+    would act.
     """
     rows, tokens = 2, 5
-    found: dict[str, None] = {}
+    found = {target.name: IDLE for target in targets}
 
     def watching(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
         def watch(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -98,12 +102,12 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target], *, outline: b
             in_rows = shape[0] == rows if len(shape) > 1 else shape == [rows * tokens]
             linear = width == target.width_in and isinstance(output, Tensor)
             if not (in_rows and linear and [*output.shape] == [*shape, target.width_out]):
-                found[target.name] = None
+                found[target.name] = NOT_LINEAR
+            elif found.get(target.name) == IDLE:
+                del found[target.name]
 
         return watch
 
-    if outline:
-        return []
     device = next(model.parameters()).device
     handles = [model.get_submodule(target.name).register_forward_hook(watching(target)) for target in targets]
     try:
@@ -112,7 +116,7 @@ def _not_linear(model: PreTrainedModel, targets: Sequence[Target], *, outline: b
     finally:
         for handle in handles:
             handle.remove()
-    return list(found)
+    return found
 
 
 def _stacks(model: nn.Module) -> list[str]:

@@ -171,6 +171,6 @@ def check_context(context: int | None, width: int) -> None:
         raise ValueError(
             f"the longest prompt and completion together must fit the model's context of {context} tokens, got "
             f"{width}: lower max_output_tokens, or leave long prompts out (max_prompt_length). Its config says so, in "
-            "max_position_embeddings, for rotary embeddings of type longrope in original_max_position_embeddings, and for "
+            "max_position_embeddings, for rotary embeddings of type longrope in original_max_position_embeddings, for "
             "Llama 4's temperature tuning in floor_scale"
         )
