@@ -361,6 +361,54 @@ def test_faults_of_an_environment_are_named(fault, message):
         play(PettingZooGroups(Faulty, env_kwargs={"fault": fault}))
 
 
+class Misshapen(joint_probes.Favours):
+    """Returns what a function makes of what it should, from reset or step."""
+
+    def __init__(self, made=None, of="", **options):
+        super().__init__(steps=3, **options)
+        self.made, self.of = made, of
+
+    def reset(self, seed=None, options=None):
+        given = super().reset(seed=seed, options=options)
+        return self.made(given) if self.of == "reset" else given
+
+    def step(self, actions):
+        given = super().step(actions)
+        return self.made(given) if self.of == "step" else given
+
+
+@pytest.mark.parametrize(
+    ("of", "made", "message"),
+    [
+        ("reset", lambda given: given[0], r"must return \(observations, infos\) from reset\(\), .* got dict"),
+        ("reset", lambda given: (given[0], None), "got infos of type NoneType"),
+        ("reset", lambda given: ([0, 0], given[1]), "got observations of type list"),
+        ("step", lambda given: given[:4], r"terminations, truncations, infos\) from step\(\), .*, got 4 values"),
+        ("step", lambda given: (given[0], [1.0, 1.0], *given[2:]), "got rewards of type list"),
+        ("step", lambda given: (*given[:4], dict.fromkeys(given[4], "x")), "each info one as well, got str for red_0"),
+        ("step", lambda given: (given[0], {}, *given[2:]), r"no reward to agents that acted: \['red_0', "),
+    ],
+)
+def test_tables_of_another_form_are_named(of, made, message):
+    with pytest.raises(ValueError, match=message):
+        play(PettingZooGroups(Misshapen, env_kwargs={"of": of, "made": made}))
+
+
+def test_a_parallel_environment_takes_its_seed():
+    class Seedless(joint_probes.Favours):
+        def reset(self, options=None):
+            return super().reset(seed=1, options=options)
+
+    class Failing(joint_probes.Favours):
+        def reset(self, seed=None, options=None):
+            raise TypeError("of its own")
+
+    with pytest.raises(ValueError, match=r"must take its seed as reset\(seed=\.\.\.\), as pettingzoo\.ParallelEnv"):
+        play(PettingZooGroups(Seedless))
+    with pytest.raises(TypeError, match="of its own"):
+        play(PettingZooGroups(Failing))
+
+
 @pytest.mark.parametrize("steps", [50, 51])
 def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
     monkeypatch.setattr("evogrpo.envs.control.playing.MOST_STEPS", 50)

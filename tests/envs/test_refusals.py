@@ -104,14 +104,14 @@ class Form(probes.ConstantReward):
 
 
 FORMS = {
-    "four values": ({"step": lambda o, r, t, c, i: (o, r, t, i)}, r"from step\(\), got a tuple of 4 as in the old Gym"),
-    "three values": ({"step": lambda o, r, t, c, i: (o, r, t)}, r"from step\(\), got a tuple of 3$"),
+    "four values": ({"step": lambda o, r, t, c, i: (o, r, t, i)}, r"from step\(\), got a tuple of 4 .* in the old Gym"),
+    "three values": ({"step": lambda o, r, t, c, i: (o, r, t)}, r"from step\(\), got a tuple of 3 \(ndarray, "),
     "a step of nothing": ({"step": lambda *_: None}, r"from step\(\), got NoneType$"),
     "an observation alone": ({"reset": lambda o, i: o}, r"\(observation, info\) from reset\(\), got ndarray"),
     "a reset of nothing": ({"reset": lambda o, i: None}, r"\(observation, info\) from reset\(\), got NoneType"),
     "infos that are none": (
         {"reset": lambda o, i: (o, None)},
-        r"\(observation, info\) from reset\(\), got a tuple of 2",
+        r"\(observation, info\) from reset\(\), got a tuple of 2 \(ndarray, NoneType\)",
     ),
     "no seed": ({"seeded": False}, r"take its seed as reset\(seed=\.\.\.\)"),
 }
@@ -129,6 +129,7 @@ PARTS = {
         {"reset": lambda o, i: (o, {"action_mask": np.array([0.0, -np.inf])})},
         r"must say 1 of legal values and 0 of others, got \[0.0, -inf\]",
     ),
+    "an info of nothing": ({"step": lambda *given: (*given[:4], None)}, "info .* returns must be a dict, got NoneType"),
     "another shape": ({"reset": lambda o, i: (np.zeros(3), i)}, r"observations of shape \(2,\), got \(3,\)"),
 }
 

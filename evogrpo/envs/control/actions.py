@@ -1,5 +1,6 @@
 """The boundary between a policy's actions and an environment's: clipping, start offsets, legal-action masks."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,17 @@ def mask_sizes(space: spaces.Space[Any]) -> tuple[int, ...]:
         case spaces.MultiDiscrete():
             return tuple(int(count) for count in space.nvec.ravel())
     return ()
+
+
+def mask_in(info: object) -> Any:
+    """Return the action mask in what an environment tells beside an observation; None where there is none.
+
+    Raises:
+        ValueError: If it tells anything else than a dict.
+    """
+    if not isinstance(info, Mapping):
+        raise ValueError(f"the info that an environment returns must be a dict, got {type(info).__name__}")
+    return info.get("action_mask")
 
 
 def legal_actions(space: spaces.Space[Any], masks: list[Any]) -> Array | None:

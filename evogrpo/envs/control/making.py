@@ -13,6 +13,7 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
+from evogrpo.envs.control.actions import mask_in
 from evogrpo.envs.control.solo.refusals import refuse_given, refuse_made
 from evogrpo.envs.control.solo.wrapping import Wrap, put_on
 from evogrpo.envs.control.trees import flatten, leaf_spaces, numbers, stack, unflatten
@@ -215,8 +216,8 @@ class Parked(gymnasium.Wrapper[Any, Any, Any, Any]):
         return unflatten(space, [leaf[0] for leaf in leaves])
 
 
-def _mask_only(info: Mapping[str, Any]) -> dict[str, Any]:
-    mask = info.get("action_mask")
+def _mask_only(info: object) -> dict[str, Any]:
+    mask = mask_in(info)
     return {} if mask is None else {"action_mask": mask}
 
 

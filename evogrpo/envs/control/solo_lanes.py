@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.actions import join_masks, legal_actions, policy_action_shape
+from evogrpo.envs.control.actions import join_masks, legal_actions, mask_in, policy_action_shape
 from evogrpo.envs.control.classic import ClassicControl
 from evogrpo.envs.control.lanes import Seen, Stepped
 from evogrpo.envs.control.making import MakeEnv, Parked, lane_seeds
@@ -143,7 +143,7 @@ class SerialLanes(SoloLanes):
             env = self._idle.pop() if self._idle else self._make()
             self._live.append(env)
             opened.append(env.reset(seed=seed))
-        return self._shown([observation for observation, _ in opened], [given for _, given in opened])
+        return self._shown([observation for observation, _ in opened], [mask_in(info) for _, info in opened])
 
     def _keep(self, positions: NDArray[np.int64]) -> None:
         kept = positions.tolist()
@@ -160,7 +160,9 @@ class SerialLanes(SoloLanes):
         for env, action in zip(self._live, actions, strict=True):
             give_way()  # one after the other they may take long
             steps.append(env.step(action))
-        seen = self._shown([step[0] for step in steps], [{} if step[2] or step[3] else step[4] for step in steps])
+        masks = [mask_in(step[4]) for step in steps]
+        acting = [None if step[2] or step[3] else mask for step, mask in zip(steps, masks, strict=True)]
+        seen = self._shown([step[0] for step in steps], acting)
         return Stepped(
             seen=seen,
             rewards=numbers([step[1] for step in steps], np.float64, "reward"),
@@ -174,10 +176,10 @@ class SerialLanes(SoloLanes):
         self._live, self._idle = [], []
         _close_all(open_)
 
-    def _shown(self, observations: list[Any], given: list[dict[str, Any]]) -> Seen:
+    def _shown(self, observations: list[Any], masks: list[Any]) -> Seen:
         return Seen(
             observations=stack(self._parts, [flatten(self._space, observation) for observation in observations]),
-            action_masks=legal_actions(self._action_space, [one.get("action_mask") for one in given]),
+            action_masks=legal_actions(self._action_space, masks),
         )
 
 

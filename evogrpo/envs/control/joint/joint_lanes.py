@@ -11,6 +11,7 @@ from pettingzoo import ParallelEnv
 
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
 from evogrpo.envs.control.joint.assignment import Assignment, Role
+from evogrpo.envs.control.joint.returns import Table, begun, stepped
 from evogrpo.envs.control.lanes import Seen
 from evogrpo.envs.control.trees import numbers, stack
 from evogrpo.hyperparameters.checks import LARGEST
@@ -84,7 +85,7 @@ class JointLane:
             self.env.close()
             self.env = self._make()
         self._used = True
-        observations, infos = self.env.reset(seed=seed)
+        observations, infos = begun(self.env, seed)
         self._ids, self._gone, self._steps = {}, set(), 0
         return self._seen(self._named(self.env.agents), observations, infos)
 
@@ -92,11 +93,12 @@ class JointLane:
         """Let every living agent act, in the environment's own actions.
 
         Raises:
-            ValueError: If an agent comes back that had ended.
+            ValueError: If an agent comes back that had ended, or the environment returns something else than PettingZoo
+                has it.
         """
         before = set(self._ids)
         given = {self._ids[name]: action for name, action in actions.items()}
-        observations, rewards, terminations, truncations, infos = self.env.step(given)
+        observations, rewards, terminations, truncations, infos = stepped(self.env, given)
         self._steps += 1
         living = self._named(self.env.agents)
         ended = {flag: _flagged(table) for flag, table in (("terminated", terminations), ("truncated", truncations))}
@@ -142,7 +144,7 @@ class JointLane:
             raise ValueError(f"agents must differ when written as text, got {list(map(str, agents))}")
         return named
 
-    def _seen(self, living: dict[str, Any], observations: Mapping[Any, Any], infos: Mapping[Any, Any]) -> JointSeen:
+    def _seen(self, living: dict[str, Any], observations: Table, infos: Table) -> JointSeen:
         self._ids = living
         missing = sorted(name for name, agent in living.items() if agent not in observations)
         if missing:
@@ -153,7 +155,7 @@ class JointLane:
         )
 
 
-def _flagged(table: Mapping[Any, Any]) -> set[str]:
+def _flagged(table: Table) -> set[str]:
     return {str(agent) for agent, flag in table.items() if flag}
 
 

@@ -18,6 +18,7 @@ from evogrpo.envs.control.joint.joint_episodes import JointPlayed, JointRecord
 from evogrpo.envs.control.joint.joint_lanes import JointLane, JointLanes
 from evogrpo.envs.control.joint.opposition import STARTS, opposed
 from evogrpo.envs.control.joint.repeating import repeating
+from evogrpo.envs.control.joint.returns import begun
 from evogrpo.envs.control.joint.scores import Score, Scoring, scoring, summed
 from evogrpo.envs.control.joint.stage import Stage
 from evogrpo.envs.control.making import CUT_OFF, Distinct, declared_limit
@@ -174,7 +175,7 @@ class PettingZooGroups(SeededGroups):
         self.name = str(example)
         known = getattr(example, "possible_agents", None)
         if not known:
-            example.reset(seed=self._starts.of("train", [0])[0])
+            begun(example, self._starts.of("train", [0])[0])
             known = example.agents
         self.agents: tuple[str, ...] = tuple(str(agent) for agent in known)
         self.observation_spaces: dict[str, gymnasium.Space[Any]] = {

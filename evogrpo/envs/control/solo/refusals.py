@@ -76,7 +76,9 @@ def misshapen(name: str, make: Callable[[], "gymnasium.Env[Any, Any]"]) -> Value
 
 
 def _got(given: object) -> str:
-    return f"got a tuple of {len(given)}" if isinstance(given, tuple) else f"got {type(given).__name__}"
+    if not isinstance(given, tuple):
+        return f"got {type(given).__name__}"
+    return f"got a tuple of {len(given)} ({', '.join(type(part).__name__ for part in given)})"
 
 
 def _refuse_several(env: object) -> None:
