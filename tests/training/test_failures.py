@@ -4,13 +4,15 @@ import warnings
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from evogrpo import Tournament
+from evogrpo import GRPO, GymnasiumGroups, Tournament, evolve
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution import Fixed
 from evogrpo.history.records import GenerationReport
 from evogrpo.history.steps import StepReport
 from evogrpo.persistence.journal import read_journal
+from evogrpo.training.loop.run import AllFailedError
 from tests.tiny_training import (
     equal_states,
     final_states,
@@ -67,6 +69,21 @@ def test_a_member_that_breaks_is_replaced_by_a_healthy_clone(tmp_path, strategy,
     steps = events(tmp_path / "run", "step")
     assert [member["slot"] for member in steps[1]["members"]] == [0, 2]  # it takes no further part
     assert [member["slot"] for member in steps[2]["members"]] == [0, 1, 2]
+
+
+def test_a_network_that_gives_no_numbers_is_told_of_though_all_rewards_are_equal():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, seen):
+            return self.layer(seen.log())  # of what may be negative
+
+    env = GymnasiumGroups("CartPole-v1", max_episode_steps=4)
+    population = GRPO.population(2, env.observation_space, env.action_space, actor_network=Broken())
+    with pytest.raises(AllFailedError, match=r"\(member 0: the policy was no number at \d+ of 64 actions; member 1"):
+        list(evolve(population, env, generations=1, steps_per_generation=1, samples_per_step=16, progress=False))
 
 
 def test_the_others_never_notice(tmp_path):

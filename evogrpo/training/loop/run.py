@@ -389,7 +389,8 @@ class Evolution:
             self._book.event("stopped", reason=f"every member failed ({reasons})")
             raise AllFailedError(
                 f"every member failed, so there is nobody to clone ({reasons}). Start a new run "
-                "with lower learning rates or temperatures: resuming this one would only repeat it"
+                "with lower learning rates or temperatures, or with a network of your own that gives numbers for "
+                "whatever it sees: resuming this one would only repeat it"
             )
 
     def _finals(self) -> None:
