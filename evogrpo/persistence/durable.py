@@ -3,6 +3,8 @@
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _TEMPORARY = re.compile(r"\..+\.\d+\.temporary")
@@ -27,9 +29,20 @@ def make_folder(folder: Path) -> None:
         sync_folder(place.parent)
 
 
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let errors of the system in the block name a file: a full disk, say, refuses bytes without saying whose."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
 def write_synced(path: Path, content: bytes) -> None:
     """Create a file that must not exist yet, and wait until its bytes are on disk."""
-    with path.open("xb") as file:
+    with named(path), path.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

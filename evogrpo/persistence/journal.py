@@ -7,7 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from evogrpo.persistence.durable import NoPlainFileError, make_folder, open_plain, sync_folder
+from evogrpo.persistence.durable import NoPlainFileError, make_folder, named, open_plain, sync_folder
 from evogrpo.persistence.strict_json import dump_json, load_json
 
 # Every line that Journal writes begins so; opening refuses to touch a file that begins otherwise.
@@ -67,9 +67,10 @@ class Journal:
         remaining = memoryview(line.encode("ascii"))
         size_before = os.fstat(self._file).st_size
         try:
-            while remaining:
-                remaining = remaining[os.write(self._file, remaining) :]
-            os.fsync(self._file)
+            with named(self.path):
+                while remaining:
+                    remaining = remaining[os.write(self._file, remaining) :]
+                os.fsync(self._file)
         except OSError:
             os.ftruncate(self._file, size_before)
             raise

@@ -14,6 +14,7 @@ from evogrpo.hyperparameters import (
     whole_between,
 )
 from evogrpo.objective.neutral import warn_neutral
+from evogrpo.remarks import remark
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.agents.population import Population
@@ -144,6 +145,8 @@ class Schedule:
     def check_held_out(self, env: "GroupEnvironment") -> None:
         """Refuse an environment that holds out too little to tell members apart by, or to test on.
 
+        Where it holds out less than is asked for, all of it is used, and that is said.
+
         Raises:
             ValueError: If fewer than two starts are held out where fitness is measured.
         """
@@ -157,6 +160,8 @@ class Schedule:
                     f"the {split} split must hold at least 2 starts, got {size}: one of them gives no standard error. "
                     f"Hold out more ({split}_size){instead}"
                 )
+            if wanted is not None and wanted > size:
+                remark(f"{split}_questions asks for {wanted}, and the {split} split holds {size}: these are used")
 
     def block(self, population: "Population") -> int:
         """Return the most prompts that any member can use in a step, whatever evolution does.

@@ -158,7 +158,7 @@ def test_a_full_disk_leaves_the_journal_as_it_was(path, monkeypatch):
         return real(descriptor, content[: len(content) // 2])
 
     monkeypatch.setattr(os, "write", writes_half)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         journal.append("step", reward=0.5)
     monkeypatch.undo()
     journal.append("stopped")

@@ -118,3 +118,12 @@ def test_one_held_out_start_is_refused_before_anything_is_trained(split, remedy)
         evolve(step_population(2, env), env, generations=1)
     if split == "test":
         evolve(step_population(2, env), env, generations=1, test_questions=0)
+
+
+def test_more_questions_than_are_held_out_are_remarked_upon_where_somebody_asked_for_them():
+    env = cart_pole(validation_size=4, test_size=2)
+    with pytest.warns(UserWarning, match="validation_questions asks for 5, and the validation split holds 4: "):
+        evolve(step_population(2, env), env, generations=1, validation_questions=5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evolve(step_population(2, env), env, generations=1, validation_questions=4, test_questions=2)

@@ -79,7 +79,7 @@ def fitted(
     ladder = [(count, groups, group) for count, groups in LADDER] + [(1, 1, size) for size in smaller if size < group]
     shared_by = processes()
     enough = [rung for rung in ladder if rung[0] >= shared_by.size] or ladder[:1]
-    rungs = [with_sizes(config, _sizes(*rung)) for rung in enough]
+    rungs = [with_sizes(config, _sizes(env, *rung)) for rung in enough]
     there, _ = shared_by.led(memory_of("cpu"))
     roomy = [rung for rung in rungs if there is None or need(rung).total <= MEMORY_SHARE * there] or rungs[-1:]
     why = "" if roomy[0] is rungs[0] else "to what fits into half of the memory there is"
@@ -96,15 +96,15 @@ def fitted(
     return Fitted(config=chosen, remark=_remark(chosen, config, why))
 
 
-def _sizes(members: int, groups: int, group_size: int) -> RunSizes:
+def _sizes(env: GroupEnvironment, members: int, groups: int, group_size: int) -> RunSizes:
     validation, test = HELD_OUT
     samples = groups * group_size
     return RunSizes(
         members=members,
         group_size=group_size,
         samples_per_step=samples,
-        validation_questions=max(LEAST_HELD_OUT, validation * samples),
-        test_questions=test * samples,
+        validation_questions=min(max(LEAST_HELD_OUT, validation * samples), env.size("validation")),
+        test_questions=min(test * samples, env.size("test")),
     )
 
 
