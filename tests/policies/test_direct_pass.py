@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -212,10 +213,43 @@ def test_below_the_first_adapter_there_is_no_backward_pass(both):
     assert prefix.last_hidden.requires_grad
 
 
-def test_long_sequences_take_a_kernel_that_keeps_no_scores(both, monkeypatch):
-    monkeypatch.setattr(attention, "FOLDED", 0)
-    fast, slow = both(built(KNOWN["qwen2, some windows"]))
-    assert_same(fast, slow, make_rows(range(SIZE)))
+@pytest.mark.parametrize("folded", [0, 4])
+@pytest.mark.parametrize("architecture", ["qwen2, some windows", "llama, keys for every head", "gemma3"])
+def test_tokens_may_attend_block_by_block_and_scores_be_found_again(architecture, folded, both, monkeypatch):
+    monkeypatch.setattr(attention, "FOLDED", folded)
+    for block in (64, 2):
+        monkeypatch.setattr(attention, "BLOCK", block)
+        assert_same(*both(built(KNOWN[architecture])), make_rows(range(SIZE), tokens=7))
+
+
+def test_what_other_devices_attend_by_is_the_same(both, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 0)
+    monkeypatch.setattr(attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1]))
+    assert_same(*both(built(KNOWN["qwen2, some windows"])), make_rows(range(SIZE)))
+
+
+@pytest.mark.parametrize("length", [8, 200])
+@pytest.mark.parametrize("past", [None, 32])
+def test_scores_are_kept_for_short_sequences_alone(length, past):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((1, 2, length, 16), generator=rng).requires_grad_() for _ in range(3))
+    keys = None if past is None else torch.randn((1, 1, past, 16), generator=rng).requires_grad_()
+    shared = None if keys is None else attention.Shared(keys, keys, torch.zeros(2, dtype=torch.long), (2,))
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    bias = torch.zeros(1, length, length).masked_fill_(later, -1e9)
+    saved = list[torch.Size]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        out = attention.attended(q, k, v, length, bias, shared, None)
+    width = length + (past or 0)
+    assert any(len(shape) == 4 and shape[3] != 16 for shape in saved) == (width <= 4 * 16)
+    whole = [x if keys is None else torch.cat([keys.expand(1, 2, -1, -1), x], 2) for x in (k, v)]
+    seen = torch.cat([torch.ones(length, width - length, dtype=torch.bool), ~later], 1)
+    expected = scaled_dot_product_attention(q, *whole, attn_mask=seen, scale=1.0).view(2 * length, 16)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    slopes = torch.randn(out.shape, generator=rng)
+    inputs = (q, k, v) if keys is None else (q, k, v, keys)
+    for one, other in zip(*(torch.autograd.grad(x, inputs, slopes) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["qwen2, some windows", "qwen2"])

@@ -8,7 +8,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 FOLDED = 4
-"""Most keys for each of a head's dimensions: scores are kept for the backward pass, and would take the most memory."""
+"""Keys for each of a head's dimensions, up to which scores are kept for the backward pass: those of more would take the
+most memory, and are found again there."""
+
+BLOCK = 64
+"""Tokens that attend together: what comes after the last of them is left out, and scores stay in a CPU's cache."""
 
 
 class Shared(NamedTuple):
@@ -49,7 +53,7 @@ def attended(
         q: `[kv, n, rep * t, d]`, scaled already.
         k: `[kv, n, s, d]`.
         v: The same.
-        t: Tokens of a row that attend.
+        t: Tokens of a row that attend, the last t of s, each to none that come later.
         bias: `[n or 1, t, s]`; None = 0.
         shared: The prompts' keys and values, if any.
         shared_bias: `[n or 1, t or 1, P]`; None = 0.
@@ -58,37 +62,56 @@ def attended(
         `[n * t, kv * rep * d]`.
     """
     kv, n, wide, d = q.shape
-    length = k.shape[2] + (0 if shared is None else shared.keys.shape[2])
-    if t == 1 or (q.device.type == "cpu" and length <= FOLDED * d):
+    keep = k.shape[2] + (0 if shared is None else shared.keys.shape[2]) <= FOLDED * d
+    if t < 2 * BLOCK and (t == 1 or q.device.type == "cpu"):
         own = () if shared is None else (shared.keys, shared.values)
         runs = None if shared is None else shared.runs
-        out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, *own)
+        out: Tensor = _Attention.apply(q, k, v, t, bias, shared_bias, runs, keep, *own)
     else:
-        out = _expanded(q, k, v, t, bias, shared, shared_bias)
+        k, v, bias = _expanded(k, v, t, bias, shared, shared_bias)
+        out = _in_blocks(q, k, v, t, bias, keep) if q.device.type == "cpu" else _by_torch(q, k, v, t, bias)
     return out.view(kv, n, wide // t, t, d).permute(1, 3, 0, 2, 4).reshape(n * t, -1)
 
 
 def _expanded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    t: int,
-    bias: Tensor | None,
-    shared: Shared | None,
-    shared_bias: Tensor | None,
-) -> Tensor:
-    """Do it with a copy of the prompts for every row, by torch's own kernels, which keep no scores."""
+    k: Tensor, v: Tensor, t: int, bias: Tensor | None, shared: Shared | None, shared_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return keys and values `[kv, n, P + s, d]` with a copy of the prompts for every row, and what is added."""
+    if shared is None:
+        return k, v, bias
+    k, v = (torch.cat([past[:, shared.rows], own], 2) for past, own in ((shared.keys, k), (shared.values, v)))
+    if bias is None and shared_bias is None:
+        return k, v, None
+    length = shared.keys.shape[2]
+    parts = ((shared_bias, length), (bias, k.shape[2] - length))
+    rows = max(len(part) for part, _ in parts if part is not None)
+    both = [(k.new_zeros(1) if part is None else part).expand(rows, t, wide) for part, wide in parts]
+    return k, v, torch.cat(both, 2)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
+    """Return what `[kv, n, rep * t, d]` attend to, as many tokens at a time as a CPU's cache has scores for."""
+    kv, n, _, d = q.shape
+    by_token, count, every = q.view(kv, n, -1, t, d), t // BLOCK, list[Tensor]()
+    for number in range(count):
+        at, end = t * number // count, t * (number + 1) // count
+        seen = k.shape[2] - t + end
+        part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
+        added = None if bias is None else bias[:, at:end, :seen]
+        out: Tensor = _Attention.apply(part, k[:, :, :seen], v[:, :, :seen], end - at, added, None, None, keep)
+        every.append(out.view(kv, n, -1, end - at, d))
+    return torch.cat(every, 3)
+
+
+def _by_torch(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None) -> Tensor:
+    """Do it by torch's own kernels, which keep no scores."""
     kv, n, wide, d = q.shape
-    added = q.new_zeros(1) if bias is None else bias
-    added = added.expand(n, t, k.shape[2])
-    if shared is not None:
-        past_bias = q.new_zeros(1) if shared_bias is None else shared_bias
-        added = torch.cat([past_bias.expand(n, t, shared.keys.shape[2]), added], 2)
-        k, v = (torch.cat([past[:, shared.rows], own], 2) for past, own in ((shared.keys, k), (shared.values, v)))
     rep = wide // t
     heads = q.view(kv, n, rep, t, d).permute(1, 0, 2, 3, 4).reshape(n, kv * rep, t, d)
     k, v = (x.transpose(0, 1).repeat_interleave(rep, dim=1) for x in (k, v))
-    out = scaled_dot_product_attention(heads, k, v, attn_mask=added[:, None], scale=1.0)
+    added = q.new_zeros(1) if bias is None else bias
+    mask = added.expand(n, t, k.shape[2])[:, None]
+    out = scaled_dot_product_attention(heads, k, v, attn_mask=mask, scale=1.0)
     return out.view(n, kv, rep, t, d).permute(1, 0, 2, 3, 4).reshape(q.shape)
 
 
@@ -175,6 +198,26 @@ def attended_once(q: Tensor, own: Keys, shared: Sequence[Keys], bias: Tensor) ->
     return out.transpose(0, 1).reshape(n, -1)
 
 
+def _chances(
+    q: Tensor,
+    k: Tensor,
+    t: int,
+    bias: Tensor | None,
+    shared_bias: Tensor | None,
+    runs: tuple[int, ...] | None,
+    shared: Any,
+) -> Tensor:
+    """Return `[kv, n, rep * t, P + s]` how much of each value a token takes; for the arguments see `attended`."""
+    scores = _products(q, k, shared, runs)
+    past = scores.shape[-1] - k.shape[2]
+    by_token = scores.view(*q.shape[:2], -1, t, scores.shape[-1])
+    if bias is not None:
+        by_token[..., past:] += bias[None, :, None]
+    if shared_bias is not None:
+        by_token[..., :past] += shared_bias[None, :, None]
+    return torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -186,18 +229,13 @@ class _Attention(torch.autograd.Function):
         bias: Tensor | None,
         shared_bias: Tensor | None,
         runs: tuple[int, ...] | None,
+        keep: bool,
         *shared: Tensor,
     ) -> Tensor:
-        scores = _products(q, k, shared[:1], runs)
-        past = scores.shape[-1] - k.shape[2]
-        by_token = scores.view(*q.shape[:2], -1, t, scores.shape[-1])
-        if bias is not None:
-            by_token[..., past:] += bias[None, :, None]
-        if shared_bias is not None:
-            by_token[..., :past] += shared_bias[None, :, None]
-        chances = torch.softmax(scores, -1, dtype=torch.float32).to(q.dtype)
-        ctx.save_for_backward(q, k, v, chances, *shared)
-        ctx.runs = runs
+        chances = _chances(q, k, t, bias, shared_bias, runs, shared[:1])
+        past = chances.shape[-1] - k.shape[2]
+        ctx.save_for_backward(q, k, v, bias, shared_bias, chances if keep else None, *shared)
+        ctx.t, ctx.runs = t, runs
         out = _rows(chances[..., past:]) @ _rows(v)
         if runs is not None:
             _add_weighted(out.view(q.shape), chances[..., :past], shared[1], runs)
@@ -205,8 +243,10 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, chances, *shared = ctx.saved_tensors
+        q, k, v, bias, shared_bias, chances, *shared = ctx.saved_tensors
         runs = ctx.runs
+        if chances is None:
+            chances = _chances(q, k, ctx.t, bias, shared_bias, runs, shared[:1])
         slope = grads[0].contiguous()
         past = chances.shape[-1] - k.shape[2]
         of_chances = _products(slope, v, shared[1:], runs)
@@ -218,7 +258,8 @@ class _Attention(torch.autograd.Function):
         if runs is not None:
             _add_weighted(of_q.view(q.shape), of_scores[..., :past], shared[0], runs)
             of_shared = [_gathered(of_scores[..., :past], q, runs), _gathered(chances[..., :past], slope, runs)]
-        return of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape), None, None, None, None, *of_shared
+        own = of_q.view(q.shape), of_k.view(k.shape), of_v.view(v.shape)
+        return *own, None, None, None, None, None, *of_shared
 
 
 def _rows(x: Tensor) -> Tensor:
