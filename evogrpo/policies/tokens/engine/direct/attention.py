@@ -92,9 +92,9 @@ def _expanded(
 def _in_blocks(q: Tensor, k: Tensor, v: Tensor, t: int, bias: Tensor | None, keep: bool) -> Tensor:
     """Return what `[kv, n, rep * t, d]` attend to, as many tokens at a time as a CPU's cache has scores for."""
     kv, n, _, d = q.shape
-    by_token, count, every = q.view(kv, n, -1, t, d), t // BLOCK, list[Tensor]()
-    for number in range(count):
-        at, end = t * number // count, t * (number + 1) // count
+    by_token, every = q.view(kv, n, -1, t, d), list[Tensor]()
+    for at in range(0, t - BLOCK + 1, BLOCK):
+        end = at + BLOCK if at + 2 * BLOCK <= t else t  # the last one takes what is left
         seen = k.shape[2] - t + end
         part = by_token[:, :, :, at:end].reshape(kv, n, -1, d)
         added = None if bias is None else bias[:, at:end, :seen]
