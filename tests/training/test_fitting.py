@@ -133,6 +133,13 @@ def test_what_is_given_stays(clock):
     assert "sizes" not in prepared_in(given, costly(clock)).facts()
 
 
+def test_open_sizes_are_no_more_than_is_held_out(clock, tmp_path):
+    prepared = prepared_in(configured(), costly(clock, validation_size=20, test_size=30))
+    assert sizes(prepared.config) == (8, 32, 20, 30)
+    with pytest.raises(ValueError, match="validation split must hold at least 2 starts, got 1"):
+        start(prepared_in(configured(), costly(clock, validation_size=1)), tmp_path / "run")
+
+
 def test_groups_stay_whole(clock):
     config = configured(450.0, hyperparameters={"group_size": 12})
     assert prepared_in(config, costly(clock)).config.schedule.samples_per_step == 12

@@ -103,8 +103,8 @@ def _sizes(env: GroupEnvironment, members: int, groups: int, group_size: int) ->
         members=members,
         group_size=group_size,
         samples_per_step=samples,
-        validation_questions=min(max(LEAST_HELD_OUT, validation * samples), env.size("validation")),
-        test_questions=min(test * samples, env.size("test")),
+        validation_questions=max(2, min(max(LEAST_HELD_OUT, validation * samples), env.size("validation"))),
+        test_questions=max(2, min(test * samples, env.size("test"))),  # fewer are refused where all sizes are known
     )
 
 
