@@ -3,7 +3,8 @@
 `python benchmarking/two_checkouts.py OLD NEW` runs `--pairs` pairs of processes for each kind of work, one checkout
 after the other, and prints the medians of both and of the ratios NEW / OLD, pair by pair. Timed are the learning steps
 of a population of 8, sampling and learning apart: on SmolLM2 (a prompt, 8 completions of 12 tokens a member, a KL term)
-and on CartPole. Python and packages are those that run this script.
+and on CartPole. `--kinds long-prompt long-completion` times 2 members on prompts of some 370 tokens and on completions
+of 256; `--precision bfloat16` holds the base in it. Python and packages are those that run this script.
 """
 
 from __future__ import annotations
@@ -16,25 +17,30 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 MEMBERS = 8
+ADVICE = 27 * "Read this with care and take all the time that you need. "  # some 350 tokens
 Made = tuple[Any, Any, dict[str, int]]
 """A population, its environment, and the amount of one learning step."""
 
 
-def prompts() -> Made:
+def prompts(precision: str, members: int = MEMBERS, advice: str = "", tokens: int = 12) -> Made:
     """Return a population over SmolLM2, its environment and the amount of one step."""
+    import torch
+
     from evogrpo import GRPO, HuggingFaceGym
 
     try:
         from evogrpo.policies.tokens.models import load_base
     except ImportError:  # where it stood before
         from evogrpo.policies.models import load_base
-    base = load_base("smollm2-135m")
+    base = load_base("smollm2-135m", dtype=getattr(torch, precision))
     rows = [
-        {"prompt": f"Question: what is {a} plus {a + 7}? Work it out, then say the number. Answer:"} for a in range(99)
+        {"prompt": f"{advice}Question: what is {a} plus {a + 7}? Work it out, then say the number. Answer:"}
+        for a in range(99)
     ]
 
     def digits(completions: list[str], **_: Any) -> list[float]:
@@ -42,19 +48,19 @@ def prompts() -> Made:
 
     env = HuggingFaceGym(rows, tokenizer=base.tokenizer, reward_funcs=[digits], validation_size=4, test_size=4)
     population = GRPO.population(
-        MEMBERS,
+        members,
         actor_network=base.model,
         pad_token_id=base.tokenizer.pad_token_id,
-        max_output_tokens=12,
-        min_output_tokens=12,
+        max_output_tokens=tokens,
+        min_output_tokens=tokens,
         group_size=8,
         beta=0.04,
     )
     return population, env, {"samples_per_step": 8, "block": 1}
 
 
-def cartpole() -> Made:
-    """Return a population on CartPole, its environment and the amount of one step."""
+def cartpole(precision: str) -> Made:
+    """Return a population on CartPole, always in float32, its environment and the amount of one step."""
     from evogrpo import GRPO, GymnasiumGroups
 
     env = GymnasiumGroups("CartPole-v1")
@@ -64,17 +70,23 @@ def cartpole() -> Made:
     return population, env, {"samples_per_step": 64, "block": 8}
 
 
-WORK: dict[str, tuple[Callable[[], Made], int]] = {"prompts": (prompts, 2), "cartpole": (cartpole, 40)}
+WORK: dict[str, tuple[Callable[[str], Made], int]] = {
+    "prompts": (prompts, 2),
+    "cartpole": (cartpole, 40),
+    "long-prompt": (partial(prompts, members=2, advice=ADVICE), 1),
+    "long-completion": (partial(prompts, members=2, tokens=256), 1),
+}
 """What is made, and the learning steps that are timed after a first one."""
+USUAL = ("prompts", "cartpole")
 
 
-def work(name: str) -> None:
+def work(name: str, precision: str) -> None:
     """Do one kind of work with the evogrpo that is found, and print its processor seconds as JSON."""
     import torch
 
     torch.set_num_threads(1)
     make, steps = WORK[name]
-    population, env, amount = make()
+    population, env, amount = make(precision)
     spent = {"sampling": 0.0, "learning": 0.0}
     for step in range(steps + 1):
         began = time.process_time()
@@ -87,10 +99,10 @@ def work(name: str) -> None:
     print(json.dumps(spent))
 
 
-def timed(checkout: Path, name: str) -> dict[str, float]:
+def timed(checkout: Path, name: str, precision: str) -> dict[str, float]:
     """Run one kind of work in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(checkout.resolve()), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-W", "ignore", __file__, "--work", name]
+    command = [sys.executable, "-W", "ignore", __file__, "--work", name, "--precision", precision]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=checkout)
     if result.returncode:
         raise SystemExit(f"{name} failed in {checkout}:\n{result.stderr[-2000:]}")
@@ -104,17 +116,20 @@ def main() -> None:
     parser.add_argument("old", nargs="?", type=Path)
     parser.add_argument("new", nargs="?", type=Path)
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--kinds", nargs="+", choices=list(WORK), default=list(USUAL), help="kinds of work")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the base")
     parser.add_argument("--work", choices=list(WORK), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.work:
-        work(arguments.work)
+        work(arguments.work, arguments.precision)
         return
     if arguments.old is None or arguments.new is None:
         parser.error("name two checkouts")
-    print(f"population of {MEMBERS}, processor seconds, one thread, medians of {arguments.pairs} pairs")
+    print(f"base in {arguments.precision}, processor seconds, one thread, medians of {arguments.pairs} pairs")
     print("| work | part | old | new | new / old | from | to |\n|---|---|---|---|---|---|---|")
-    for name in WORK:
-        pairs = [(timed(arguments.old, name), timed(arguments.new, name)) for _ in range(arguments.pairs)]
+    for name in arguments.kinds:
+        sides = arguments.old, arguments.new
+        pairs = [[timed(side, name, arguments.precision) for side in sides] for _ in range(arguments.pairs)]
         for part in ("sampling", "learning", "both"):
             old, new = ([pair[side][part] for pair in pairs] for side in (0, 1))
             ratios = sorted(one / other for one, other in zip(new, old, strict=True))

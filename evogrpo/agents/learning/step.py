@@ -357,10 +357,13 @@ class _LearningStep:
                 found["kl_coef"] = h.beta * float(self._bank.carried[slot, 0])
         per_sample = worth.sum(1) / episodes.action_mask.sum(1).clamp(min=1)
         bad = [step for step in steps if not math.isfinite(step.grad_norm)]
-        faults = [f"no finite gradient or weights in {len(bad)} of {len(steps)} updates"] * bool(bad)
-        acted = None if sampled.sampler_log_probs is None else sampled.sampler_log_probs[sampled.action_mask]
-        if acted is not None and bool(acted.isnan().any()):  # whatever was earned, and so learnt from or not
-            faults.insert(0, f"the policy was no number at {int(acted.isnan().sum())} of {len(acted)} actions")
+        faults = list[str]()
+        if sampled.sampler_log_probs is not None:
+            unreal = sampled.sampler_log_probs[sampled.action_mask].isnan()
+            if bool(unreal.any()):  # whatever was earned, and so learnt from or not
+                faults.append(f"the policy was no number at {int(unreal.sum())} of {len(unreal)} actions")
+        if bad:
+            faults.append(f"no finite gradient or weights in {len(bad)} of {len(steps)} updates")
         return LearnReport(
             metrics=measured(found),
             advantages=tuple(per_sample[own].tolist()),

@@ -1,4 +1,4 @@
-"""Attention of rows that continue shared prompts: to each prompt's keys once for all of its rows."""
+"""Attention of rows that continue shared prompts: short ones read its keys once for all, long ones in blocks."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
