@@ -78,6 +78,7 @@ class Arguments:
         setting: Key of `SETTINGS`.
         precision: Of the base model's weights and activations; adapters are in float32.
         defaults: Leave the settings that change no result at the system's defaults, rather than at the fastest.
+        recording: Keep what was computed while writing for learning; evogrpo's alone.
     """
 
     model: Path
@@ -89,6 +90,7 @@ class Arguments:
     setting: str
     precision: str
     defaults: bool
+    recording: bool
 
     @property
     def work(self) -> Setting:
@@ -112,6 +114,7 @@ def parse_arguments(description: str | None) -> Arguments:
     parser.add_argument("--setting", choices=SETTINGS, default="short", help="how much there is to read and to write")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of the base model")
     parser.add_argument("--defaults", action="store_true", help="the system's own defaults where others are faster")
+    parser.add_argument("--recording", action="store_true", help="evogrpo's reduce_memory_peak=False")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = Arguments(**vars(parser.parse_args()))
     os.environ.update(OMP_NUM_THREADS=str(arguments.threads), MKL_NUM_THREADS=str(arguments.threads))

@@ -74,6 +74,7 @@ class Rows:
         keep: Ask the sampler to keep what lets these rows go on without running them again, as `Rollout.kept`.
         kept: What the sampler kept for these rows. It only saves work: a sampler may run prompts and history again.
         kept_rows: `[n]` which rows of the rollout that `kept` came with these are; None = the same, in that order.
+        learnt: Whether members are going to learn from these rows next: a bank may record what saves it work then.
 
     Raises:
         ValueError: If the most tokens are unknown or contradict the uniforms, or parts have different lengths.
@@ -91,6 +92,7 @@ class Rows:
     keep: bool = False
     kept: object | None = None
     kept_rows: Tensor | None = None
+    learnt: bool = False
 
     __repr__ = outline
 

@@ -37,8 +37,7 @@ class AdapterBank(TokenBank[AdapterWeights]):
         seed: Root seed of the initial adapters.
         micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
             runs out.
-        reduce_memory_peak: Hold the logits of a few hundred tokens at a time, rather than of a whole micro-batch.
-            Same results.
+        reduce_memory_peak: See `TokenBank`.
         explicit_positions: Whether positions, counted without padding, are passed to the model.
         autocast: Makes the context that forward passes run in, for mixed precision.
         own_reference: Whether every member is compared with a reference of its own, kept by `keep_reference` and moved

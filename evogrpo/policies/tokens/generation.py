@@ -11,6 +11,7 @@ from evogrpo.functional.log_probs import invert_cumulative, scaled_logits, tiles
 from evogrpo.functional.products import EIGHT
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
+from evogrpo.policies.tokens.engine.recording import Recording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
@@ -68,6 +69,7 @@ def generate(
     tally: Tally,
     pages: Pages,
     finished: Callable[[Tensor], None] | None = None,
+    recording: Recording | None = None,
 ) -> list[tuple[Tensor, Any]]:
     """Sample one completion per row until an end of sequence or until there are enough tokens.
 
@@ -80,6 +82,7 @@ def generate(
         tally: Counts completions: those under way by their tokens, of the most that they may have.
         pages: Empty ones of these rows, which the completions are written into.
         finished: Takes the numbers of rows that are finished, at every look and as long as they are carried along.
+        recording: Takes what is computed.
 
     Returns:
         Where `rows.keep` asks for it, row numbers and what was set aside of them: the prompt and all tokens but the
@@ -109,7 +112,9 @@ def generate(
     for step in range(width):
         give_way()
         forbid = step < rows.min_new_tokens
-        tokens, chosen = _choose(model, hidden, uniforms[carried, step], asked, carried, forbid, said(step))
+        tokens, chosen = _choose(model, hidden, uniforms[carried, step], asked, carried, forbid, said(step), recording)
+        if recording is not None:
+            recording.chosen(carried, step)
         actions[carried, step] = torch.where(live, tokens, model.pad_id)
         log_probs[carried, step] = torch.where(live, chosen, 0.0)
         present[carried, step] = live
@@ -170,12 +175,13 @@ def _choose(
     carried: Tensor,
     forbid: bool,
     said: Tensor | None,
+    recording: Recording | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row and its log-probability under what it is drawn from (0 for greedy rows)."""
     tokens = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
     log_probs = torch.zeros(hidden.shape[0], device=hidden.device)
     for start in range(0, hidden.shape[0], ROWS_OF_LOGITS):
-        logits = model.logits(hidden[start : start + ROWS_OF_LOGITS])
+        logits = model.logits(hidden[start : start + ROWS_OF_LOGITS], recording)
         for rows in tiles(logits):
             part = slice(start + rows.start, start + rows.stop)
             heard = None if said is None else said[part]

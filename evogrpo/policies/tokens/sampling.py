@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.finished import listened, tell
+from evogrpo.policies.tokens.engine.recording import Recording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel, check_context
 from evogrpo.policies.tokens.generation import Pages, generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
@@ -61,7 +62,15 @@ class _Piece:
     aside: list[tuple[Tensor, Any]]
 
 
-def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor, *, base: bool) -> Rollout:
+def sample(
+    model: TokenModel[Any],
+    weights: Weights,
+    rows: Rows,
+    end_ids: Tensor,
+    *,
+    base: bool,
+    recording: Recording | None = None,
+) -> Rollout:
     """Sample one completion per row; see `evogrpo.policies.sampler.Sampler`.
 
     What was kept of rows serves those whose weights have not changed and whose prompt and history begin with it; all
@@ -73,6 +82,7 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
         rows: Work in any order; without uniforms, torch's default generator draws them.
         end_ids: `[e]` token ids that end a completion.
         base: Sample from the untrained base.
+        recording: Takes what is computed, of rows that begin anew.
 
     Raises:
         ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
@@ -98,7 +108,8 @@ def sample(model: TokenModel[Any], weights: Weights, rows: Rows, end_ids: Tensor
         for wave in numbers.chunk(waves) if waves else ():  # all about as large: few rows wait for the weights
             spare -= len(wave) * width
             part = replace(rows, keep=rows.keep and spare >= 0)
-            pieces += _sample_wave(model, route, part, wave, going_on, end_ids, tally, hearing)
+            recorded = recording if recording is not None and recording.open and going_on is None else None
+            pieces += _sample_wave(model, route, part, wave, going_on, end_ids, tally, hearing, recorded)
     return _joined(rows, pieces, stamps)
 
 
@@ -136,6 +147,7 @@ def _sample_wave(
     end_ids: Tensor,
     tally: Tally,
     hearing: bool,
+    recording: Recording | None,
 ) -> list[_Piece]:
     """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
     part = rows.select(wave)
@@ -155,36 +167,45 @@ def _sample_wave(
         tell(wave[new.cpu()].tolist(), pages.tokens(new))
         pages.told[new] = True
 
+    if recording is not None:
+        recording.begin(len(wave), part.max_new_tokens, model.device)
     try:
         aside = generate(
             model,
-            _fresh(model, route, part) if kept is None else _resumed(model, route, part, kept),
+            _fresh(model, route, part, recording) if kept is None else _resumed(model, route, part, kept),
             part,
             uniforms,
             end_ids,
             tally,
             pages,
             finished if hearing else None,
+            recording,
         )
+        if recording is not None:
+            said = map(tuple, pages.tokens(torch.arange(len(wave), device=model.device)))
+            prompts = (part.prompts[prompt] for prompt in part.prompt_ids.tolist())
+            recording.end(list(zip(part.member_ids.tolist(), prompts, said, strict=True)))
         return [_Piece(numbers=wave, rollout=pages.rollout(slice(None), end_ids, exact=exact), aside=aside)]
     except torch.OutOfMemoryError:
-        if len(wave) == 1:
+        if recording is not None:
+            recording.close()
+        elif len(wave) == 1:
             raise
     # What somebody has been told of stays as it is; everything else begins anew.
     told = pages.told.cpu()
     done = _Piece(numbers=wave[told], rollout=pages.rollout(pages.told, end_ids, exact=exact), aside=[])
     halves = wave[~told].chunk(2)
-    parts = (_sample_wave(model, route, rows, half, kept, end_ids, tally, hearing) for half in halves)
+    parts = (_sample_wave(model, route, rows, half, kept, end_ids, tally, hearing, None) for half in halves)
     pieces = [piece for part in parts for piece in part]
     return [done, *pieces] if len(done.numbers) else pieces
 
 
-def _fresh(model: TokenModel[Any], route: Route, rows: Rows) -> Decoding:
+def _fresh(model: TokenModel[Any], route: Route, rows: Rows, recording: Recording | None) -> Decoding:
     """Begin with rows whose prompts have not been run: each runs once per member."""
     pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
     prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
-    prefix = model.prefix(prompts, slots, route)
-    return model.decode(prefix, prefix_of, rows.member_ids, rows.max_new_tokens - 1, route)
+    prefix = model.prefix(prompts, slots, route, recording=recording)
+    return model.decode(prefix, prefix_of, rows.member_ids, rows.max_new_tokens - 1, route, recording)
 
 
 def _resumed(model: TokenModel[Any], route: Route, rows: Rows, kept: KeptRows) -> Decoding:

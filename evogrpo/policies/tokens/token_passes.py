@@ -8,6 +8,7 @@ from torch import Tensor
 
 from evogrpo.interruption import give_way
 from evogrpo.policies.bank import LossFunction, PolicyVersion
+from evogrpo.policies.tokens.engine.recording import Recalled, Recording
 from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import lexsort, micro_batches, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Weights
@@ -27,13 +28,20 @@ class TokenPasses:
         micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
             runs out.
         logits_rows: Most tokens whose logits are held at once.
+
+    Attributes:
+        recording: What is recorded while rows are written, for gradients under the same weights; None = nothing.
     """
+
+    shared = False
+    """Whether other processes' completions are among the rows, of which nothing is recorded here."""
 
     def __init__(
         self, model: TokenModel[Any], weights: Weights, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
     ) -> None:
         self._model, self._weights, self._end_ids = model, weights, end_ids
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
+        self.recording: Recording | None = None
 
     @torch.no_grad()
     def score(self, batch: Batch, policy: PolicyVersion) -> tuple[Tensor, Tensor]:
@@ -49,18 +57,26 @@ class TokenPasses:
                     tally.add(len(part))
                 return log_probs, entropies
             except torch.OutOfMemoryError:
-                if self.micro_batch_tokens == 1:
+                if self.micro_batch_tokens == 1 and self._recorded is None:
                     raise
-                self.halve()
+                self.take_less()
 
     def _scored(self, batch: Batch, parts: Sequence[Tensor], policy: PolicyVersion) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the scores of every micro-batch."""
         for part in parts:
             yield self._forward(batch.select(part), policy)
 
-    def halve(self) -> None:
-        """Go on in micro-batches of half the size, because memory ran out."""
-        self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
+    @property
+    def _recorded(self) -> Recording | None:
+        """What is recorded, unless memory has run out."""
+        return self.recording if self.recording is not None and self.recording.open else None
+
+    def take_less(self) -> None:
+        """Go on without recording, or else in micro-batches of half the size, because memory ran out."""
+        if self._recorded is not None:
+            self._recorded.close()
+        else:
+            self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
 
     def gradients(
         self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, *, entropy_gradient: bool
@@ -72,7 +88,7 @@ class TokenPasses:
         fit into memory has a gradient of NaN.
 
         Raises:
-            torch.OutOfMemoryError: If memory runs out in a micro-batch of several rows.
+            torch.OutOfMemoryError: If memory runs out in a micro-batch of several rows, or with something recorded.
         """
         parts = self._learnt(batch, slots)
         members = [sorted(set(batch.member_ids[part].tolist())) for part in parts]
@@ -115,11 +131,13 @@ class TokenPasses:
     ) -> None:
         """Add one micro-batch to its members' gradients and losses."""
         try:
-            scores = self._forward(batch.select(part), "weights", entropy_gradient=entropy_gradient)
+            some = batch.select(part)
+            recalled = None if self._recorded is None else _recalled(self._recorded, some)
+            scores = self._forward(some, "weights", entropy_gradient=entropy_gradient, recalled=recalled)
             loss = loss_fn(part, *scores)
             loss.sum().backward()
         except torch.OutOfMemoryError:
-            if len(part) > 1:
+            if len(part) > 1 or self._recorded is not None:
                 raise
             gradients[int(batch.member_ids[part])].fill_(float("nan"))  # fails this member alone
             return
@@ -138,7 +156,14 @@ class TokenPasses:
         parts = micro_batches(rows, prefixes.tolist(), widths, lengths, budget)
         return [part.to(batch.actions.device) for part in parts]
 
-    def _forward(self, batch: Batch, policy: PolicyVersion, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self,
+        batch: Batch,
+        policy: PolicyVersion,
+        *,
+        entropy_gradient: bool = False,
+        recalled: Recalled | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of rows sorted by member and prompt, in one forward pass."""
         give_way()
         inputs: TokenInputs = batch.inputs
@@ -147,27 +172,41 @@ class TokenPasses:
         early = inputs.places(used).to(mask.device) < inputs.min_new_tokens
         with self._model.autocast():
             scores = self._model.score(
-                self._hidden(batch, used, policy)[mask],
+                self._hidden(batch, used, policy, recalled)[mask],
                 batch.actions[:, :used][mask],
                 inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
                 early[mask],
                 self._end_ids,
                 self.logits_rows,
                 entropy_gradient=entropy_gradient,
+                known=None if recalled is None else recalled.logits_of(recalled.chosen[:, :used][mask.cpu()]),
             )
         rows, columns = mask.nonzero(as_tuple=True)
         zeros = torch.zeros(batch.actions.shape, device=mask.device)
         log_probs, entropies = (zeros.index_put((rows, columns), values) for values in scores)
         return log_probs, entropies
 
-    def _hidden(self, batch: Batch, used: int, policy: PolicyVersion) -> Tensor:
+    def _hidden(self, batch: Batch, used: int, policy: PolicyVersion, recalled: Recalled | None) -> Tensor:
         """Return the hidden states `[n, used, h]` from which each of the first `used` actions is predicted."""
         inputs: TokenInputs = batch.inputs
         members, route = _acting(batch, policy), self._weights.route(policy)
         pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
-        return self._model.continued(prompts, slots, rows, fed, present, members, route)
+        return self._model.continued(prompts, slots, rows, fed, present, members, route, recalled)
+
+
+def _recalled(recording: Recording, batch: Batch) -> Recalled | None:
+    """Return what was recorded of rows sorted by member and prompt, or None where it was not of all of them."""
+    inputs: TokenInputs = batch.inputs
+    pairs, _ = share_prefixes(batch.member_ids.cpu(), inputs.prompt_ids.cpu())
+    prompts = [tuple(inputs.prompts[number]) for number in inputs.prompt_ids.tolist()]
+    lengths = batch.present.sum(1).tolist()
+    tokens = [tuple(own[:length]) for own, length in zip(batch.actions.tolist(), lengths, strict=True)]
+    return recording.recall(
+        [(slot, tuple(inputs.prompts[number])) for slot, number in pairs],
+        list(zip(batch.member_ids.tolist(), prompts, tokens, strict=True)),
+    )
 
 
 def _acting(batch: Batch, policy: PolicyVersion) -> Tensor:

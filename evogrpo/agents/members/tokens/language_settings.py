@@ -75,7 +75,8 @@ class LanguageSettings:
         optimizer: AdamW settings.
         seed: Root of every random stream.
         calc_position_embeddings: Whether positions, counted without padding, are passed to the model.
-        reduce_memory_peak: Whether log-probabilities are computed over a few hundred tokens' logits at a time.
+        reduce_memory_peak: Whether log-probabilities are computed over a few hundred tokens' logits at a time, and
+            nothing that was computed while writing is kept for learning.
         micro_batch_tokens: Most tokens in one forward pass with gradients; members know the number, whatever was given.
     """
 

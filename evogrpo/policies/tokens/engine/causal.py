@@ -29,6 +29,7 @@ from evogrpo.policies.tokens.engine.probes import (
     context_of,
     find_decoder,
 )
+from evogrpo.policies.tokens.engine.recording import Given, Recalled, Recording, left_padded
 from evogrpo.policies.tokens.engine.token_model import Decoding
 from evogrpo.policies.tokens.weights.low_rank import RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import Route, View
@@ -169,7 +170,20 @@ class CausalModel:
 
         return change
 
-    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
+    def recording(self, changes: Callable[[int], int]) -> Recording | None:
+        """Return what passes can be recorded in: those that are computed here; see `TokenModel.recording`."""
+        return None if self._direct is None else Recording(changes)
+
+    def run(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        cache: Cache | None,
+        view: View | None,
+        *,
+        recording: Recording | None = None,
+        given: Given | None = None,
+    ) -> Tensor:
         """Return final hidden states `[n, t, h]` of tokens `[n, t]` that continue `cache`.
 
         Args:
@@ -177,9 +191,11 @@ class CausalModel:
             mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the first True.
             cache: What the tokens continue, or None.
             view: The weights that rows act with; None = the base's alone.
+            recording: Takes what linear layers put out; only of a direct pass, like the next one.
+            given: What they put out, where that is known.
         """
         if self._direct is not None:
-            return self._direct.run(ids, mask, cache, view)
+            return self._direct.run(ids, mask, cache, view, recording=recording, given=given)
         positions = {}
         if self.explicit_positions:
             positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -199,6 +215,7 @@ class CausalModel:
         slots: Sequence[int],
         route: Route,
         shortest_root: int = SHORTEST_ROOT,
+        recording: Recording | None = None,
     ) -> Prefix | Prompts:
         """Run prompts once each, keeping what completions need to continue from them, gradients included.
 
@@ -210,22 +227,45 @@ class CausalModel:
             slots: Whose weights run each prompt, sorted.
             route: Directs rows to weights.
             shortest_root: Fewest common tokens that are worth a pass of their own.
+            recording: Takes what is computed; see `recording`.
         """
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
             return Prompts(ids=ids, mask=mask)
-        root, rows, rest = self._rooted(prompts, slots, route, shortest_root)
-        return self._run_on(root, rows, rest, route(torch.tensor(slots)))
+        of_root = 0 if recording is None else recording.tokens
+        root, rows, rest = self._rooted(prompts, slots, route, shortest_root, recording=recording)
+        of_rest = 0 if recording is None else recording.tokens
+        prefix = self._run_on(root, rows, rest, route(torch.tensor(slots)), recording=recording)
+        if recording is not None:
+            common, wide = len(prompts[0]) - len(rest[0]), max(map(len, rest))
+            places = [
+                [of_root + common * row + place for place in range(common)]
+                + [of_rest + wide * (number + 1) - place for place in range(len(own), 0, -1)]
+                for number, (row, own) in enumerate(zip(rows.tolist(), rest, strict=True))
+            ]
+            recording.read(slots, prompts, places)
+        return prefix
 
     def _rooted(
-        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], route: Route, shortest_root: int
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        slots: Sequence[int],
+        route: Route,
+        shortest_root: int,
+        *,
+        recording: Recording | None = None,
+        recalled: Recalled | None = None,
     ) -> tuple[Context | None, Tensor, Sequence[tuple[int, ...]]]:
         """Run what all prompts begin with, and return it, which row of it each continues, and what is left of each."""
-        owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
+        owners, rows, counts = torch.unique_consecutive(torch.tensor(slots), return_inverse=True, return_counts=True)
         common = _common_length(prompts)
         if common < shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
-        root = self._run_on(None, torch.arange(len(owners)), [prompts[0][:common]] * len(owners), route(owners))
+        beginnings, every, given = [prompts[0][:common]] * len(owners), torch.arange(len(owners)), None
+        if recalled is not None:
+            first = (counts.cumsum(0) - counts).tolist()  # of each owner's prompts
+            given = recalled.given(torch.cat([recalled.prompts[number][:common] for number in first]))
+        root = self._run_on(None, every, beginnings, route(owners), recording=recording, given=given)
         return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
 
     def continued(
@@ -237,18 +277,23 @@ class CausalModel:
         present: Tensor,
         members: Tensor,
         route: Route,
+        recalled: Recalled | None = None,
     ) -> Tensor:
         """Run prompts and what continues them, at once where that is the same; see `TokenModel.continued`."""
         views = route(torch.tensor(slots)), route(members)
         if self._direct is None or not ids.shape[1] or not _join(*views):
             return self.extend(self.prefix(prompts, slots, route), rows, ids, present, views[1])
-        root, continues, rest = self._rooted(prompts, slots, route, SHORTEST_ROOT)
+        root, continues, rest = self._rooted(prompts, slots, route, SHORTEST_ROOT, recalled=recalled)
         read, mask, layers = self._laid_out(root, continues, rest)
         view = None
         if isinstance(views[0], RoutedAdapters) and isinstance(views[1], RoutedAdapters):
             view = views[0].followed(read.shape[1], views[1], ids.shape[1])
-        prepared = read, mask, Cache(layers=list(layers))
-        last, hidden = self._direct.both(prepared, rows, ids, present, view)
+        prepared, known = (read, mask, Cache(layers=list(layers))), None
+        if recalled is not None:
+            pairs = zip(recalled.prompts, rest, strict=True)
+            of_rest = left_padded([places[len(places) - len(own) :] for places, own in pairs])
+            known = recalled, torch.cat([of_rest.flatten(), recalled.fed[:, : ids.shape[1]].flatten()])
+        last, hidden = self._direct.both(prepared, rows, ids, present, view, known)
         return torch.cat([last[rows][:, None], hidden], dim=1)
 
     def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
@@ -269,11 +314,20 @@ class CausalModel:
         return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, route(slots))
 
     def _run_on(
-        self, root: Context | None, rows: Tensor, prompts: Sequence[tuple[int, ...]], view: View | None
+        self,
+        root: Context | None,
+        rows: Tensor,
+        prompts: Sequence[tuple[int, ...]],
+        view: View | None,
+        *,
+        recording: Recording | None = None,
+        given: Given | None = None,
     ) -> Prefix:
         """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
         ids, mask, layers = self._laid_out(root, rows, prompts)
-        hidden = self.run(ids, mask, Cache(layers=list(layers)), view)
+        if recording is not None:
+            recording.run(ids.numel())
+        hidden = self.run(ids, mask, Cache(layers=list(layers)), view, recording=recording, given=given)
         return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
 
     def _laid_out(
@@ -307,18 +361,31 @@ class CausalModel:
         hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, view)
         return torch.cat([first, hidden], dim=1)
 
-    def decode(self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, route: Route) -> Decoding:
+    def decode(
+        self,
+        prefix: Prefix | Prompts,
+        rows: Tensor,
+        slots: Tensor,
+        room: int,
+        route: Route,
+        recording: Recording | None = None,
+    ) -> Decoding:
         """Begin to write rows; see `TokenModel.decode`."""
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, rows, slots, route)
         if self._direct is not None:
-            return DirectDecoding(self._direct, prefix, rows, slots, room, route)
+            return DirectDecoding(self._direct, prefix, rows, slots, room, route, recording)
         return CachedDecoding(self.run, prefix, rows, slots, room, route)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, recording: Recording | None = None) -> Tensor:
         """Return logits; see `TokenModel.logits`."""
         weight = self._matrix(hidden)
-        return self.head(hidden) if weight is None else product(hidden, weight)
+        if weight is None:
+            return self.head(hidden)
+        logits = product(hidden, weight)
+        if recording is not None:
+            recording.keep_logits(logits)
+        return logits
 
     def score(
         self,
@@ -330,8 +397,10 @@ class CausalModel:
         chunk: int,
         *,
         entropy_gradient: bool,
+        known: Callable[[slice], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `TokenModel.score`."""
+        weight = self._matrix(hidden)
         return chunked_log_probs(
             hidden,
             self.head,
@@ -341,7 +410,8 @@ class CausalModel:
             forbidden_ids,
             chunk,
             entropy_gradient=entropy_gradient,
-            weight=self._matrix(hidden),
+            weight=weight,
+            known=None if weight is None else known,
         )
 
     def _matrix(self, hidden: Tensor) -> Tensor | None:

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from evogrpo.policies.tokens.engine.recording import Recalled, Recording
 from evogrpo.policies.tokens.weights.weights import Route, View
 
 P = TypeVar("P")
@@ -65,13 +66,29 @@ class TokenModel(Protocol[P]):
         """Make the model ready; all calls below happen inside, and leaving it puts everything back."""
         ...
 
-    def prefix(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], route: Route) -> P:
+    def recording(self, changes: Callable[[int], int]) -> Recording | None:
+        """Return what passes can be recorded in, for learning to go back to; None where they cannot.
+
+        Args:
+            changes: See `Recording`.
+        """
+        ...
+
+    def prefix(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        slots: Sequence[int],
+        route: Route,
+        *,
+        recording: Recording | None = None,
+    ) -> P:
         """Prepare prompts for what continues them, gradients included.
 
         Args:
             prompts: Token ids of each.
             slots: Whose weights run each prompt, sorted.
             route: Directs rows to weights.
+            recording: Takes what is computed; one that this model has made, as everywhere.
         """
         ...
 
@@ -117,6 +134,7 @@ class TokenModel(Protocol[P]):
         present: Tensor,
         members: Tensor,
         route: Route,
+        recalled: Recalled | None = None,
     ) -> Tensor:
         """Return what `extend` does of rows that continue prompts not run yet; all at once where that takes less time.
 
@@ -128,10 +146,19 @@ class TokenModel(Protocol[P]):
             present: `[n, t]` booleans: real tokens.
             members: `[n]` whose weights run each row, sorted.
             route: Directs rows to weights.
+            recalled: What was recorded of these prompts and rows, if it was.
         """
         ...
 
-    def decode(self, prefix: P, rows: Tensor, slots: Tensor, room: int, route: Route) -> Decoding:
+    def decode(
+        self,
+        prefix: P,
+        rows: Tensor,
+        slots: Tensor,
+        room: int,
+        route: Route,
+        recording: Recording | None = None,
+    ) -> Decoding:
         """Begin to write rows that continue prompt number `rows[i]`, by up to `room` tokens that are fed back.
 
         Args:
@@ -140,11 +167,12 @@ class TokenModel(Protocol[P]):
             slots: `[n]` whose weights each row acts with, sorted.
             room: Most calls of `Decoding.advance`.
             route: Directs rows to weights.
+            recording: Takes what is computed.
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `[m, v]`, given hidden states `[m, h]`, without gradients."""
+    def logits(self, hidden: Tensor, recording: Recording | None = None) -> Tensor:
+        """Return logits `[m, v]`, given hidden states `[m, h]`, without gradients; `recording` takes a copy."""
         ...
 
     def score(
@@ -157,10 +185,11 @@ class TokenModel(Protocol[P]):
         chunk: int,
         *,
         entropy_gradient: bool,
+        known: Callable[[slice], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return `[k]` log-probabilities of tokens and `[k]` entropies in nats, given hidden states `[k, h]`.
 
-        The arguments are those of `evogrpo.functional.log_probs.chunked_log_probs`.
+        The arguments are those of `evogrpo.functional.log_probs.chunked_log_probs`; `known` may be left unused.
         """
         ...
 

@@ -14,6 +14,7 @@ from evogrpo.functional.products import product_of_columns
 from evogrpo.policies.tokens.engine.direct.linears import Named, columns_of
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer, Norm
+from evogrpo.policies.tokens.engine.recording import Recording
 from evogrpo.policies.tokens.weights.low_rank import Joined, RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import View
 
@@ -47,10 +48,11 @@ class ColumnPasses:
     Args:
         passes: The model's, for rows of any number of tokens.
         view: The weights that rows act with.
+        recording: Takes what linear layers put out.
     """
 
-    def __init__(self, passes: DirectPasses, view: View | None) -> None:
-        self._passes, self.parts, self._view = passes, passes.parts, view
+    def __init__(self, passes: DirectPasses, view: View | None, recording: Recording | None = None) -> None:
+        self._passes, self.parts, self._view, self._recording = passes, passes.parts, view, recording
         self._adapters = dict[tuple[str, ...], list[_Adapters]]()
 
     def through(self, tokens: Tensor, positions: Tensor, attend: AttendOnce) -> Tensor:
@@ -114,6 +116,8 @@ class ColumnPasses:
             for (name, _), out in zip(layers, parts, strict=True):
                 if name in self._passes.changed:
                     out.copy_(self._view(name, whole, out.T[:, None].contiguous())[:, 0].T)
+        if self._recording is not None:
+            self._recording.keep(layers, [out.T for out in parts])
         return parts
 
     def _acting(self, view: RoutedAdapters, layers: Sequence[Named], x: Tensor) -> list[_Adapters]:

@@ -9,6 +9,7 @@ from evogrpo.policies.tokens.engine.direct.attention import Keys, Shared, attend
 from evogrpo.policies.tokens.engine.direct.columns import ColumnPasses
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer
+from evogrpo.policies.tokens.engine.recording import Recording
 from evogrpo.policies.tokens.weights.weights import Route
 
 LEAST_ROOM = 16  # tokens; beyond that a cache grows by a quarter
@@ -27,12 +28,21 @@ class DirectDecoding:
         slots: `[n]` whose weights each row acts with, sorted.
         room: Most tokens that are fed back.
         route: Directs rows to weights.
+        recording: Takes what linear layers put out.
     """
 
     def __init__(
-        self, passes: DirectPasses, prefix: Prefix, rows: Tensor, slots: Tensor, room: int, route: Route
+        self,
+        passes: DirectPasses,
+        prefix: Prefix,
+        rows: Tensor,
+        slots: Tensor,
+        room: int,
+        route: Route,
+        recording: Recording | None = None,
     ) -> None:
-        self._passes, self._route, self._slots = passes, route, slots
+        self._passes, self._route, self._slots, self._recording = passes, route, slots, recording
+        self._numbers = torch.arange(len(rows), device=rows.device)
         self._windows = {layer.window for layer in passes.parts.layers}
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
@@ -50,7 +60,7 @@ class DirectDecoding:
         counts = torch.tensor(runs, device=rows.device)
         self._rows = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
         self._shared = [of_prompts(Shared(*prompts, self._rows, runs)) for prompts in self._prompts]
-        self._columns = ColumnPasses(self._passes, self._route(self._slots))
+        self._columns = ColumnPasses(self._passes, self._route(self._slots), self._recording)
         self._positions = self._mask.sum(1)
         self._seen = self._sight()
 
@@ -79,6 +89,8 @@ class DirectDecoding:
         self._length = at + 1
         self._seen[..., self._past + at] = 0.0
         seen = {window: self._near(window) for window in self._windows}
+        if self._recording is not None:
+            self._recording.feed(self._numbers, at)
 
         def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._own[number]
@@ -101,7 +113,7 @@ class DirectDecoding:
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows alone."""
         self._move(rows, self._own[0][0].shape[2])
-        self._mask, self._slots = self._mask[rows], self._slots[rows]
+        self._mask, self._slots, self._numbers = self._mask[rows], self._slots[rows], self._numbers[rows]
         self._continue(self._rows[rows])
 
     def _move(self, rows: Tensor | None, room: int) -> None:

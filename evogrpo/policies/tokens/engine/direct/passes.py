@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, pad
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.products import lacking
@@ -13,8 +13,9 @@ from evogrpo.policies.tokens.bases.parts import PartedLayers
 from evogrpo.policies.tokens.engine.cache import Prefix
 from evogrpo.policies.tokens.engine.direct.attention import Shared, attended, in_runs
 from evogrpo.policies.tokens.engine.direct.elementwise import gated, normed, rotated
-from evogrpo.policies.tokens.engine.direct.linears import projected
+from evogrpo.policies.tokens.engine.direct.linears import Named, projected
 from evogrpo.policies.tokens.engine.direct.reading import Anatomy, Layer, Norm
+from evogrpo.policies.tokens.engine.recording import Given, Recalled, Recording
 from evogrpo.policies.tokens.weights.weights import View
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -45,12 +46,23 @@ class DirectPasses:
         if self._gathering is not None:
             self._gathering.gather(layer)
 
-    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
+    def run(
+        self,
+        ids: Tensor,
+        mask: Tensor,
+        cache: Cache | None,
+        view: View | None,
+        *,
+        recording: Recording | None = None,
+        given: Given | None = None,
+    ) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
         hidden = self.embedded(ids).flatten(0, 1)
         turns, attend = self.turns(mask, ids.shape[1]), self._within(mask, ids.shape[1], cache)
         for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, [turns], view, lambda *given: attend(*given)[0])
+            hidden = self.layer(
+                number, hidden, [turns], view, lambda *heads: attend(*heads)[0], recording=recording, given=given
+            )
         return self.ended(hidden).view(*ids.shape, -1)
 
     def extend(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
@@ -74,6 +86,7 @@ class DirectPasses:
         ids: Tensor,
         present: Tensor,
         view: View | None,
+        known: tuple[Recalled, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run prompts and what continues them at once: one product where there were two.
 
@@ -83,6 +96,7 @@ class DirectPasses:
             ids: `[n, t]` its tokens.
             present: `[n, t]` booleans: real tokens.
             view: The weights that tokens act with: those of all prompts, then those of all rows.
+            known: What was recorded of them, if it was, and the numbers `[m * t + n * t]` of these tokens there.
 
         Returns:
             Hidden states of prompts' last tokens `[m, h]`, and of rows' tokens `[n, t, h]`.
@@ -92,6 +106,7 @@ class DirectPasses:
         parts = [self.embedded(part).flatten(0, 1) for part in (read, ids)]
         rest = lacking(read.numel() + ids.numel(), parts[0].dtype, ids.device)
         hidden = torch.cat([*parts, *_zeros(rest, parts[0])])
+        given = None if known is None else known[0].given(pad(known[1], (0, rest)))
         turns = [self.turns(mask, read.shape[1]), self.turns(whole, ids.shape[1])]
         within, follow = self._within(mask, read.shape[1], cache), self._following(mask, rows, whole)
 
@@ -100,7 +115,7 @@ class DirectPasses:
             return torch.cat([made, follow(layer, later, keys, values), *_zeros(rest, made)])
 
         for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, turns, view, attend)
+            hidden = self.layer(number, hidden, turns, view, attend, given=given)
         of_prompts, of_rows, _ = hidden.split([read.numel(), ids.numel(), rest])
         last = of_prompts.view(*read.shape, -1)[:, -1]
         return self.ended(last), self.ended(of_rows).view(*ids.shape, -1)
@@ -161,7 +176,17 @@ class DirectPasses:
             found[kind] = (cos, sin), (cos * scaling, sin * scaling)
         return found
 
-    def layer(self, number: int, hidden: Tensor, turns: Sequence[Turns], view: View | None, attend: Attend) -> Tensor:
+    def layer(
+        self,
+        number: int,
+        hidden: Tensor,
+        turns: Sequence[Turns],
+        view: View | None,
+        attend: Attend,
+        *,
+        recording: Recording | None = None,
+        given: Given | None = None,
+    ) -> Tensor:
         """Return what one layer makes of `[tokens, h]`.
 
         Args:
@@ -171,13 +196,22 @@ class DirectPasses:
             turns: Of each.
             view: The weights that tokens act with.
             attend: What attends.
+            recording: Takes what linear layers put out.
+            given: What they put out, where that is known.
         """
+
+        def projected_by(x: Tensor, layers: Sequence[Named]) -> Sequence[Tensor]:
+            made = projected(x, layers, view, rows, self.changed, given)
+            if recording is not None:
+                recording.keep(layers, made)
+            return made
+
         layer, (kv, rep) = self.parts.layers[number], self.parts.heads
         own_turns = [each[layer.kind] for each in turns]
         shapes = [of_keys[0].shape[:2] for of_keys, _ in own_turns]
         rows = shapes[0][0] if len(shapes) == 1 else len(hidden)
         self.gather(layer.module)
-        made = self._projected(_normed(hidden, layer.before_attention), layer.projections, view, rows)
+        made = projected_by(_normed(hidden, layer.before_attention), layer.projections)
         if layer.head_norms is not None:
             norms = zip(made[:2], layer.head_norms, strict=True)
             made = [*(_normed(x.view(-1, norm.width), norm).view(x.shape) for x, norm in norms), made[2]]
@@ -189,10 +223,10 @@ class DirectPasses:
             )
             for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), own_turns, shapes, strict=True)
         ]
-        added = self._projected(attend(number, layer, *heads), [layer.output], view, rows)[0]
+        added = projected_by(attend(number, layer, *heads), [layer.output])[0]
         hidden = hidden + _normed(added, layer.after_attention)
-        gate, up = self._projected(_normed(hidden, layer.before_mlp), layer.gates, view, rows)
-        added = self._projected(gated(gate, up, self.parts.activation), [layer.down], view, rows)[0]
+        gate, up = projected_by(_normed(hidden, layer.before_mlp), layer.gates)
+        added = projected_by(gated(gate, up, self.parts.activation), [layer.down])[0]
         after: Tensor = hidden + _normed(added, layer.after_mlp)
         if self._gathering is not None:
             self._gathering.again(layer.module, after)
@@ -201,9 +235,6 @@ class DirectPasses:
     def ended(self, hidden: Tensor) -> Tensor:
         """Return final hidden states `[m, h]`, given what the last layer made."""
         return _normed(hidden, self.parts.last)
-
-    def _projected(self, x: Tensor, layers: Any, view: View | None, rows: int) -> Any:
-        return projected(x, layers, view, rows, self.changed)
 
 
 def _parts(made: Sequence[Tensor], shapes: Sequence[torch.Size]) -> Sequence[Any]:
