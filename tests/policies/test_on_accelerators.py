@@ -1,5 +1,7 @@
 """What is promised of members holds on an accelerator as on the CPU, on which the same tests run every time."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,7 +14,7 @@ from tests.policies.test_peft_oracle import END_IDS, MIN_NEW_TOKENS, reference_s
 from tests.policies.test_precision import DEVICES, moved
 from tests.policies.test_turns import ends_that_occur
 from tests.rounding import LOG_PROB, assert_states_agree
-from tests.tiny_batches import as_batch, different_members, grpo_loss, lora, make_rows, off_policy, same_state
+from tests.tiny_batches import as_batch, clear, different_members, grpo_loss, lora, make_rows, off_policy, same_state
 from tests.tiny_models import EOS, tiny_model
 from tests.tiny_training import final_states, finish, resumed_run, story, tiny_agent, tiny_run
 
@@ -41,6 +43,28 @@ def test_neighbours_change_nobody(device):
 
         alone.update(batch.select(own), own_loss, {slot: HYPERPARAMETERS[slot]})
         assert_states_agree(together.state(slot), alone.state(slot), lr=HYPERPARAMETERS[slot].lr)
+
+
+def test_neighbours_change_nobody_who_reads_what_was_computed_while_writing(device):
+    """Members that record learn together what each of them would that records alone, and what it would without."""
+    model = tiny_model("llama").to(device)
+    together = different_members(model, 3, reduce_memory_peak=False)
+    rows = clear(different_members(tiny_model("llama"), 3), make_rows(range(3), tokens=9))
+    batch = moved(as_batch(rows, together.sample(replace(rows, learnt=True)).to(torch.device("cpu"))), device)
+    loss = grpo_loss(batch)
+    together.update(batch, loss, HYPERPARAMETERS)
+    for slot in range(3):
+        own = (batch.member_ids == slot).nonzero()[:, 0]
+        for reduced in (False, True):
+            alone = different_members(model, 3, reduce_memory_peak=reduced)
+            again = alone.sample(replace(rows.select(own.cpu()), learnt=True)).actions.cpu()
+            assert torch.equal(again, batch.actions[own].cpu())
+
+            def own_loss(numbers, log_probs, entropies, own=own):
+                return loss(own[numbers], log_probs, entropies)
+
+            alone.update(batch.select(own), own_loss, {slot: HYPERPARAMETERS[slot]})
+            assert_states_agree(together.state(slot), alone.state(slot), lr=HYPERPARAMETERS[slot].lr)
 
 
 def test_a_bank_learns_what_separate_peft_models_do(device):
