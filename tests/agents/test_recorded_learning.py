@@ -5,7 +5,7 @@ import torch
 
 from evogrpo import evolve
 from evogrpo.evolution import Fixed
-from evogrpo.policies.tokens.engine.recording import Recording
+from evogrpo.policies.tokens.engine.recording import PassRecording
 from tests.rounding import assert_gradients_agree
 from tests.tiny_training import scatter, shared_tokenizer, state_of, tiny_agent, tiny_env, tiny_population
 from tests.two_turns import GuessTwice
@@ -15,7 +15,7 @@ from tests.two_turns import GuessTwice
 def seen(monkeypatch):
     """Note how many rows are recorded, and of how many passes what was recorded is found."""
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
-    counts, begin, recall = {"rows": 0, "found": 0, "missing": 0}, Recording.begin, Recording.recall
+    counts, begin, recall = {"rows": 0, "found": 0, "missing": 0}, PassRecording.begin, PassRecording.recall
 
     def beginning(self, rows, *rest):
         counts["rows"] += rows
@@ -26,8 +26,8 @@ def seen(monkeypatch):
         counts["missing" if found is None else "found"] += 1
         return found
 
-    monkeypatch.setattr(Recording, "begin", beginning)
-    monkeypatch.setattr(Recording, "recall", recalling)
+    monkeypatch.setattr(PassRecording, "begin", beginning)
+    monkeypatch.setattr(PassRecording, "recall", recalling)
     return counts
 
 

@@ -11,7 +11,7 @@ from evogrpo.functional.log_probs import invert_cumulative, scaled_logits, tiles
 from evogrpo.functional.products import EIGHT
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
-from evogrpo.policies.tokens.engine.recording import Recording
+from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
@@ -69,7 +69,7 @@ def generate(
     tally: Tally,
     pages: Pages,
     finished: Callable[[Tensor], None] | None = None,
-    recording: Recording | None = None,
+    recording: PassRecording | None = None,
 ) -> list[tuple[Tensor, Any]]:
     """Sample one completion per row until an end of sequence or until there are enough tokens.
 
@@ -175,7 +175,7 @@ def _choose(
     carried: Tensor,
     forbid: bool,
     said: Tensor | None,
-    recording: Recording | None,
+    recording: PassRecording | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the next token of each row and its log-probability under what it is drawn from (0 for greedy rows)."""
     tokens = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.finished import listened, tell
-from evogrpo.policies.tokens.engine.recording import Recording
+from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel, check_context
 from evogrpo.policies.tokens.generation import Pages, generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
@@ -69,7 +69,7 @@ def sample(
     end_ids: Tensor,
     *,
     base: bool,
-    recording: Recording | None = None,
+    recording: PassRecording | None = None,
 ) -> Rollout:
     """Sample one completion per row; see `evogrpo.policies.sampler.Sampler`.
 
@@ -147,7 +147,7 @@ def _sample_wave(
     end_ids: Tensor,
     tally: Tally,
     hearing: bool,
-    recording: Recording | None,
+    recording: PassRecording | None,
 ) -> list[_Piece]:
     """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
     part = rows.select(wave)
@@ -200,7 +200,7 @@ def _sample_wave(
     return [done, *pieces] if len(done.numbers) else pieces
 
 
-def _fresh(model: TokenModel[Any], route: Route, rows: Rows, recording: Recording | None) -> Decoding:
+def _fresh(model: TokenModel[Any], route: Route, rows: Rows, recording: PassRecording | None) -> Decoding:
     """Begin with rows whose prompts have not been run: each runs once per member."""
     pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
     prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]

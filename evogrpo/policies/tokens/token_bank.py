@@ -11,7 +11,7 @@ from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.interruption import before_changes
 from evogrpo.policies.bank import LossFunction
 from evogrpo.policies.devices import USUAL_TOKENS
-from evogrpo.policies.tokens.engine.recording import Recording
+from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import share_prefixes
 from evogrpo.policies.tokens.sampling import sample
@@ -115,7 +115,7 @@ class TokenBank(Generic[W]):
             recording = self._recording() if rows.learnt and not base else None
             return sample(self.base, self.weights, rows, self.end_ids, base=base, recording=recording)
 
-    def _recording(self) -> Recording | None:
+    def _recording(self) -> PassRecording | None:
         """Return what passes are recorded in, nothing in it yet; None where nothing is recorded."""
         if self.reduce_memory_peak or self.passes.shared:
             return None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from evogrpo.interruption import give_way
 from evogrpo.policies.bank import LossFunction, PolicyVersion
-from evogrpo.policies.tokens.engine.recording import Recalled, Recording
+from evogrpo.policies.tokens.engine.recording import PassRecording, Recalled
 from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import lexsort, micro_batches, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Weights
@@ -41,7 +41,7 @@ class TokenPasses:
     ) -> None:
         self._model, self._weights, self._end_ids = model, weights, end_ids
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
-        self.recording: Recording | None = None
+        self.recording: PassRecording | None = None
 
     @torch.no_grad()
     def score(self, batch: Batch, policy: PolicyVersion) -> tuple[Tensor, Tensor]:
@@ -67,7 +67,7 @@ class TokenPasses:
             yield self._forward(batch.select(part), policy)
 
     @property
-    def _recorded(self) -> Recording | None:
+    def _recorded(self) -> PassRecording | None:
         """What is recorded, unless memory has run out."""
         return self.recording if self.recording is not None and self.recording.open else None
 
@@ -196,7 +196,7 @@ class TokenPasses:
         return self._model.continued(prompts, slots, rows, fed, present, members, route, recalled)
 
 
-def _recalled(recording: Recording, batch: Batch) -> Recalled | None:
+def _recalled(recording: PassRecording, batch: Batch) -> Recalled | None:
     """Return what was recorded of rows sorted by member and prompt, or None where it was not of all of them."""
     inputs: TokenInputs = batch.inputs
     pairs, _ = share_prefixes(batch.member_ids.cpu(), inputs.prompt_ids.cpu())

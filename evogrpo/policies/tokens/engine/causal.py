@@ -29,7 +29,7 @@ from evogrpo.policies.tokens.engine.probes import (
     context_of,
     find_decoder,
 )
-from evogrpo.policies.tokens.engine.recording import Given, Recalled, Recording, left_padded
+from evogrpo.policies.tokens.engine.recording import Given, PassRecording, Recalled, left_padded
 from evogrpo.policies.tokens.engine.token_model import Decoding
 from evogrpo.policies.tokens.weights.low_rank import RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import Route, View
@@ -170,9 +170,9 @@ class CausalModel:
 
         return change
 
-    def recording(self, changes: Callable[[int], int]) -> Recording | None:
+    def recording(self, changes: Callable[[int], int]) -> PassRecording | None:
         """Return what passes can be recorded in: those that are computed here; see `TokenModel.recording`."""
-        return None if self._direct is None else Recording(changes)
+        return None if self._direct is None else PassRecording(changes)
 
     def run(
         self,
@@ -181,7 +181,7 @@ class CausalModel:
         cache: Cache | None,
         view: View | None,
         *,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
         given: Given | None = None,
     ) -> Tensor:
         """Return final hidden states `[n, t, h]` of tokens `[n, t]` that continue `cache`.
@@ -215,7 +215,7 @@ class CausalModel:
         slots: Sequence[int],
         route: Route,
         shortest_root: int = SHORTEST_ROOT,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
     ) -> Prefix | Prompts:
         """Run prompts once each, keeping what completions need to continue from them, gradients included.
 
@@ -253,7 +253,7 @@ class CausalModel:
         route: Route,
         shortest_root: int,
         *,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
         recalled: Recalled | None = None,
     ) -> tuple[Context | None, Tensor, Sequence[tuple[int, ...]]]:
         """Run what all prompts begin with, and return it, which row of it each continues, and what is left of each."""
@@ -320,7 +320,7 @@ class CausalModel:
         prompts: Sequence[tuple[int, ...]],
         view: View | None,
         *,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
         given: Given | None = None,
     ) -> Prefix:
         """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
@@ -368,7 +368,7 @@ class CausalModel:
         slots: Tensor,
         room: int,
         route: Route,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
     ) -> Decoding:
         """Begin to write rows; see `TokenModel.decode`."""
         if isinstance(prefix, Prompts):
@@ -377,7 +377,7 @@ class CausalModel:
             return DirectDecoding(self._direct, prefix, rows, slots, room, route, recording)
         return CachedDecoding(self.run, prefix, rows, slots, room, route)
 
-    def logits(self, hidden: Tensor, recording: Recording | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, recording: PassRecording | None = None) -> Tensor:
         """Return logits; see `TokenModel.logits`."""
         weight = self._matrix(hidden)
         if weight is None:

@@ -15,7 +15,7 @@ Written = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A row: slot, prompt and what was written."""
 
 
-class Recording:
+class PassRecording:
     """What linear layers and the vocabulary head put out, token by token.
 
     Every token that passes run has a number, and so has every one whose logits were found. The memory stays taken when

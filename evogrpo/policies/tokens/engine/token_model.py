@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from evogrpo.policies.tokens.engine.recording import Recalled, Recording
+from evogrpo.policies.tokens.engine.recording import PassRecording, Recalled
 from evogrpo.policies.tokens.weights.weights import Route, View
 
 P = TypeVar("P")
@@ -66,11 +66,11 @@ class TokenModel(Protocol[P]):
         """Make the model ready; all calls below happen inside, and leaving it puts everything back."""
         ...
 
-    def recording(self, changes: Callable[[int], int]) -> Recording | None:
+    def recording(self, changes: Callable[[int], int]) -> PassRecording | None:
         """Return what passes can be recorded in, for learning to go back to; None where they cannot.
 
         Args:
-            changes: See `Recording`.
+            changes: See `PassRecording`.
         """
         ...
 
@@ -80,7 +80,7 @@ class TokenModel(Protocol[P]):
         slots: Sequence[int],
         route: Route,
         *,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
     ) -> P:
         """Prepare prompts for what continues them, gradients included.
 
@@ -157,7 +157,7 @@ class TokenModel(Protocol[P]):
         slots: Tensor,
         room: int,
         route: Route,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
     ) -> Decoding:
         """Begin to write rows that continue prompt number `rows[i]`, by up to `room` tokens that are fed back.
 
@@ -171,7 +171,7 @@ class TokenModel(Protocol[P]):
         """
         ...
 
-    def logits(self, hidden: Tensor, recording: Recording | None = None) -> Tensor:
+    def logits(self, hidden: Tensor, recording: PassRecording | None = None) -> Tensor:
         """Return logits `[m, v]`, given hidden states `[m, h]`, without gradients; `recording` takes a copy."""
         ...
 

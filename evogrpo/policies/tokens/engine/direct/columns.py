@@ -14,7 +14,7 @@ from evogrpo.functional.products import product_of_columns
 from evogrpo.policies.tokens.engine.direct.linears import Named, columns_of
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer, Norm
-from evogrpo.policies.tokens.engine.recording import Recording
+from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.weights.low_rank import Joined, RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import View
 
@@ -51,7 +51,7 @@ class ColumnPasses:
         recording: Takes what linear layers put out.
     """
 
-    def __init__(self, passes: DirectPasses, view: View | None, recording: Recording | None = None) -> None:
+    def __init__(self, passes: DirectPasses, view: View | None, recording: PassRecording | None = None) -> None:
         self._passes, self.parts, self._view, self._recording = passes, passes.parts, view, recording
         self._adapters = dict[tuple[str, ...], list[_Adapters]]()
 

@@ -9,7 +9,7 @@ from evogrpo.policies.tokens.engine.direct.attention import Keys, Shared, attend
 from evogrpo.policies.tokens.engine.direct.columns import ColumnPasses
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer
-from evogrpo.policies.tokens.engine.recording import Recording
+from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.weights.weights import Route
 
 LEAST_ROOM = 16  # tokens; beyond that a cache grows by a quarter
@@ -39,7 +39,7 @@ class DirectDecoding:
         slots: Tensor,
         room: int,
         route: Route,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
     ) -> None:
         self._passes, self._route, self._slots, self._recording = passes, route, slots, recording
         self._numbers = torch.arange(len(rows), device=rows.device)

@@ -15,7 +15,7 @@ from evogrpo.policies.tokens.engine.direct.attention import Shared, attended, in
 from evogrpo.policies.tokens.engine.direct.elementwise import gated, normed, rotated
 from evogrpo.policies.tokens.engine.direct.linears import Named, projected
 from evogrpo.policies.tokens.engine.direct.reading import Anatomy, Layer, Norm
-from evogrpo.policies.tokens.engine.recording import Given, Recalled, Recording
+from evogrpo.policies.tokens.engine.recording import Given, PassRecording, Recalled
 from evogrpo.policies.tokens.weights.weights import View
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -53,7 +53,7 @@ class DirectPasses:
         cache: Cache | None,
         view: View | None,
         *,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
         given: Given | None = None,
     ) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
@@ -184,7 +184,7 @@ class DirectPasses:
         view: View | None,
         attend: Attend,
         *,
-        recording: Recording | None = None,
+        recording: PassRecording | None = None,
         given: Given | None = None,
     ) -> Tensor:
         """Return what one layer makes of `[tokens, h]`.
