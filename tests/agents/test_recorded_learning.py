@@ -7,7 +7,18 @@ from evogrpo import evolve
 from evogrpo.evolution import Fixed
 from evogrpo.policies.tokens.engine.recording import PassRecording
 from tests.rounding import assert_gradients_agree
-from tests.tiny_training import scatter, shared_tokenizer, state_of, tiny_agent, tiny_env, tiny_population
+from tests.tiny_training import (
+    final_states,
+    finish,
+    resumed_run,
+    scatter,
+    shared_tokenizer,
+    state_of,
+    tiny_agent,
+    tiny_env,
+    tiny_population,
+    tiny_run,
+)
 from tests.two_turns import GuessTwice
 
 
@@ -91,6 +102,23 @@ def test_an_agent_that_is_asked_by_hand_learns_from_what_it_wrote_once(seen):
     before = seen["rows"]
     agent.get_action(tiny_env().reset()[0], training=False)
     assert seen["rows"] == before, "nobody learns from greedy answers"
+
+
+def test_a_run_that_is_stopped_and_resumed_ends_as_if_never_stopped(seen, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    given = {"options": {"reduce_memory_peak": False}, "generations": 2, "steps_per_generation": 2}
+    finish(tiny_run(whole, size=2, **given))
+    run = tiny_run(parts, size=2, **given)
+    reports = run.reports()
+    next(reports)
+    run.stop()
+    list(reports)
+    before = dict(seen)
+    finish(resumed_run(parts))
+    assert seen["found"] > before["found"] > 0, "the resumed run records as well"
+    one, other = final_states(parts), final_states(whole)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(values, other[name]) for name, values in one.items())
 
 
 def test_conversations_of_several_turns_are_computed_again(seen):

@@ -35,7 +35,7 @@ class TokenBank(Generic[W]):
             runs out.
         reduce_memory_peak: Hold the logits of a few hundred tokens at a time, rather than of a whole micro-batch; and
             keep nothing of what rows that are going to be learnt from (`Rows.learnt`) are written by, rather than
-            have the next update read it, which saves a third of the update's products. Same results, up to rounding.
+            have the next update read it, which saves half of the update's products. Same results, up to rounding.
 
     Raises:
         ValueError: If no token ends a completion, or `micro_batch_tokens` is below 1.
