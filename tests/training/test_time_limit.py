@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
+from evogrpo.training.loop.book import Book
 from tests.envs import probes
 from tests.tiny_training import tiny_env, tiny_population
 
@@ -142,6 +143,27 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
         "max_seconds 20 are spent",
         "max_seconds 60 are spent",
     ]
+
+
+def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock, monkeypatch, tmp_path):
+    save = Book.save
+
+    def slowly(book, *reasons):
+        save(book, *reasons)
+        if first.evolution.progress.generation:
+            clock.now += 100.0
+
+    monkeypatch.setattr(Book, "save", slowly)
+    given = {"max_seconds": 100.0, "steps_per_generation": 4, "samples_per_step": 8, "test_questions": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = evolve(members(costly(clock)), costly(clock), run_dir=tmp_path / "run", **given)
+        assert len(list(first)) == 1
+        assert first.result.reason == "max_seconds 100 are spent"
+        again = resume(tmp_path / "run", costly(clock))
+        assert list(again) == []
+    assert again.result.reason == first.result.reason
+    assert again.result.steps == first.result.steps
 
 
 @pytest.mark.parametrize("after", [0.3, 12.0])

@@ -177,6 +177,8 @@ class Evolution:
             yield from self._steps()
             if self.progress.step_in_generation:
                 yield from self._evaluation()
+        if self.acting.clock.left() <= 0:  # perhaps only since the last checkpoint
+            self.acting.clock.end()
         self.stopping.check()
         if self._crown.awaits_finals:
             self._finals()
