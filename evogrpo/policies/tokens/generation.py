@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
+from evogrpo.policies.tokens.replaying import Replays
 from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
@@ -89,53 +91,35 @@ def generate(
         last.
     """
     count, width = uniforms.shape
-    device = model.device
-    actions, present, log_probs = pages.actions, pages.present, pages.log_probs
+    writing = _Writing(model, decoding, rows, uniforms, end_ids, pages, recording)
     aside: list[tuple[Tensor, Any]] = []
 
     def set_aside(local: Tensor, numbers: Tensor, fed: int) -> None:
         # The last token of a row need not have been fed: leaving it out makes all rows alike.
-        context = decoding.set_aside(local, present[numbers, 1 : fed + 1]) if rows.keep else None
+        context = decoding.set_aside(local, pages.present[numbers, 1 : fed + 1]) if rows.keep else None
         if context is not None:
             aside.append((numbers, context))
 
-    def said(step: int) -> Tensor | None:
-        """Return what every row that takes part has read and said, where that matters."""
-        return None if read is None else torch.cat([read[carried], actions[carried, :step]], dim=1)
-
-    read = None if rows.options.repetition_penalty == 1.0 else _read(rows, device)
-    asked = _Asked(rows, end_ids)
-    hidden = decoding.start()
-    carried = torch.arange(count, device=device)  # rows that take part in the forward passes
-    live = torch.ones(count, dtype=torch.bool, device=device)  # of those, the ones that have not ended
-    alive, looked, every = count, 0, LOOK_EVERY.get(device.type, 8)
+    alive, looked, every = count, 0, LOOK_EVERY.get(model.device.type, 8)
     for step in range(width):
         give_way()
-        forbid = step < rows.min_new_tokens
-        tokens, chosen = _choose(model, hidden, uniforms[carried, step], asked, carried, forbid, said(step), recording)
-        if recording is not None:
-            recording.chosen(carried, step)
-        actions[carried, step] = torch.where(live, tokens, model.pad_id)
-        log_probs[carried, step] = torch.where(live, chosen, 0.0)
-        present[carried, step] = live
-        live = live & ~torch.isin(tokens, end_ids)
+        writing.write(step)
         if (step + 1) % every == 0 or step == width - 1:
+            carried, live = writing.carried, writing.live
             before, alive = alive, int(live.sum())
             tally.add((alive * (step + 1 - looked) + (before - alive) * (width - looked)) / width)
             looked = step + 1
             if finished is not None:
                 finished(carried if step == width - 1 else carried[~live])
             if alive == 0 or step == width - 1:
-                set_aside(torch.arange(len(carried), device=device), carried, step)
+                set_aside(torch.arange(len(carried), device=model.device), carried, step)
                 break
             if _staying(alive) <= COMPACT_BELOW * len(carried):
                 ended = (~live).nonzero()[:, 0]
                 staying = live.index_fill(0, ended[: _staying(alive) - alive], value=True)
                 gone, left = (~staying).nonzero()[:, 0], staying.nonzero()[:, 0]
                 set_aside(gone, carried[gone], step)
-                decoding.keep(left)
-                carried, tokens, live = carried[left], tokens[left], live[left]
-        hidden = decoding.advance(tokens)
+                writing.keep(left)
     return aside
 
 
@@ -165,6 +149,86 @@ class _Asked:
         self.heat = torch.where(self.greedy, 1.0, rows.temperature)
         self.all_greedy, self.any_greedy = bool(self.greedy.all()), bool(self.greedy.any())
         self.heated = bool((self.heat != 1.0).any())
+
+
+class _Writing:
+    """Rows that are being written, token by token.
+
+    All that a token takes is done on the device, and what differs between tokens is known to it, so that the work can
+    be recorded.
+
+    Args:
+        model: The base model.
+        decoding: The rows, prompts done.
+        rows: The same as work.
+        uniforms: `[n, t]` in [0, 1).
+        end_ids: `[e]` token ids that end a completion.
+        pages: What the completions are written into.
+        recording: Takes what is computed.
+
+    Attributes:
+        carried: `[c]` numbers of the rows that take part in the forward passes.
+        live: `[c]` which of them have not ended.
+    """
+
+    def __init__(
+        self,
+        model: TokenModel[Any],
+        decoding: Decoding,
+        rows: Rows,
+        uniforms: Tensor,
+        end_ids: Tensor,
+        pages: Pages,
+        recording: PassRecording | None,
+    ) -> None:
+        self._model, self._decoding, self._uniforms, self._pages = model, decoding, uniforms, pages
+        self._end_ids, self._fewest, self._recording = end_ids, rows.min_new_tokens, recording
+        self._asked, self._replays = _Asked(rows, end_ids), Replays(model.device)
+        # What every row has read, where it matters what has been read and said.
+        self._read = None if rows.options.repetition_penalty == 1.0 else _read(rows, model.device)
+        self.carried = torch.arange(len(uniforms), device=model.device)
+        self.live = torch.ones_like(self.carried, dtype=torch.bool)
+        self._tokens = torch.zeros_like(self.carried)
+        self._at = torch.zeros(1, dtype=torch.long, device=model.device)
+        self._places = torch.arange(uniforms.shape[1], device=model.device)
+
+    def write(self, step: int) -> None:
+        """Write token number `step` of each row."""
+        forbid = step < self._fewest
+        if step == 0:
+            self._choose(self._decoding.start(), forbid)
+        else:
+            layout = self._decoding.make_room()
+            work = partial(self._go_on, forbid)
+            self._replays.do(work, None if layout is None else (layout, forbid))
+        if self._recording is not None:
+            self._recording.chosen(self.carried, step)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with the given rows of those carried along alone."""
+        self._decoding.keep(rows)
+        self.carried, self.live, self._tokens = self.carried[rows], self.live[rows], self._tokens[rows]
+
+    def _go_on(self, forbid: bool) -> None:
+        self._choose(self._decoding.advance(self._tokens), forbid)
+
+    def _choose(self, hidden: Tensor, forbid: bool) -> None:
+        at, carried, live, pages = self._at, self.carried, self.live, self._pages
+        uniforms, said = self._uniforms[carried, at], self._said()
+        tokens, chosen = _choose(self._model, hidden, uniforms, self._asked, carried, forbid, said, self._recording)
+        pages.actions[carried, at] = torch.where(live, tokens, self._model.pad_id)
+        pages.log_probs[carried, at] = torch.where(live, chosen, 0.0)
+        pages.present[carried, at] = live
+        live &= ~torch.isin(tokens, self._end_ids)
+        self._tokens.copy_(tokens)
+        at += 1
+
+    def _said(self) -> Tensor | None:
+        """Return what every row that takes part has read and said; what it has not said yet, it has read."""
+        if self._read is None:
+            return None
+        read, said = self._read[self.carried], self._pages.actions[self.carried]
+        return torch.cat([read, torch.where(self._places < self._at, said, read[:, :1])], dim=1)
 
 
 def _choose(

@@ -374,7 +374,8 @@ class CausalModel:
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, rows, slots, route)
         if self._direct is not None:
-            return DirectDecoding(self._direct, prefix, rows, slots, room, route, recording)
+            matrix = self._matrix(prefix.last_hidden) is not None
+            return DirectDecoding(self._direct, prefix, rows, slots, room, route, recording, matrix=matrix)
         return CachedDecoding(self.run, prefix, rows, slots, room, route)
 
     def logits(self, hidden: Tensor, recording: PassRecording | None = None) -> Tensor:

@@ -19,7 +19,8 @@ class DirectDecoding:
     """Decoding on top of prompts that have been run; see `evogrpo.policies.tokens.engine.token_model.Decoding`.
 
     Attention reads all the room that there is for a row's own keys, what is not filled yet masked: a part of it would
-    be copied for each product. Nothing that a token needs is asked of the device.
+    be copied for each product. Nothing that a token needs is asked of the device, and how many there have been is known
+    to it, so that the next one's work is that of the one before.
 
     Args:
         passes: The model's.
@@ -29,6 +30,7 @@ class DirectDecoding:
         room: Most tokens that are fed back.
         route: Directs rows to weights.
         recording: Takes what linear layers put out.
+        matrix: Whether logits are products of hidden states with a matrix, and no more.
     """
 
     def __init__(
@@ -40,13 +42,17 @@ class DirectDecoding:
         room: int,
         route: Route,
         recording: PassRecording | None = None,
+        *,
+        matrix: bool,
     ) -> None:
         self._passes, self._route, self._slots, self._recording = passes, route, slots, recording
+        self._matrix = matrix
         self._numbers = torch.arange(len(rows), device=rows.device)
         self._windows = {layer.window for layer in passes.parts.layers}
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
         self._past, self._length, self._most = prefix.mask.shape[1], 0, room
+        self._at = torch.zeros(1, dtype=torch.long, device=rows.device)  # the same as `_length`, known to the device
         self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
         heads, width = passes.parts.heads[0], passes.parts.width
         self._own = [[keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)] for keys, _ in prefix.layers]
@@ -62,15 +68,17 @@ class DirectDecoding:
         self._shared = [of_prompts(Shared(*prompts, self._rows, runs)) for prompts in self._prompts]
         self._columns = ColumnPasses(self._passes, self._route(self._slots), self._recording)
         self._positions = self._mask.sum(1)
-        self._seen = self._sight()
+        self._look()
 
-    def _sight(self) -> Tensor:
-        """Return what is added to scores `[n, 1, P + room]`: padding of prompts, and room not filled, are not seen."""
+    def _look(self) -> None:
+        """Find what is added to scores `[n, 1, P + room]`: padding of prompts, and room not filled, are not seen."""
         room = self._own[0][0].shape[2]
         seen = pad(self._mask, (0, room))
         seen[:, self._past : self._past + self._length] = True
         bias = torch.zeros(seen.shape, dtype=self._own[0][0].dtype, device=seen.device)
-        return bias.masked_fill_(~seen, self._lowest)[:, None]
+        self._seen = bias.masked_fill_(~seen, self._lowest)[:, None]
+        self._places = torch.arange(seen.shape[1], device=seen.device)
+        self._layout = object()
 
     @property
     def _lowest(self) -> float:
@@ -80,35 +88,37 @@ class DirectDecoding:
         """Return the hidden states of the prompts' last tokens."""
         return self._first
 
+    def make_room(self) -> object:
+        """Get ready for one more token of each row."""
+        room = self._own[0][0].shape[2]
+        if self._length == room:
+            self._move(None, min(self._most, room + max(LEAST_ROOM, room // 4)))
+            self._look()
+        if self._recording is not None:
+            self._recording.feed(self._numbers, self._length)
+        self._length += 1
+        return self._layout if self._matrix and self._columns.steady else None
+
     def advance(self, tokens: Tensor) -> Tensor:
         """Run one more token of each row."""
-        at = self._length
-        if at == self._own[0][0].shape[2]:
-            self._move(None, min(self._most, at + max(LEAST_ROOM, at // 4)))
-            self._seen = self._sight()
-        self._length = at + 1
-        self._seen[..., self._past + at] = 0.0
-        seen = {window: self._near(window) for window in self._windows}
-        if self._recording is not None:
-            self._recording.feed(self._numbers, at)
+        place = self._past + self._at
+        self._seen.index_fill_(2, place, 0.0)
+        seen = {window: self._near(window, place) for window in self._windows}
 
         def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._own[number]
-            keys.select(2, at).copy_(k.mT)
-            values.select(2, at).copy_(v.mT)
+            keys.index_copy_(2, self._at, k.mT[:, :, None])
+            values.index_copy_(2, self._at, v.mT[:, :, None])
             own = Keys(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
             return attended_once(q, own, self._shared[number], seen[layer.window])
 
-        return self._columns.through(tokens, self._positions + at, attend)
+        hidden = self._columns.through(tokens, self._positions + self._at, attend)
+        self._at += 1
+        return hidden
 
-    def _near(self, window: int | None) -> Tensor:
-        """Return what is added to scores where only the nearest tokens are seen; None = all are."""
-        far = 0 if window is None else self._past + self._length - window
-        if far <= 0:
-            return self._seen
-        seen = self._seen.clone()
-        seen[..., :far] = self._lowest
-        return seen
+    def _near(self, window: int | None, place: Tensor) -> Tensor:
+        """Return what is added to scores of a token at a place where only the nearest are seen; None = all are."""
+        return self._seen if window is None else self._seen.masked_fill(self._places <= place - window, self._lowest)
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows alone."""
