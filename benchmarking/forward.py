@@ -24,6 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from evogrpo.functional.products import product
 from evogrpo.hyperparameters import Hyperparameters
@@ -54,42 +55,45 @@ def make_rows(arguments: argparse.Namespace) -> Rows:
 
 def make_bank(precision: str, slow: bool, arguments: argparse.Namespace) -> AdapterBank:
     """Build the population; its adapters are not zero."""
+    base = load_base("smollm2-135m", dtype=getattr(torch, precision), device=getattr(arguments, "device", "cpu"))
+    ends = base.tokenizer.pad_token_id, [base.tokenizer.eos_token_id]
+    return bank_over(base.model, *ends, slow=slow, members=arguments.members, tokens=arguments.micro_batch_tokens)
+
+
+def bank_over(
+    model: PreTrainedModel, pad: int, ends: list[int], *, slow: bool, members: int, tokens: int
+) -> AdapterBank:
+    """Build a population over a base model, by transformers' own passes if `slow`; its adapters are not zero."""
     os.environ["EVOGRPO_SLOW"] = "1" if slow else "0"
-    base = load_base("smollm2-135m", dtype=getattr(torch, precision))
-    bank = AdapterBank(
-        base.model,
-        size=arguments.members,
-        pad_token_id=base.tokenizer.pad_token_id,
-        eos_token_ids=[base.tokenizer.eos_token_id],
-        micro_batch_tokens=arguments.micro_batch_tokens,
-    )
-    rng = torch.Generator().manual_seed(1)
-    bank.weights.weights.add_(0.01 * torch.randn(bank.weights.weights.shape, generator=rng))
+    bank = AdapterBank(model, size=members, pad_token_id=pad, eos_token_ids=ends, micro_batch_tokens=tokens)
+    weights, rng = bank.weights.weights, torch.Generator().manual_seed(1)
+    weights.add_(0.01 * torch.randn(weights.shape, generator=rng).to(weights.device))
     return bank
 
 
 def as_batch(rows: Rows, rollout: Rollout) -> Batch:
-    """Turn completions into experience."""
+    """Turn completions into experience, on their device."""
+    device = rollout.actions.device
     return Batch(
         inputs=TokenInputs(
             prompts=rows.prompts,
-            prompt_ids=rows.prompt_ids,
-            temperature=rows.temperature,
+            prompt_ids=rows.prompt_ids.to(device),
+            temperature=rows.temperature.to(device),
             min_new_tokens=rows.min_new_tokens,
         ),
         actions=rollout.actions,
         present=rollout.present,
         action_mask=rollout.action_mask,
-        rewards=torch.zeros(len(rows)),
-        group_ids=torch.zeros(len(rows), dtype=torch.long),
-        member_ids=rows.member_ids,
+        rewards=torch.zeros(len(rows), device=device),
+        group_ids=torch.zeros(len(rows), dtype=torch.long, device=device),
+        member_ids=rows.member_ids.to(device),
         sampler_log_probs=rollout.log_probs,
     )
 
 
 def learn(bank: AdapterBank, batch: Batch) -> None:
     """Take one optimizer step for every member, on a policy gradient with made-up advantages."""
-    advantages = torch.linspace(-1.0, 1.0, len(batch))
+    advantages = torch.linspace(-1.0, 1.0, len(batch), device=batch.actions.device)
 
     def loss(chosen: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
         return -(advantages[chosen, None] * log_probs).sum(1)

@@ -1,9 +1,9 @@
-"""Where the time of a learning step goes, on SmolLM2-135M: sampling and learning of a population on a CPU.
+"""Where the time of a learning step goes, on SmolLM2-135M: sampling and learning of a population.
 
-    python benchmarking/step_profile.py [--members 2] [--precision bfloat16] [--slow] [--rows 12]
+    python benchmarking/step_profile.py [--members 2] [--precision bfloat16] [--slow] [--rows 12] [--device cuda]
 
-The work is that of `benchmarking/forward.py`, in one thread. torch's profiler counts the time of every operation by
-itself, without those that it calls; they are put together as
+The work is that of `benchmarking/forward.py`, on a CPU in one thread. torch's profiler counts the time of every
+operation by itself, without those that it calls; they are put together as
 
     products      of the layers, forward and backward, and of the adapters where these are products of two matrices
     batched       products of many small matrices: attention's, and adapters' of several members at once
@@ -13,17 +13,24 @@ itself, without those that it calls; they are put together as
     copies        copies, concatenations and gathers
     the rest      autograd, views, allocation, and Python between operations
 
+On a GPU the seconds are those of its kernels, launched one by one, as the profiler cannot say which operations a graph
+is made of; `idle` is when none of them runs, while Python launches the next one.
+
 With `--slow` transformers' own pass is measured (EVOGRPO_SLOW=1). The profiler itself costs time, most of it in the
 rest: compare shares rather than seconds.
 """
 
 import argparse
+import time
 import warnings
 from collections.abc import Callable
 
 import torch
 from forward import as_batch, learn, make_bank, make_rows, one_step
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+
+from evogrpo.policies.tokens import replaying
 
 KINDS = {
     "products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::linear", "mkldnn::_linear_pointwise"),
@@ -47,16 +54,25 @@ def kind_of(name: str) -> str:
     return "the rest"
 
 
-def measure(work: Callable[[], object], rows: int) -> None:
+def measure(work: Callable[[], object], rows: int, device: str) -> None:
     """Profile some work and print the shares, then the operations that take the longest."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    on_gpu = device != "cpu"
+    began = time.perf_counter()
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as profiler:
         work()
+        if on_gpu:
+            torch.cuda.synchronize()
+    passed = time.perf_counter() - began
     seconds: dict[str, float] = {}
     single: dict[str, float] = {}
     for event in profiler.key_averages():
-        own = event.self_cpu_time_total / 1e6
+        if on_gpu and event.device_type != DeviceType.CPU:  # a kernel, whose time the operation that launched it has
+            continue
+        own = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         seconds[kind_of(event.key)] = seconds.get(kind_of(event.key), 0.0) + own
         single[event.key] = own
+    if on_gpu:
+        seconds["idle"] = max(0.0, passed - sum(seconds.values()))
     whole = sum(seconds.values())
     print("| what | seconds | share |\n|---|---|---|")
     for kind, own in sorted(seconds.items(), key=lambda each: -each[1]):
@@ -75,18 +91,20 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=24, help="tokens of a completion")
     parser.add_argument("--micro-batch-tokens", type=int, default=1024)
     parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--slow", action="store_true", help="transformers' own pass")
     parser.add_argument("--rows", type=int, default=12, help="operations that are named")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    replaying.RECORDERS = {}
     bank, rows = make_bank(arguments.precision, arguments.slow, arguments), make_rows(arguments)
     one_step(bank, rows)  # the first one is slower
     batch = as_batch(rows, bank.sample(rows))
     print("## Sampling\n")
-    measure(lambda: bank.sample(rows), arguments.rows)
+    measure(lambda: bank.sample(rows), arguments.rows, arguments.device)
     print("## Learning\n")
-    measure(lambda: learn(bank, batch), arguments.rows)
+    measure(lambda: learn(bank, batch), arguments.rows, arguments.device)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class Bench:
         steps: Learning steps to measure in a run, after one that is left out.
         setting: Key of `workload.SETTINGS`.
         micro_batches: By contestant, those that are tried in place of its own.
+        device: One of `workload.DEVICES`.
     """
 
     folder: Path
@@ -90,6 +91,7 @@ class Bench:
     steps: int
     setting: str
     micro_batches: Mapping[str, tuple[int, ...]]
+    device: str
 
     def run(self, name: str, precision: str, micro_batch: int, label: str) -> dict[str, Any]:
         """Run one contestant once, alone on the machine as far as this script decides.
@@ -110,7 +112,7 @@ class Bench:
         command += ["--steps", str(self.steps), "--micro-batch", str(micro_batch), "--agents", str(contestant.agents)]
         command += ["--threads", str(self.threads), "--out", str(out)] + ["--defaults"] * contestant.defaults
         command += ["--recording"] * contestant.recording
-        command += ["--setting", self.setting, "--precision", precision]
+        command += ["--setting", self.setting, "--precision", precision, "--device", self.device]
         print(f"{self.setting}, {label}: {name} in {precision}, micro-batch {micro_batch} ...", end=" ", flush=True)
         environment = dict(os.environ)
         if contestant.peer is not None:
@@ -126,14 +128,17 @@ class Bench:
         return report
 
 
-def prepare(systems: Sequence[str], folder: Path, constraints: Path) -> dict[str, Path]:
-    """Install what the contestants need and return the interpreter of each."""
+def prepare(systems: Sequence[str], folder: Path, constraints: Path, installed: Mapping[str, Path]) -> dict[str, Path]:
+    """Install what the contestants need and is not installed yet, and return the interpreter of each."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".gitignore").write_text("*\n", encoding="utf-8")
     pythons = {}
     for name in systems:
         peer = CONTESTANTS[name].peer
-        pythons[name] = Path(sys.executable) if peer is None else environments.install(peer, folder, constraints)
+        if peer is None:
+            pythons[name] = Path(sys.executable)
+        else:
+            pythons[name] = installed.get(peer) or environments.install(peer, folder, constraints)
     return pythons
 
 
@@ -233,6 +238,14 @@ def tried(words: str) -> tuple[str, tuple[int, ...]]:
     return name, tuple(int(size) for size in sizes.split(","))
 
 
+def interpreter(words: str) -> tuple[str, Path]:
+    """Read PEER=PATH as a peer and the Python that has its packages."""
+    peer, _, path = words.partition("=")
+    if peer not in environments.REQUIREMENTS or not os.access(path, os.X_OK):
+        raise argparse.ArgumentTypeError(f"must be like trl=/usr/bin/python3, a program that exists, got {words!r}")
+    return peer, Path(path)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--systems", nargs="+", choices=CONTESTANTS, default=DEFAULT_SYSTEMS, metavar="NAME",
@@ -246,6 +259,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="learning steps measured in a run, after one left out")
     parser.add_argument("--micro-batches", nargs="+", type=tried, default=[], metavar="NAME=N[,N]",
                         help="those that are tried for a system; a single one is taken without trial")  # fmt: skip
+    parser.add_argument("--device", choices=workload.DEVICES, default="cpu", help="where everything runs")
+    parser.add_argument("--pythons", nargs="+", type=interpreter, default=[], metavar="PEER=PATH",
+                        help="a Python that has a peer's packages, such as trl=/usr/bin/python3")  # fmt: skip
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="threads for every system alike")
     parser.add_argument("--cache", type=Path, default=HERE.parent / ".peers", help="folder for environments and logs")
     parser.add_argument("--constraints", type=Path, default=REPOSITORY / "constraints.txt", help="file that pins torch")
@@ -259,8 +275,10 @@ def main() -> None:
     arguments = parse_arguments()
     if min(arguments.rounds, arguments.steps, arguments.threads) < 1:
         raise SystemExit("--rounds, --steps and --threads must be at least 1")
+    if arguments.device != "cpu" and any(name.startswith("agilerl") for name in arguments.systems):
+        raise SystemExit("AgileRL's runner is for CPUs: name other --systems, such as evogrpo-8 evogrpo-1 trl")
     folder = arguments.cache.absolute()  # not resolved: a virtual environment's python is a link
-    pythons = prepare(arguments.systems, folder, arguments.constraints)
+    pythons = prepare(arguments.systems, folder, arguments.constraints, dict(arguments.pythons))
     if arguments.install_only:
         return
     base_model = (arguments.model or demo_model()).absolute()
@@ -276,6 +294,7 @@ def main() -> None:
             steps=arguments.steps,
             setting=setting,
             micro_batches=dict(arguments.micro_batches),
+            device=arguments.device,
         )
         for result in measure(bench, rows, arguments.rounds):
             results[setting] = result

@@ -58,9 +58,10 @@ def main() -> None:
         validation_dataset=[{"prompt": work.prompt(44, number)} for number in (22, 33)],
         seed=0,
     )
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.precision))
     population = GRPO.population(
         size=arguments.agents,
-        actor_network=AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.precision)),
+        actor_network=model.to(arguments.device),
         pad_token_id=tokenizer.pad_token_id,
         batch_size=workload.SAMPLES_PER_STEP,
         group_size=workload.GROUP_SIZE,

@@ -41,7 +41,7 @@ def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_
 
 
 def configuration(folder: str) -> GRPOConfig:
-    """TRL's defaults, but for what the fixed work sets and what is for accelerators only."""
+    """TRL's defaults, but for what the fixed work sets; the model's precision is the one that it was loaded in."""
     return GRPOConfig(
         output_dir=folder,
         max_steps=arguments.steps + 1,
@@ -58,7 +58,7 @@ def configuration(folder: str) -> GRPOConfig:
         max_grad_norm=workload.MAX_GRAD_NORM,
         gradient_checkpointing=False,
         bf16=False,
-        use_cpu=True,
+        use_cpu=arguments.device == "cpu",
         logging_steps=arguments.steps + 1,
         save_strategy="no",
         report_to="none",

@@ -52,6 +52,7 @@ SETTINGS = {
     "long-completion": Setting(before=ADVICE + FURTHER, prompt_tokens=64, completion_tokens=192),
 }
 PRECISIONS = ("float32", "bfloat16")
+DEVICES = ("cpu", "cuda")
 SAMPLES_PER_STEP = len(ANSWERS) * GROUP_SIZE
 
 BETA = 0.04
@@ -79,6 +80,7 @@ class Arguments:
         precision: Of the base model's weights and activations; adapters are in float32.
         defaults: Leave the settings that change no result at the system's defaults, rather than at the fastest.
         recording: Keep what was computed while writing for learning; evogrpo's alone.
+        device: Where everything runs.
     """
 
     model: Path
@@ -91,6 +93,7 @@ class Arguments:
     precision: str
     defaults: bool
     recording: bool
+    device: str
 
     @property
     def work(self) -> Setting:
@@ -115,10 +118,13 @@ def parse_arguments(description: str | None) -> Arguments:
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of the base model")
     parser.add_argument("--defaults", action="store_true", help="the system's own defaults where others are faster")
     parser.add_argument("--recording", action="store_true", help="evogrpo's reduce_memory_peak=False")
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="where everything runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = Arguments(**vars(parser.parse_args()))
     os.environ.update(OMP_NUM_THREADS=str(arguments.threads), MKL_NUM_THREADS=str(arguments.threads))
-    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    if arguments.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     return arguments
 
 
@@ -140,6 +146,15 @@ def version(package: str) -> str:
         return str(sys.modules[package].__version__)
 
 
+def peak_bytes(device: str) -> int:
+    """Return the most memory that this process has had, on a GPU that of tensors there."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.max_memory_allocated())
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
 def write_report(
     arguments: Arguments, step_seconds: Sequence[float], packages: Sequence[str], settings: dict[str, object]
 ) -> None:
@@ -156,15 +171,15 @@ def write_report(
     """
     if len(step_seconds) != arguments.steps + 1:
         raise ValueError(f"expected {arguments.steps + 1} learning steps, the system reported {len(step_seconds)}")
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     report = {
         "agents": arguments.agents,
         "micro_batch": arguments.micro_batch,
         "threads": arguments.threads,
         "precision": arguments.precision,
+        "device": arguments.device,
         "first_step_seconds": step_seconds[0],
         "step_seconds": list(step_seconds[1:]),
-        "peak_bytes": peak,
+        "peak_bytes": peak_bytes(arguments.device),
         "versions": {name: version(name) for name in packages},
         "settings": settings,
     }
