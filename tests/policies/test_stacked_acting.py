@@ -11,6 +11,7 @@ from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.stacks import lay_out
 from evogrpo.randomness import generator
+from tests.policies.test_precision import DEVICES
 from tests.tiny_networks import CASES, Case, acted_batch, observe, stacked
 
 
@@ -130,11 +131,11 @@ def test_a_member_as_a_module_gives_the_outputs_it_acts_from(name):
         np.testing.assert_allclose(log_probs, expected.log_probs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
-def test_an_accelerator_computes_what_the_cpu_computes(name):
+def test_an_accelerator_computes_what_the_cpu_computes(name, device):
     case = CASES[name]
-    here, there = case.bank(3), case.bank(3, device="cuda")
+    here, there = case.bank(3), case.bank(3, device=device)
     batch = acted_batch(case, here, range(3))
     for one, other in (
         (here.log_probs(batch), there.log_probs(batch)),
