@@ -230,8 +230,8 @@ def scaled_logits(
     return scaled
 
 
-def invert_cumulative(weights: Tensor, uniforms: Tensor, block: int = 256) -> Tensor:
-    """Draw one category per row by inverting its cumulative distribution at a given uniform number.
+def invert_cumulative(weights: Tensor, uniforms: Tensor, block: int = 256, *, rows: Tensor | None = None) -> Tensor:
+    """Draw categories by inverting the cumulative distribution of a row at a given uniform number.
 
     The first category whose cumulative weight exceeds `uniform * total` is chosen, so categories of weight zero are
     never drawn and rounding of the total cannot run off the end. Two levels of sums (blocks, then one block) replace
@@ -239,20 +239,21 @@ def invert_cumulative(weights: Tensor, uniforms: Tensor, block: int = 256) -> Te
 
     Args:
         weights: `[k, v]` at least 0, not necessarily normalised.
-        uniforms: `[k]` in [0, 1).
+        uniforms: `[n]` in [0, 1).
         block: Categories per block.
+        rows: `[n]` which row of the weights each is drawn from; None = one from each, in that order.
 
     Returns:
-        `[k]` int64 category numbers.
+        `[n]` int64 category numbers.
     """
-    rows, width = weights.shape
+    count, width = weights.shape
     short = -width % block
     if short:
         weights = torch.nn.functional.pad(weights, (0, short))
-    blocks = weights.view(rows, -1, block)
-    sums = blocks.sum(2)
+    blocks = weights.view(count, -1, block)
+    sums = blocks.sum(2) if rows is None else blocks.sum(2)[rows]
     chosen, rest = _first_exceeding(sums, uniforms.to(weights.dtype) * sums.sum(1))
-    inside = blocks[torch.arange(rows, device=weights.device), chosen]
+    inside = blocks[torch.arange(count, device=weights.device) if rows is None else rows, chosen]
     offset, _ = _first_exceeding(inside, rest)
     return chosen * block + offset
 

@@ -64,6 +64,12 @@ def lacking(tokens: int, dtype: torch.dtype, device: torch.device) -> int:
     return -tokens % (WHOLE if tokens > FEW else EIGHT) if asked else 0
 
 
+def filled_up(rows: int) -> int:
+    """Return how many rows are written together where there are so many, lest products come in many shapes."""
+    step = WHOLE if rows > FEW else EIGHT
+    return rows if rows < EIGHT else -(-rows // step) * step
+
+
 def by_onednn(tokens: int, x: Tensor, weight: Tensor) -> bool:
     """Tell whether oneDNN is asked for a product in float32."""
     return (

@@ -90,13 +90,13 @@ def test_a_trial_changes_nothing_and_draws_nothing(size):
 @pytest.mark.parametrize("tokens", [LEAST, 1024, 4096])
 def test_what_is_timed_is_one_micro_batch_of_just_that_size(tokens, monkeypatch):
     bank, fed = different_members(MODEL, 3), []
-    forward = bank.passes._model.continued
+    forward = bank.passes.model.continued
 
     def counting(prompts, slots, rows, ids, *rest):
         fed.append(sum(map(len, prompts)) + (ids.shape[1] + 1) * len(ids))
         return forward(prompts, slots, rows, ids, *rest)
 
-    monkeypatch.setattr(bank.passes._model, "continued", counting)
+    monkeypatch.setattr(bank.passes.model, "continued", counting)
     with bank.base.working():
         assert 0 < sizing._seconds(bank, tokens) < math.inf
     assert fed == [tokens]

@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from evogrpo.agents.rollout.collecting import collect
 from evogrpo.interruption import Interrupted
 from evogrpo.objective import Objective
 from evogrpo.processes import processes
+from evogrpo.records import Batch
 from evogrpo.training.loop.run import Evolution
 from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_models import EOS
@@ -78,9 +80,10 @@ def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | 
     batch, own_batch = found.experience["default"], same.experience["default"]
     for name in ("actions", "present", "action_mask", "rewards", "group_ids", "member_ids", "truncated"):
         assert torch.equal(getattr(batch, name), getattr(own_batch, name)), name
+    experience = {"default": repeating(batch)}
     passes.clear(), own_passes.clear()
-    report = together.learn(found.experience, step=0)[0]
-    own = alone.learn_together(alone.members, [learner], found.experience)[0]
+    report = together.learn(experience, step=0)[0]
+    own = alone.learn_together(alone.members, [learner], experience)[0]
     assert_metrics_agree(dict(report.metrics), dict(own.metrics))
     assert (report.tokens, report.optimizer_steps, report.samples) == (own.tokens, own.optimizer_steps, SAMPLES)
     counts = processes().all(len(passes))
@@ -89,6 +92,14 @@ def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | 
     state = together.members.banks.state(0)
     assert_states_agree(state, alone.members.banks.state(0), lr=LR)
     assert_equal_everywhere(state)
+
+
+def repeating(batch: Batch) -> Batch:
+    """Return a batch in which two completions of a group are the same, and their rewards are not."""
+    assert batch.group_ids[0] == batch.group_ids[1]
+    rows = torch.arange(len(batch))
+    rows[1] = 0
+    return replace(batch.select(rows), rewards=batch.rewards)
 
 
 class Counting(gymnasium.Wrapper[Any, Any, Any, Any]):

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits, tiles
-from evogrpo.functional.products import EIGHT
+from evogrpo.functional.products import filled_up
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.policies.tokens.replaying import Replays
+from evogrpo.policies.tokens.stems import COMPACT_BELOW, Stems
 from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
 ROWS_OF_LOGITS = 128
-COMPACT_BELOW = 0.75  # copying the cache pays when at least a quarter of its rows have ended
 LOOK_EVERY = {"cpu": 1}
 """After how many tokens it is asked which rows have ended, by the kind of device: 8 where that means to wait for it."""
 
@@ -66,32 +66,32 @@ def generate(
     model: TokenModel[Any],
     decoding: Decoding,
     rows: Rows,
-    uniforms: Tensor,
     end_ids: Tensor,
     tally: Tally,
     pages: Pages,
     finished: Callable[[Tensor], None] | None = None,
     recording: PassRecording | None = None,
+    stems: Stems | None = None,
 ) -> list[tuple[Tensor, Any]]:
     """Sample one completion per row until an end of sequence or until there are enough tokens.
 
     Args:
         model: The base model, working and without gradients.
-        decoding: The rows, prompts done.
-        rows: The same as work.
-        uniforms: `[n, t]` in [0, 1), on the model's device.
+        decoding: The rows, prompts done; or what they have in common.
+        rows: The same as work, on the model's device, uniforms included.
         end_ids: `[e]` token ids that end a completion.
         tally: Counts completions: those under way by their tokens, of the most that they may have.
         pages: Empty ones of these rows, which the completions are written into.
         finished: Takes the numbers of rows that are finished, at every look and as long as they are carried along.
         recording: Takes what is computed.
+        stems: What of `decoding` is whose; None = each is one row's.
 
     Returns:
         Where `rows.keep` asks for it, row numbers and what was set aside of them: the prompt and all tokens but the
         last.
     """
-    count, width = uniforms.shape
-    writing = _Writing(model, decoding, rows, uniforms, end_ids, pages, recording)
+    count, width = len(rows), rows.max_new_tokens
+    writing = _Writing(model, decoding, rows, end_ids, pages, recording, stems)
     aside: list[tuple[Tensor, Any]] = []
 
     def set_aside(local: Tensor, numbers: Tensor, fed: int) -> None:
@@ -100,7 +100,7 @@ def generate(
         if context is not None:
             aside.append((numbers, context))
 
-    alive, looked, every = count, 0, LOOK_EVERY.get(model.device.type, 8)
+    alive, looked, every = count, 0, 1 if stems is not None else LOOK_EVERY.get(model.device.type, 8)
     for step in range(width):
         give_way()
         writing.write(step)
@@ -114,18 +114,15 @@ def generate(
             if alive == 0 or step == width - 1:
                 set_aside(torch.arange(len(carried), device=model.device), carried, step)
                 break
-            if _staying(alive) <= COMPACT_BELOW * len(carried):
+            if writing.stems is not None:
+                writing.branch(step + 1)
+            elif filled_up(alive) <= COMPACT_BELOW * len(carried):
                 ended = (~live).nonzero()[:, 0]
-                staying = live.index_fill(0, ended[: _staying(alive) - alive], value=True)
+                staying = live.index_fill(0, ended[: filled_up(alive) - alive], value=True)
                 gone, left = (~staying).nonzero()[:, 0], staying.nonzero()[:, 0]
                 set_aside(gone, carried[gone], step)
                 writing.keep(left)
     return aside
-
-
-def _staying(alive: int) -> int:
-    """Return how many rows are carried along, ended ones among them: products come in few shapes then."""
-    return alive if alive < EIGHT else -(-alive // EIGHT) * EIGHT
 
 
 def _read(rows: Rows, device: torch.device) -> Tensor:
@@ -161,14 +158,15 @@ class _Writing:
         model: The base model.
         decoding: The rows, prompts done.
         rows: The same as work.
-        uniforms: `[n, t]` in [0, 1).
         end_ids: `[e]` token ids that end a completion.
         pages: What the completions are written into.
         recording: Takes what is computed.
+        stems: What is run for them; None = each by itself.
 
     Attributes:
         carried: `[c]` numbers of the rows that take part in the forward passes.
         live: `[c]` which of them have not ended.
+        stems: As given, or where they have come to since.
     """
 
     def __init__(
@@ -176,21 +174,24 @@ class _Writing:
         model: TokenModel[Any],
         decoding: Decoding,
         rows: Rows,
-        uniforms: Tensor,
         end_ids: Tensor,
         pages: Pages,
         recording: PassRecording | None,
+        stems: Stems | None,
     ) -> None:
-        self._model, self._decoding, self._uniforms, self._pages = model, decoding, uniforms, pages
+        assert rows.uniforms is not None
+        self._model, self._decoding, self._uniforms, self._pages = model, decoding, rows.uniforms, pages
         self._end_ids, self._fewest, self._recording = end_ids, rows.min_new_tokens, recording
         self._asked, self._replays = _Asked(rows, end_ids), Replays(model.device)
         # What every row has read, where it matters what has been read and said.
         self._read = None if rows.options.repetition_penalty == 1.0 else _read(rows, model.device)
-        self.carried = torch.arange(len(uniforms), device=model.device)
+        self.carried = torch.arange(len(rows), device=model.device)
         self.live = torch.ones_like(self.carried, dtype=torch.bool)
+        self.stems = stems
         self._tokens = torch.zeros_like(self.carried)
+        self._fed = self._tokens  # of what is run
         self._at = torch.zeros(1, dtype=torch.long, device=model.device)
-        self._places = torch.arange(uniforms.shape[1], device=model.device)
+        self._places = torch.arange(rows.max_new_tokens, device=model.device)
 
     def write(self, step: int) -> None:
         """Write token number `step` of each row."""
@@ -199,23 +200,49 @@ class _Writing:
             self._choose(self._decoding.start(), forbid)
         else:
             layout = self._decoding.make_room()
+            if self._recording is not None:
+                self._recording.feed(self.carried, step - 1, *self._run())
             work = partial(self._go_on, forbid)
             self._replays.do(work, None if layout is None else (layout, forbid))
         if self._recording is not None:
-            self._recording.chosen(self.carried, step)
+            self._recording.chosen(self.carried, step, *self._run())
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows of those carried along alone."""
         self._decoding.keep(rows)
         self.carried, self.live, self._tokens = self.carried[rows], self.live[rows], self._tokens[rows]
+        self._fed = self._tokens
+
+    def branch(self, written: int) -> None:
+        """Let rows that have ended leave, and those go apart whose latest tokens differ."""
+        assert self.stems is not None
+        live = self.live.nonzero()[:, 0]
+        order, (keep, self._fed, stems) = self.stems.branch(self.stems.of[live], self._tokens[live], written)
+        self.carried, self._tokens = self.carried[live[order]], self._tokens[live[order]]
+        if stems is None:
+            # Rows that have ended fill them up, as they do wherever each row is run by itself.
+            ended = torch.ones(len(self._uniforms), dtype=torch.bool).index_fill(0, self.carried, value=False)
+            more = ended.nonzero()[:, 0][: filled_up(len(live)) - len(live)]
+            assert keep is not None
+            keep, self._tokens = (torch.cat([of, of[-1:].expand(len(more))]) for of in (keep, self._tokens))
+            self.carried, self._fed = torch.cat([self.carried, more]), self._tokens
+        if keep is not None:
+            self._decoding.keep(keep)
+        self.stems = stems
+        self.live = torch.arange(len(self.carried)) < len(live)
+
+    def _run(self) -> tuple[int, Tensor]:
+        """Return how many tokens are run at a time, and which of them is each row's, `[c]`."""
+        if self.stems is not None:
+            return self.stems.run, self.stems.of
+        return len(self.carried), torch.arange(len(self.carried), device=self.carried.device)
 
     def _go_on(self, forbid: bool) -> None:
-        self._choose(self._decoding.advance(self._tokens), forbid)
+        self._choose(self._decoding.advance(self._fed), forbid)
 
     def _choose(self, hidden: Tensor, forbid: bool) -> None:
         at, carried, live, pages = self._at, self.carried, self.live, self._pages
-        uniforms, said = self._uniforms[carried, at], self._said()
-        tokens, chosen = _choose(self._model, hidden, uniforms, self._asked, carried, forbid, said, self._recording)
+        tokens, chosen = self._drawn(hidden, self._uniforms[carried, at], forbid)
         pages.actions[carried, at] = torch.where(live, tokens, self._model.pad_id)
         pages.log_probs[carried, at] = torch.where(live, chosen, 0.0)
         pages.present[carried, at] = live
@@ -223,55 +250,69 @@ class _Writing:
         self._tokens.copy_(tokens)
         at += 1
 
-    def _said(self) -> Tensor | None:
-        """Return what every row that takes part has read and said; what it has not said yet, it has read."""
+    def _drawn(self, hidden: Tensor, uniforms: Tensor, forbid: bool) -> tuple[Tensor, Tensor]:
+        """Return the next token of each row and its log-probability under what it is drawn from (0 for greedy rows)."""
+        tokens = torch.empty(len(uniforms), dtype=torch.long, device=hidden.device)
+        log_probs = torch.zeros(len(uniforms), device=hidden.device)
+        numbers = self.carried if self.stems is None else self.carried[self.stems.firsts]
+        said = self._said(numbers)
+        for start in range(0, len(hidden), ROWS_OF_LOGITS):
+            logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS], self._recording)
+            for part in tiles(logits):
+                run = slice(start + part.start, start + part.stop)
+                rows, run_as = (run, None) if self.stems is None else self.stems.within(run)
+                if rows.start < rows.stop:
+                    heard = None if said is None else said[run]
+                    tokens[rows], log_probs[rows] = _drawn(
+                        logits[part], uniforms[rows], self._asked, numbers[run], forbid, heard, run_as
+                    )
+        return tokens, log_probs
+
+    def _said(self, numbers: Tensor) -> Tensor | None:
+        """Return what rows of these numbers have read and said; what they have not said yet, they have read."""
         if self._read is None:
             return None
-        read, said = self._read[self.carried], self._pages.actions[self.carried]
+        read, said = self._read[numbers], self._pages.actions[numbers]
         return torch.cat([read, torch.where(self._places < self._at, said, read[:, :1])], dim=1)
 
 
-def _choose(
-    model: TokenModel[Any],
-    hidden: Tensor,
+def _drawn(
+    logits: Tensor,
     uniforms: Tensor,
     asked: _Asked,
-    carried: Tensor,
+    numbers: Tensor,
     forbid: bool,
     said: Tensor | None,
-    recording: PassRecording | None,
+    rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the next token of each row and its log-probability under what it is drawn from (0 for greedy rows)."""
-    tokens = torch.empty(hidden.shape[0], dtype=torch.long, device=hidden.device)
-    log_probs = torch.zeros(hidden.shape[0], device=hidden.device)
-    for start in range(0, hidden.shape[0], ROWS_OF_LOGITS):
-        logits = model.logits(hidden[start : start + ROWS_OF_LOGITS], recording)
-        for rows in tiles(logits):
-            part = slice(start + rows.start, start + rows.stop)
-            heard = None if said is None else said[part]
-            tokens[part], log_probs[part] = _drawn(logits[rows], uniforms[part], asked, carried[part], forbid, heard)
-    return tokens, log_probs
+    """Draw tokens as `_Writing._drawn` does, given logits, which are overwritten.
 
-
-def _drawn(
-    logits: Tensor, uniforms: Tensor, asked: _Asked, numbers: Tensor, forbid: bool, said: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Do it for the rows of these numbers, given their logits, which are overwritten."""
+    Args:
+        logits: `[r, v]`.
+        uniforms: `[n]` in [0, 1).
+        asked: What is asked of the tokens.
+        numbers: `[r]` of the rows that have come there.
+        forbid: Whether ends are ruled out.
+        said: `[r, w]` what these have read and said, where it matters.
+        rows: `[n]` which logits each token is drawn from; None = one from each.
+    """
     options, heat, greedy = asked.options, asked.heat[numbers], asked.greedy[numbers]
     if said is not None:
         logits = penalise_repetition(logits, said, options.repetition_penalty)
     forbidden = torch.ones_like(greedy) if forbid else None
     scaled = scaled_logits(logits, heat if asked.heated else None, forbidden, asked.end_ids)
     if asked.all_greedy:
-        return scaled.argmax(1), torch.zeros_like(heat)
+        likeliest = scaled.argmax(1)
+        return likeliest if rows is None else likeliest[rows], torch.zeros(len(uniforms), device=logits.device)
     # Where the largest is costs three times as much as how large it is.
     best = scaled.argmax(1) if asked.any_greedy else None
     largest = scaled.amax(1)
     if not options.whole:
         scaled = truncate(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
     weights = scaled.sub_(largest[:, None]).exp_()
-    drawn = invert_cumulative(weights, uniforms)
+    drawn = invert_cumulative(weights, uniforms, rows=rows)
     drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
-    tokens = drawn if best is None else torch.where(greedy, best, drawn)
-    chance = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
-    return tokens, torch.where(greedy, 0.0, chance.log())
+    own, total = torch.arange(len(weights), device=weights.device) if rows is None else rows, weights.sum(1)
+    tokens = drawn if best is None else torch.where(greedy[own], best[own], drawn)
+    chance = weights[own, drawn] / total[own]
+    return tokens, torch.where(greedy[own], 0.0, chance.log())

@@ -13,6 +13,7 @@ from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel, check_context
 from evogrpo.policies.tokens.generation import Pages, generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
+from evogrpo.policies.tokens.stems import Stems
 from evogrpo.policies.tokens.weights.weights import Route, Weights
 from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
@@ -101,15 +102,21 @@ def sample(
     kept = rows.kept if isinstance(rows.kept, KeptRows) else None
     order = torch.from_numpy(lexsort(rows.prompt_ids, rows.member_ids))
     served = torch.zeros(len(rows), dtype=torch.bool) if kept is None else _served(kept, rows, stamps)
-    route, spare, pieces = weights.route("base" if base else "weights"), CACHED_TOKENS, list[_Piece]()
-    tally = Tally("writing", len(rows), "completions")
+    sampling = _Sampling(
+        model=model,
+        route=weights.route("base" if base else "weights"),
+        end_ids=end_ids,
+        tally=Tally("writing", len(rows), "completions"),
+        hearing=hearing,
+    )
+    spare, pieces = CACHED_TOKENS, list[_Piece]()
     for going_on, numbers in ((kept, order[served[order]]), (None, order[~served[order]])):
         waves = math.ceil(len(numbers) / rows_at_once(width, model.device.type))
         for wave in numbers.chunk(waves) if waves else ():  # all about as large: few rows wait for the weights
             spare -= len(wave) * width
             part = replace(rows, keep=rows.keep and spare >= 0)
             recorded = recording if recording is not None and recording.open and going_on is None else None
-            pieces += _sample_wave(model, route, part, wave, going_on, end_ids, tally, hearing, recorded)
+            pieces += sampling.wave(part, wave, going_on, recorded)
     return _joined(rows, pieces, stamps)
 
 
@@ -138,86 +145,97 @@ def _served(kept: KeptRows, rows: Rows, stamps: Sequence[Stamp]) -> Tensor:
     return torch.tensor([kept.serves(*each) for each in zip(earlier, wholes, stamps, strict=True)])
 
 
-def _sample_wave(
-    model: TokenModel[Any],
-    route: Route,
-    rows: Rows,
-    wave: Tensor,
-    kept: KeptRows | None,
-    end_ids: Tensor,
-    tally: Tally,
-    hearing: bool,
-    recording: PassRecording | None,
-) -> list[_Piece]:
-    """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
-    part = rows.select(wave)
-    assert part.uniforms is not None  # `sample` has drawn them
-    uniforms = part.uniforms.to(model.device)
-    part = replace(
-        part,
-        prompt_ids=part.prompt_ids.to(model.device),
-        member_ids=part.member_ids.to(model.device),
-        temperature=part.temperature.to(model.device),
-    )
-    pages = Pages.empty(len(wave), part.max_new_tokens, model.pad_id, model.device)
-    exact = model.exact and rows.options.whole
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sampling:
+    """How all rows of a call are sampled.
 
-    def finished(local: Tensor) -> None:
-        new = local[~pages.told[local]]
-        tell(wave[new.cpu()].tolist(), pages.tokens(new))
-        pages.told[new] = True
+    Attributes:
+        model: The base model.
+        route: Directs rows to weights.
+        end_ids: `[e]` token ids that end a completion.
+        tally: Counts completions.
+        hearing: Whether somebody listens to which of them are finished.
+    """
 
-    if recording is not None:
-        recording.begin(len(wave), part.max_new_tokens, model.device)
-    try:
-        aside = generate(
-            model,
-            _fresh(model, route, part, recording) if kept is None else _resumed(model, route, part, kept),
+    model: TokenModel[Any]
+    route: Route
+    end_ids: Tensor
+    tally: Tally
+    hearing: bool
+
+    def wave(self, rows: Rows, wave: Tensor, kept: KeptRows | None, recording: PassRecording | None) -> list[_Piece]:
+        """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
+        part, device = rows.select(wave), self.model.device
+        assert part.uniforms is not None  # `sample` has drawn them
+        part = replace(
             part,
-            uniforms,
-            end_ids,
-            tally,
-            pages,
-            finished if hearing else None,
-            recording,
+            uniforms=part.uniforms.to(device),
+            prompt_ids=part.prompt_ids.to(device),
+            member_ids=part.member_ids.to(device),
+            temperature=part.temperature.to(device),
         )
+        pages = Pages.empty(len(wave), part.max_new_tokens, self.model.pad_id, device)
+        exact = self.model.exact and rows.options.whole
+
+        def finished(local: Tensor) -> None:
+            new = local[~pages.told[local]]
+            tell(wave[new.cpu()].tolist(), pages.tokens(new))
+            pages.told[new] = True
+
         if recording is not None:
-            said = map(tuple, pages.tokens(torch.arange(len(wave), device=model.device)))
-            prompts = (part.prompts[prompt] for prompt in part.prompt_ids.tolist())
-            recording.end(list(zip(part.member_ids.tolist(), prompts, said, strict=True)))
-        return [_Piece(numbers=wave, rollout=pages.rollout(slice(None), end_ids, exact=exact), aside=aside)]
-    except torch.OutOfMemoryError:
-        if recording is not None:
-            recording.close()
-        elif len(wave) == 1:
-            raise
-    # What somebody has been told of stays as it is; everything else begins anew.
-    told = pages.told.cpu()
-    done = _Piece(numbers=wave[told], rollout=pages.rollout(pages.told, end_ids, exact=exact), aside=[])
-    halves = wave[~told].chunk(2)
-    parts = (_sample_wave(model, route, rows, half, kept, end_ids, tally, hearing, None) for half in halves)
-    pieces = [piece for part in parts for piece in part]
-    return [done, *pieces] if len(done.numbers) else pieces
+            recording.begin(len(wave), part.max_new_tokens, device)
+        try:
+            decoding, stems = self._fresh(part, recording) if kept is None else (self._resumed(part, kept), None)
+            aside = generate(
+                self.model,
+                decoding,
+                part,
+                self.end_ids,
+                self.tally,
+                pages,
+                finished if self.hearing else None,
+                recording,
+                stems,
+            )
+            if recording is not None:
+                said = map(tuple, pages.tokens(torch.arange(len(wave), device=device)))
+                prompts = (part.prompts[prompt] for prompt in part.prompt_ids.tolist())
+                recording.end(list(zip(part.member_ids.tolist(), prompts, said, strict=True)))
+            rollout = pages.rollout(slice(None), self.end_ids, exact=exact)
+            return [_Piece(numbers=wave, rollout=rollout, aside=aside)]
+        except torch.OutOfMemoryError:
+            if recording is not None:
+                recording.close()
+            elif len(wave) == 1:
+                raise
+        # What somebody has been told of stays as it is; everything else begins anew.
+        told = pages.told.cpu()
+        done = _Piece(numbers=wave[told], rollout=pages.rollout(pages.told, self.end_ids, exact=exact), aside=[])
+        pieces = [piece for half in wave[~told].chunk(2) for piece in self.wave(rows, half, kept, None)]
+        return [done, *pieces] if len(done.numbers) else pieces
 
+    def _fresh(self, rows: Rows, recording: PassRecording | None) -> tuple[Decoding, Stems | None]:
+        """Begin with rows whose prompts have not been run: each runs once per member, and so may what follows it."""
+        pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
+        prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
+        prefix = self.model.prefix(prompts, slots, self.route, recording=recording)
+        stems = Stems.of_prompts(prefix_of, rows) if self.model.branches else None
+        run = torch.arange(len(prefix_of), device=self.model.device) if stems is None else stems.firsts
+        decoding = self.model.decode(
+            prefix, prefix_of[run], rows.member_ids[run], rows.max_new_tokens - 1, self.route, recording
+        )
+        return decoding, stems
 
-def _fresh(model: TokenModel[Any], route: Route, rows: Rows, recording: PassRecording | None) -> Decoding:
-    """Begin with rows whose prompts have not been run: each runs once per member."""
-    pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
-    prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
-    prefix = model.prefix(prompts, slots, route, recording=recording)
-    return model.decode(prefix, prefix_of, rows.member_ids, rows.max_new_tokens - 1, route, recording)
-
-
-def _resumed(model: TokenModel[Any], route: Route, rows: Rows, kept: KeptRows) -> Decoding:
-    """Begin with rows of which everything but their latest tokens has been run."""
-    assert rows.kept_rows is not None  # `Rows.select` numbers them
-    earlier = rows.kept_rows.cpu()
-    wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
-    latest = [whole[len(kept.tokens[row]) :] for row, whole in zip(earlier.tolist(), wholes, strict=True)]
-    places = kept.part_of[earlier], kept.row_of[earlier]
-    prefix = model.resume(kept.parts, *places, latest, rows.member_ids, route)
-    every = torch.arange(len(rows), device=model.device)
-    return model.decode(prefix, every, rows.member_ids, rows.max_new_tokens - 1, route)
+    def _resumed(self, rows: Rows, kept: KeptRows) -> Decoding:
+        """Begin with rows of which everything but their latest tokens has been run."""
+        assert rows.kept_rows is not None  # `Rows.select` numbers them
+        earlier = rows.kept_rows.cpu()
+        wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
+        latest = [whole[len(kept.tokens[row]) :] for row, whole in zip(earlier.tolist(), wholes, strict=True)]
+        places = kept.part_of[earlier], kept.row_of[earlier]
+        prefix = self.model.resume(kept.parts, *places, latest, rows.member_ids, self.route)
+        every = torch.arange(len(rows), device=self.model.device)
+        return self.model.decode(prefix, every, rows.member_ids, rows.max_new_tokens - 1, self.route)
 
 
 def _joined(rows: Rows, pieces: Sequence[_Piece], stamps: Sequence[Stamp]) -> Rollout:

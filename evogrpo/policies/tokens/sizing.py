@@ -229,7 +229,7 @@ def _made_up(bank: TokenBank[Any], tokens: int) -> Batch:
         inputs=TokenInputs(
             prompts=((token,) * piece,) * prompts,
             prompt_ids=numbers,
-            temperature=torch.ones(rows, device=device),
+            temperature=torch.linspace(0.5, 1.0, rows, device=device),  # else all would repeat one, and one be run
         ),
         actions=torch.full((rows, piece), token, device=device),
         present=everywhere,

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from evogrpo.interruption import give_way
 from evogrpo.policies.bank import LossFunction, PolicyVersion
+from evogrpo.policies.tokens.engine.direct.reading import switched_off
 from evogrpo.policies.tokens.engine.recording import PassRecording, Recalled
 from evogrpo.policies.tokens.engine.token_model import TokenModel
-from evogrpo.policies.tokens.micro_batches import lexsort, micro_batches, share_prefixes
+from evogrpo.policies.tokens.micro_batches import MicroBatch, lexsort, micro_batches, repetitions, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Weights
 from evogrpo.records import Batch, TokenInputs
 from evogrpo.tally import Tally
@@ -30,6 +31,11 @@ class TokenPasses:
         logits_rows: Most tokens whose logits are held at once.
 
     Attributes:
+        model: As given, like all below but the last.
+        weights: Under whose weights.
+        end_ids: `[e]` token ids that end a completion.
+        micro_batch_tokens: Most tokens in one forward pass with gradients, after all halvings so far.
+        logits_rows: Most tokens whose logits are held at once.
         recording: What is recorded while rows are written, for gradients under the same weights; None = nothing.
     """
 
@@ -39,7 +45,7 @@ class TokenPasses:
     def __init__(
         self, model: TokenModel[Any], weights: Weights, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
     ) -> None:
-        self._model, self._weights, self._end_ids = model, weights, end_ids
+        self.model, self.weights, self.end_ids = model, weights, end_ids
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
         self.recording: PassRecording | None = None
 
@@ -53,18 +59,20 @@ class TokenPasses:
             try:
                 parts = self._parts(batch, NO_GRAD_FACTOR * self.micro_batch_tokens, policy)
                 for part, scores in zip(parts, self._scored(batch, parts, policy), strict=True):
-                    log_probs[part], entropies[part] = scores
-                    tally.add(len(part))
+                    log_probs[part.rows], entropies[part.rows] = scores
+                    tally.add(len(part.rows))
                 return log_probs, entropies
             except torch.OutOfMemoryError:
                 if self.micro_batch_tokens == 1 and self._recorded is None:
                     raise
                 self.take_less()
 
-    def _scored(self, batch: Batch, parts: Sequence[Tensor], policy: PolicyVersion) -> Iterator[tuple[Tensor, Tensor]]:
+    def _scored(
+        self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the scores of every micro-batch."""
         for part in parts:
-            yield self._forward(batch.select(part), policy)
+            yield self._forward(batch, part, policy)
 
     @property
     def _recorded(self) -> PassRecording | None:
@@ -91,7 +99,7 @@ class TokenPasses:
             torch.OutOfMemoryError: If memory runs out in a micro-batch of several rows, or with something recorded.
         """
         parts = self._learnt(batch, slots)
-        members = [sorted(set(batch.member_ids[part].tolist())) for part in parts]
+        members = [sorted(set(batch.member_ids[part.run].tolist())) for part in parts]
         last = {slot: number for number, present in enumerate(members) for slot in present}
         losses = dict.fromkeys(slots, 0.0)
         spare: list[Tensor] = []
@@ -99,31 +107,31 @@ class TokenPasses:
         try:
             for slot in slots:
                 if slot not in last:
-                    yield slot, self._weights.new_gradient(), 0.0
+                    yield slot, self.weights.new_gradient(), 0.0
             for number, (part, present) in enumerate(zip(parts, members, strict=True)):
                 for slot in present:
                     if slot not in open_:
-                        open_[slot] = spare.pop().zero_() if spare else self._weights.new_gradient()
-                        self._weights.gather_gradient(slot, open_[slot])
+                        open_[slot] = spare.pop().zero_() if spare else self.weights.new_gradient()
+                        self.weights.gather_gradient(slot, open_[slot])
                 self._backward(batch, part, loss_fn, entropy_gradient, losses, open_)
                 for slot in present:
                     if last[slot] == number:
-                        self._weights.gather_gradient(slot, None)
+                        self.weights.gather_gradient(slot, None)
                         yield slot, open_[slot], losses[slot]
                         spare.append(open_.pop(slot))
         finally:
             for slot in open_:
-                self._weights.gather_gradient(slot, None)
+                self.weights.gather_gradient(slot, None)
 
-    def _learnt(self, batch: Batch, slots: Sequence[int]) -> list[Tensor]:
+    def _learnt(self, batch: Batch, slots: Sequence[int]) -> list[MicroBatch]:
         """Plan the micro-batches of what these members learn from."""
         rows = torch.isin(batch.member_ids, torch.tensor(slots, device=batch.member_ids.device)).nonzero()[:, 0]
-        return [rows[part] for part in self._parts(batch.select(rows), self.micro_batch_tokens, "weights")]
+        return [part.among(rows) for part in self._parts(batch.select(rows), self.micro_batch_tokens, "weights")]
 
     def _backward(
         self,
         batch: Batch,
-        part: Tensor,
+        part: MicroBatch,
         loss_fn: LossFunction,
         entropy_gradient: bool,
         losses: dict[int, float],
@@ -131,69 +139,71 @@ class TokenPasses:
     ) -> None:
         """Add one micro-batch to its members' gradients and losses."""
         try:
-            some = batch.select(part)
-            recalled = None if self._recorded is None else _recalled(self._recorded, some)
-            scores = self._forward(some, "weights", entropy_gradient=entropy_gradient, recalled=recalled)
-            loss = loss_fn(part, *scores)
+            scores = self._forward(batch, part, "weights", self._recorded, entropy_gradient=entropy_gradient)
+            loss = loss_fn(part.rows, *scores)
             loss.sum().backward()
         except torch.OutOfMemoryError:
-            if len(part) > 1 or self._recorded is not None:
+            if len(part.run) > 1 or self._recorded is not None:
                 raise
-            gradients[int(batch.member_ids[part])].fill_(float("nan"))  # fails this member alone
+            gradients[int(batch.member_ids[part.run])].fill_(float("nan"))  # fails this member alone
             return
-        for slot, value in zip(batch.member_ids[part].tolist(), loss.tolist(), strict=True):
+        for slot, value in zip(batch.member_ids[part.rows].tolist(), loss.tolist(), strict=True):
             losses[slot] += value
 
-    def _parts(self, batch: Batch, budget: int, policy: PolicyVersion) -> list[Tensor]:
-        """Plan the micro-batches: rows sorted by member and prompt, each with at least one action."""
+    def _parts(self, batch: Batch, budget: int, policy: PolicyVersion) -> list[MicroBatch]:
+        """Plan the micro-batches: rows sorted by member and prompt, each with at least one action, and run once."""
         inputs: TokenInputs = batch.inputs
         members = _acting(batch, policy)
         order = lexsort(inputs.prompt_ids, members).tolist()
         lengths = _lengths(batch.action_mask).tolist()
         _, prefixes = share_prefixes(members.cpu(), inputs.prompt_ids.cpu())
         widths = [len(inputs.prompts[prompt]) for prompt in inputs.prompt_ids.tolist()]
-        rows = [row for row in order if lengths[row]]
+        repeated = [[row] for row in range(len(batch))] if switched_off() else repetitions(batch, members)
+        rows = [row for row in order if lengths[row] and repeated[row]]
         parts = micro_batches(rows, prefixes.tolist(), widths, lengths, budget)
-        return [part.to(batch.actions.device) for part in parts]
+        return [MicroBatch.of(part, repeated).to(batch.actions.device) for part in parts]
 
     def _forward(
         self,
-        batch: Batch,
+        whole: Batch,
+        part: MicroBatch,
         policy: PolicyVersion,
+        recording: PassRecording | None = None,
         *,
         entropy_gradient: bool = False,
-        recalled: Recalled | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities and entropies `[n, t]` of rows sorted by member and prompt, in one forward pass."""
+        """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
         give_way()
+        batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
+        recalled = None if recording is None else _recalled(recording, batch)
         used = int(_lengths(batch.action_mask).max())
         mask = batch.action_mask[:, :used]
         early = inputs.places(used).to(mask.device) < inputs.min_new_tokens
-        with self._model.autocast():
-            scores = self._model.score(
+        with self.model.autocast():
+            scores = self.model.score(
                 self._hidden(batch, used, policy, recalled)[mask],
                 batch.actions[:, :used][mask],
                 inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
                 early[mask],
-                self._end_ids,
+                self.end_ids,
                 self.logits_rows,
                 entropy_gradient=entropy_gradient,
                 known=None if recalled is None else recalled.logits_of(recalled.chosen[:, :used][mask.cpu()]),
             )
         rows, columns = mask.nonzero(as_tuple=True)
         zeros = torch.zeros(batch.actions.shape, device=mask.device)
-        log_probs, entropies = (zeros.index_put((rows, columns), values) for values in scores)
+        log_probs, entropies = (zeros.index_put((rows, columns), values)[part.run_as] for values in scores)
         return log_probs, entropies
 
     def _hidden(self, batch: Batch, used: int, policy: PolicyVersion, recalled: Recalled | None) -> Tensor:
         """Return the hidden states `[n, used, h]` from which each of the first `used` actions is predicted."""
         inputs: TokenInputs = batch.inputs
-        members, route = _acting(batch, policy), self._weights.route(policy)
+        members, route = _acting(batch, policy), self.weights.route(policy)
         pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
-        return self._model.continued(prompts, slots, rows, fed, present, members, route, recalled)
+        return self.model.continued(prompts, slots, rows, fed, present, members, route, recalled)
 
 
 def _recalled(recording: PassRecording, batch: Batch) -> Recalled | None:

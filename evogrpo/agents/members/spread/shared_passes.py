@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.policies.bank import LossFunction, PolicyVersion
+from evogrpo.policies.tokens.micro_batches import MicroBatch
 from evogrpo.policies.tokens.token_passes import TokenPasses
 from evogrpo.processes import Processes
 from evogrpo.records import Batch
@@ -45,22 +46,22 @@ class SharedPasses(TokenPasses):
 
     def __init__(self, passes: TokenPasses, squad: Processes) -> None:
         super().__init__(
-            passes._model,
-            passes._weights,
-            passes._end_ids,
+            passes.model,
+            passes.weights,
+            passes.end_ids,
             micro_batch_tokens=passes.micro_batch_tokens,
             logits_rows=passes.logits_rows,
         )
         self._squad = squad
 
-    def _scored(self, batch: Batch, parts: Sequence[Tensor], policy: PolicyVersion) -> Iterator[Scores]:
+    def _scored(self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion) -> Iterator[Scores]:
         """Yield the scores of every micro-batch, each found by one process."""
 
         def share() -> _Share:
             found: dict[int, Scores] = {}
             try:
                 for number in self._own(parts):
-                    found[number] = _kept(self._forward(batch.select(parts[number]), policy))
+                    found[number] = _kept(self._forward(batch, parts[number], policy))
             except torch.OutOfMemoryError as error:
                 return _Share({}, {}, str(error))
             return _Share(found, {}, None)
@@ -76,23 +77,23 @@ class SharedPasses(TokenPasses):
         In every process the loss is asked about every micro-batch, as what it measures on the way is wanted everywhere.
         """
         parts = self._learnt(batch, slots)
-        gradients = {slot: self._weights.new_gradient() for slot in slots}
+        gradients = {slot: self.weights.new_gradient() for slot in slots}
         found = self._squad.together(lambda: self._share(batch, parts, loss_fn, entropy_gradient, gradients))
         scores = _all_scores(found)
         with torch.no_grad():
             for number in sorted(scores.keys() - set(self._own(parts))):
-                loss_fn(parts[number], *(value.to(batch.actions.device) for value in scores[number]))
+                loss_fn(parts[number].rows, *(value.to(batch.actions.device) for value in scores[number]))
         for slot in slots:
             yield slot, self._squad.summed(gradients.pop(slot)), sum(share.losses[slot] for share in found)
 
-    def _own(self, parts: Sequence[Tensor]) -> range:
+    def _own(self, parts: Sequence[MicroBatch]) -> range:
         """Return the numbers of the micro-batches that this process does."""
         return range(self._squad.rank, len(parts), self._squad.size)
 
     def _share(
         self,
         batch: Batch,
-        parts: Sequence[Tensor],
+        parts: Sequence[MicroBatch],
         loss_fn: LossFunction,
         entropy_gradient: bool,
         gradients: dict[int, Tensor],
@@ -106,7 +107,7 @@ class SharedPasses(TokenPasses):
             return loss_fn(rows, log_probs, entropies)
 
         for slot, gradient in gradients.items():
-            self._weights.gather_gradient(slot, gradient)
+            self.weights.gather_gradient(slot, gradient)
         try:
             for number in self._own(parts):
                 self._backward(batch, parts[number], heard, entropy_gradient, losses, gradients)
@@ -114,7 +115,7 @@ class SharedPasses(TokenPasses):
             return _Share({}, losses, str(error))
         finally:
             for slot in gradients:
-                self._weights.gather_gradient(slot, None)
+                self.weights.gather_gradient(slot, None)
         return _Share(scores, losses, None)
 
 

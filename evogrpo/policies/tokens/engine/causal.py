@@ -14,6 +14,7 @@ from evogrpo.functional.log_probs import chunked_log_probs
 from evogrpo.functional.products import product
 from evogrpo.policies.tokens.bases.parts import parted
 from evogrpo.policies.tokens.bases.quantised import check_gradients_pass
+from evogrpo.policies.tokens.engine.agreement import check_padding, continues
 from evogrpo.policies.tokens.engine.borrowing import frozen, grouped_attention
 from evogrpo.policies.tokens.engine.cache import Context, Prefix, PrefixLayer, Prompts, collected
 from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
@@ -21,7 +22,7 @@ from evogrpo.policies.tokens.engine.direct.decoding import DirectDecoding
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.probing import agrees
 from evogrpo.policies.tokens.engine.direct.reading import anatomy, matrix_of, switched_off, untouched
-from evogrpo.policies.tokens.engine.heads import close, find_head
+from evogrpo.policies.tokens.engine.heads import find_head
 from evogrpo.policies.tokens.engine.probes import (
     check_causal,
     check_differentiable,
@@ -114,8 +115,7 @@ class CausalModel:
             self.head = find_head(model, self.decoder)
             check_differentiable(model, self.decoder, self._changed)
             check_gradients_pass(model)
-            self._probe_padding()
-            self.shares_prefix = True  # as the probe tries it
+            check_padding(self._alone, model, self.decoder, pad_id, explicit_positions=explicit_positions)
             self.shares_prefix = self._probe_prefix()
             self._known = self._probe_direct()
         if not self.shares_prefix:
@@ -136,6 +136,14 @@ class CausalModel:
         """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
         dtype = next(self.model.parameters()).dtype
         return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
+
+    @property
+    def branches(self) -> bool:
+        """Whether rows go apart at little cost: on CPUs, where no pass is recorded for them, and by the direct pass.
+
+        Others copy prompts' keys with a row's own.
+        """
+        return self._direct is not None and self.device.type == "cpu"
 
     @property
     def direct(self) -> bool:
@@ -419,44 +427,19 @@ class CausalModel:
         """Return the matrix `[v, h]` that the direct pass multiplies hidden states with, where that is all there is."""
         return None if self._direct is None else matrix_of(self.head, hidden)
 
-    def _probe_padding(self) -> None:
-        """Refuse a model for which padding on the left changes the hidden states."""
-        ids = torch.tensor([[3, 1, 2]], device=self.device) % self.model.config.get_text_config().vocab_size
-        padded = torch.cat([torch.full_like(ids[:, :2], self.pad_id), ids], dim=1)
-        mask = torch.ones_like(padded, dtype=torch.bool)
-        mask[:, :2] = False
-        try:
-            shifted = self.run(padded, mask, None, None)[:, 2:]
-        except TypeError as error:
-            remedy = " and position_ids; pass calc_position_embeddings=False" if self.explicit_positions else ""
-            raise ValueError(
-                f"{type(self.model).__name__} cannot be run with attention_mask{remedy}: {error}"
-            ) from error
-        if not close(shifted, self.decoder(input_ids=ids).last_hidden_state):
-            raise ValueError(
-                f"padding on the left changes what {type(self.model).__name__} computes"
-                f"{'' if self.explicit_positions else ': it needs positions, leave calc_position_embeddings at True'}"
-            )
+    def _alone(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return what the base makes of tokens that continue nothing."""
+        return self.run(ids, mask, None, None)
 
     def _probe_prefix(self) -> bool:
-        """Tell whether completions on top of a shared, padded prefix give what the plain forward pass gives."""
-        vocabulary = self.model.config.get_text_config().vocab_size
-        prompts = [(3, 1, 2, 3), (3, 1, 1)]
-        rows = torch.tensor([0, 0, 1], device=self.device)
-        ids = torch.tensor([[2, 1, 3], [3, 3, 1], [1, 2, 2]], device=self.device) % vocabulary
-        present = torch.ones_like(ids, dtype=torch.bool)
-        try:
-            prompts = [tuple(token % vocabulary for token in prompt) for prompt in prompts]
-            prefix = self.prefix(prompts, [0, 0], lambda slots: None, shortest_root=1)
-            shared = self.extend(prefix, rows, ids, present, None)[:, 1:]
-        except Exception:  # noqa: BLE001  # an architecture's cache may fail in any way; the plain path is always right
-            return False
-        for row, own in enumerate(rows.tolist()):
-            whole = torch.tensor([*prompts[own], *ids[row].tolist()], device=self.device)[None]
-            plain = self.decoder(input_ids=whole).last_hidden_state[0, len(prompts[own]) :]
-            if not close(shared[row], plain):
-                return False
-        return True
+        """Tell whether prompts can be run once for all that continues them."""
+
+        def continued(prompts: Sequence[tuple[int, ...]], rows: Tensor, ids: Tensor) -> Tensor:
+            prefix = self.prefix(prompts, [0] * len(prompts), lambda slots: None, shortest_root=1)
+            return self.extend(prefix, rows, ids, torch.ones_like(ids, dtype=torch.bool), None)[:, 1:]
+
+        self.shares_prefix = True  # as is tried
+        return continues(continued, self.model, self.decoder)
 
     def _probe_direct(self) -> DirectPasses | None:
         """Return the direct pass where the model is known to it and it gives the model's own hidden states."""

@@ -79,13 +79,20 @@ class PassRecording:
         """Begin with a wave of rows of up to so many tokens."""
         self._wave = _Wave.empty(rows, width, device)
 
-    def feed(self, rows: Tensor, at: int) -> None:
-        """Number the tokens of the pass that follows, which runs token `at` of these rows of the wave."""
-        self._wave.fed[rows, at] = self.run(len(rows)) + torch.arange(len(rows), device=rows.device)
+    def feed(self, rows: Tensor, at: int, run: int, run_as: Tensor) -> None:
+        """Number the tokens of the pass that follows, which runs token `at` of these rows of the wave.
 
-    def chosen(self, rows: Tensor, at: int) -> None:
-        """Note that token `at` of these rows of the wave was chosen from the latest logits."""
-        self._wave.chosen[rows, at] = self._choices - len(rows) + torch.arange(len(rows), device=rows.device)
+        Args:
+            rows: `[c]` which.
+            at: Which of their tokens.
+            run: How many tokens the pass has.
+            run_as: `[c]` which of these is each row's.
+        """
+        self._wave.fed[rows, at] = self.run(run) + run_as
+
+    def chosen(self, rows: Tensor, at: int, run: int, run_as: Tensor) -> None:
+        """Note that token `at` of these rows was chosen from the latest logits, of so many tokens; see `feed`."""
+        self._wave.chosen[rows, at] = self._choices - run + run_as
 
     def end(self, written: Sequence[Written]) -> None:
         """Note what the rows of the wave have become."""

@@ -34,7 +34,7 @@ class Decoding(Protocol):
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the given rows alone, in that order."""
+        """Go on with the given rows alone, in that order; one that is there several times goes on as so many."""
         ...
 
     def set_aside(self, rows: Tensor, real: Tensor) -> Any:
@@ -69,6 +69,11 @@ class TokenModel(Protocol[P]):
     @property
     def exact(self) -> bool:
         """Whether sampling and scoring agree up to rounding in float32."""
+        ...
+
+    @property
+    def branches(self) -> bool:
+        """Whether rows that have written the same so far had better be run as one, and go apart later."""
         ...
 
     def working(self) -> AbstractContextManager[None]:

@@ -47,7 +47,6 @@ class DirectDecoding:
     ) -> None:
         self._passes, self._route, self._slots, self._recording = passes, route, slots, recording
         self._matrix = matrix
-        self._numbers = torch.arange(len(rows), device=rows.device)
         self._windows = {layer.window for layer in passes.parts.layers}
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
@@ -94,8 +93,6 @@ class DirectDecoding:
         if self._length == room:
             self._move(None, min(self._most, room + max(LEAST_ROOM, room // 4)))
             self._look()
-        if self._recording is not None:
-            self._recording.feed(self._numbers, self._length)
         self._length += 1
         return self._layout if self._matrix and self._columns.steady else None
 
@@ -121,9 +118,9 @@ class DirectDecoding:
         return self._seen if window is None else self._seen.masked_fill(self._places <= place - window, self._lowest)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with the given rows alone."""
+        """Go on with the given rows alone, or with several copies of some."""
         self._move(rows, self._own[0][0].shape[2])
-        self._mask, self._slots, self._numbers = self._mask[rows], self._slots[rows], self._numbers[rows]
+        self._mask, self._slots = self._mask[rows], self._slots[rows]
         self._continue(self._rows[rows])
 
     def _move(self, rows: Tensor | None, room: int) -> None:
