@@ -9,7 +9,7 @@ import pytest
 from torch.utils import backend_registration
 
 ROOT = Path(__file__).parents[2]
-CHOSEN = "neighbours or waves or separate or accelerator_computes"
+CHOSEN = "(neighbours and not reads) or waves or separate or accelerator_computes"
 MIXING = """
 import sys
 
@@ -47,4 +47,4 @@ def test_what_is_promised_of_accelerators_holds_on_one_that_is_pretended():
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "10 passed" in done.stdout
+    assert "9 passed" in done.stdout
