@@ -3,8 +3,9 @@
 `python benchmarking/two_checkouts.py OLD NEW` runs `--pairs` pairs of processes for each kind of work, one checkout
 after the other, and prints the medians of both and of the ratios NEW / OLD, pair by pair. Timed are the learning steps
 of a population of 8, sampling and learning apart: on SmolLM2 (a prompt, 8 completions of 12 tokens a member, a KL term)
-and on CartPole. `--kinds long-prompt long-completion` times 2 members on prompts of some 370 tokens and on completions
-of 256; `--precision bfloat16` holds the base in it. Python and packages are those that run this script.
+and on CartPole. `--kinds alike` draws at a temperature of 0.1, so that most completions of a group begin
+alike; `--kinds long-prompt long-completion` times 2 members on prompts of some 370 tokens and on completions of 256;
+`--precision bfloat16` holds the base in it. Python and packages are those that run this script.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Made = tuple[Any, Any, dict[str, int]]
 """A population, its environment, and the amount of one learning step."""
 
 
-def prompts(precision: str, members: int = MEMBERS, advice: str = "", tokens: int = 12) -> Made:
+def prompts(precision: str, members: int = MEMBERS, advice: str = "", tokens: int = 12, **options: Any) -> Made:
     """Return a population over SmolLM2, its environment and the amount of one step."""
     import torch
 
@@ -55,6 +56,7 @@ def prompts(precision: str, members: int = MEMBERS, advice: str = "", tokens: in
         min_output_tokens=tokens,
         group_size=8,
         beta=0.04,
+        **options,
     )
     return population, env, {"samples_per_step": 8, "block": 1}
 
@@ -73,6 +75,7 @@ def cartpole(precision: str) -> Made:
 WORK: dict[str, tuple[Callable[[str], Made], int]] = {
     "prompts": (prompts, 2),
     "cartpole": (cartpole, 40),
+    "alike": (partial(prompts, temperature=0.1), 2),
     "long-prompt": (partial(prompts, members=2, advice=ADVICE), 1),
     "long-completion": (partial(prompts, members=2, tokens=256), 1),
 }

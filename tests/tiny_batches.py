@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
@@ -95,6 +97,20 @@ def clear(sampler: Sampler, rows: Rows, *, base: bool = False) -> Rows:
             return replace(rows, uniforms=uniforms)
         uniforms[left] = (uniforms[left] + 0.37) % 1.0
     raise AssertionError("no draws keep clear of the boundaries")
+
+
+def rows_run(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows, with every token that the bank writes, by how many rows are run."""
+    counts, begin = list[int](), bank.base.decode
+
+    def decode(*args: Any) -> Any:
+        decoding = begin(*args)
+        advance = decoding.advance
+        decoding.advance = lambda tokens: counts.append(len(tokens)) or advance(tokens)
+        return decoding
+
+    monkeypatch.setattr(bank.base, "decode", decode)
+    return counts
 
 
 def as_batch(rows: Rows, rollout: Rollout) -> Batch:

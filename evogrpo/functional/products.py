@@ -61,13 +61,16 @@ def product_of_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None) ->
 def lacking(tokens: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return how many rows of zeros make so many tokens a number that oneDNN is asked for, where it multiplies."""
     asked = device.type == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_quicker()))
-    return -tokens % (WHOLE if tokens > FEW else EIGHT) if asked else 0
+    return _short_of(tokens) if asked else 0
 
 
 def filled_up(rows: int) -> int:
     """Return how many rows are written together where there are so many, lest products come in many shapes."""
-    step = WHOLE if rows > FEW else EIGHT
-    return rows if rows < EIGHT else -(-rows // step) * step
+    return rows if rows < EIGHT else rows + _short_of(rows)
+
+
+def _short_of(tokens: int) -> int:
+    return -tokens % (WHOLE if tokens > FEW else EIGHT)
 
 
 def by_onednn(tokens: int, x: Tensor, weight: Tensor) -> bool:

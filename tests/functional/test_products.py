@@ -5,7 +5,7 @@ import torch
 
 from evogrpo.functional import products
 from evogrpo.functional.log_probs import chunked_log_probs
-from evogrpo.functional.products import add_product, by_onednn, lacking, product, product_of_columns
+from evogrpo.functional.products import add_product, by_onednn, filled_up, lacking, product, product_of_columns
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -114,3 +114,11 @@ def test_cpus_that_gain_are_amds_with_avx512(vendor, capability, expected, monke
     monkeypatch.setattr(products.Path, "read_text", lambda path, **how: f"vendor_id\t: {vendor}\n")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert products.onednn_is_quicker.__wrapped__() is (expected and torch.backends.mkldnn.is_available())
+
+
+def test_rows_are_written_in_numbers_that_onednn_is_asked_for_however_many_there_are(library):
+    for rows in range(1, 300):
+        count = filled_up(rows)
+        assert rows <= count < rows + (8 if count <= 128 else 32)
+        if rows >= 8:
+            assert lacking(count, torch.bfloat16, torch.device("cpu")) == 0

@@ -18,6 +18,7 @@ from tests.tiny_batches import (
     different_members,
     lora,
     make_rows,
+    rows_run,
     sampled_batch,
 )
 from tests.tiny_models import ARCHITECTURES, EOS, PAD, VOCABULARY, tiny_model
@@ -41,16 +42,8 @@ def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, min_new_tokens=0):
 
 def test_once_some_have_left_rows_go_on_as_multiples_of_eight(monkeypatch):
     monkeypatch.setattr(stems, "MOST_STEMS", 0.0)  # each is run by itself
-    bank, counts = different_members(MODEL, 1), []
-    begin = bank.base.decode
-
-    def decode(*args):
-        decoding = begin(*args)
-        advance = decoding.advance
-        decoding.advance = lambda tokens: counts.append(len(tokens)) or advance(tokens)
-        return decoding
-
-    monkeypatch.setattr(bank.base, "decode", decode)
+    bank = different_members(MODEL, 1)
+    counts = rows_run(bank, monkeypatch)
     rollout = bank.sample(one_prompt(PROMPTS[0], torch.rand(45, 120, generator=torch.Generator().manual_seed(0))))
     alive = [int(rollout.action_mask[:, step + 1].sum()) for step in range(len(counts))]
     assert len(set(counts)) >= 3

@@ -15,7 +15,7 @@ MOST_STEMS = 0.5
 """How many stems there may be for each row: beyond that each had better be run by itself, equally many of a prompt."""
 
 DEAREST = 50
-"""Tokens whose keys and values may be copied for each that is not run: to run one takes a hundred times as long."""
+"""Tokens whose keys and values may be copied for each that is not run, which takes far longer than to copy one."""
 
 
 class Stems:

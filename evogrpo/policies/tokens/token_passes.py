@@ -31,11 +31,11 @@ class TokenPasses:
         logits_rows: Most tokens whose logits are held at once.
 
     Attributes:
-        model: As given, like all below but the last.
-        weights: Under whose weights.
-        end_ids: `[e]` token ids that end a completion.
-        micro_batch_tokens: Most tokens in one forward pass with gradients, after all halvings so far.
-        logits_rows: Most tokens whose logits are held at once.
+        model: As given.
+        weights: As given.
+        end_ids: As given.
+        micro_batch_tokens: As given, after all halvings so far.
+        logits_rows: As given.
         recording: What is recorded while rows are written, for gradients under the same weights; None = nothing.
     """
 

@@ -139,9 +139,9 @@ class CausalModel:
 
     @property
     def branches(self) -> bool:
-        """Whether rows go apart at little cost: on CPUs, where no pass is recorded for them, and by the direct pass.
+        """Whether rows go apart at little cost: by the direct pass, on CPUs.
 
-        Others copy prompts' keys with a row's own.
+        Other passes copy prompts' keys with a row's own, and CUDA graphs are made for one number of rows.
         """
         return self._direct is not None and self.device.type == "cpu"
 

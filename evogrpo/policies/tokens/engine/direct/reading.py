@@ -21,7 +21,7 @@ DEVICES = ("cpu", "cuda", "meta")
 
 
 def switched_off() -> bool:
-    """Tell whether the environment asks for transformers' own passes everywhere: EVOGRPO_SLOW=1."""
+    """Tell whether the environment asks for transformers' own passes everywhere, of every row: EVOGRPO_SLOW=1."""
     return os.environ.get("EVOGRPO_SLOW", "0") not in ("", "0")
 
 
