@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Olmo2Config
 
-from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.functional.log_probs import TILE, chunked_log_probs
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import sampling
 from evogrpo.policies.tokens.engine import recording as recordings
 from evogrpo.policies.tokens.engine.direct import linears
+from evogrpo.policies.tokens.engine.direct.elementwise import ACTIVATIONS, gated
+from evogrpo.policies.tokens.engine.recording import Known
 from tests.rounding import assert_gradients_agree
 from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state
 from tests.tiny_models import COMMON, tiny_model
@@ -96,6 +98,44 @@ def test_what_was_recorded_gives_the_gradients_that_are_computed(name, prompts, 
         runs = 1 if prompts is None else 2  # what prompts begin with runs by itself
         assert products[0] - backward == LINEARS * COMMON["num_hidden_layers"] * runs
         assert_same_gradients(got, expected)
+
+
+def test_gates_that_were_recorded_are_kept_nowhere_else():
+    inside, kept = COMMON["intermediate_size"], [0]
+
+    def counted(tensor):
+        kept[0] += tensor.shape[-1] == inside and tensor.shape[0] != COMMON["hidden_size"]  # not the frozen weights
+        return tensor
+
+    recording, computing = banks(tiny_model("llama"))
+    rows = make_rows(range(SIZE), tokens=9)
+    batch, each = as_batch(rows, recording.sample(replace(rows, learnt=True))), []
+    for bank in (recording, computing):
+        kept[0] = 0
+        with torch.autograd.graph.saved_tensors_hooks(counted, lambda tensor: tensor):
+            learnt(bank, batch)
+        each.append(kept[0])
+    assert each[1] - each[0] == 2 * COMMON["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("rows", [0, 1, 11])
+def test_gates_of_many_rows_and_their_gradients_whether_kept_or_recorded(rows, name):
+    rng, wide, activation = torch.Generator().manual_seed(0), TILE // 4, ACTIVATIONS[name]
+    recorded = [torch.randn((13, wide), generator=rng, dtype=torch.float64) for _ in range(2)]
+    known = [Known(whole, torch.randperm(13, generator=rng)[:rows]) for whole in recorded]
+    slope, found = torch.randn((rows, wide), generator=rng, dtype=torch.float64), []
+    for way, kept in (
+        (lambda gate, up: activation.of(gate) * up, Known.copied),
+        (lambda gate, up: gated(gate, up, activation), Known.copied),
+        (lambda gate, up: gated(gate, up, activation, known), Known.stood_for),
+    ):
+        both = [kept(one).requires_grad_() for one in known]
+        out = way(*both)
+        found.append((out.detach(), *torch.autograd.grad(out, both, slope)))
+    for other in found[1:]:
+        for one, same in zip(found[0], other, strict=True):
+            torch.testing.assert_close(same, one, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("at_once", [4, 128])

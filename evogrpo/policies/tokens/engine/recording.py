@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +10,32 @@ from torch.nn.utils.rnn import pad_sequence
 
 Stamp = tuple[int, int]
 """Which weights tokens were run under: slot and count of changes."""
-Given = Callable[[str], Tensor]
-"""Dotted name of a linear layer -> what it puts out `[m, out]` for the tokens of a pass, its adapters included."""
 Written = tuple[int, tuple[int, ...], tuple[int, ...]]
 """A row: slot, prompt and what was written."""
+
+
+class Known(NamedTuple):
+    """What a linear layer put out for the tokens of a pass, its adapters included.
+
+    Attributes:
+        whole: `[., out]` of all tokens recorded.
+        places: `[m]` where those of the pass are.
+    """
+
+    whole: Tensor
+    places: Tensor
+
+    def copied(self, rows: slice = slice(None)) -> Tensor:
+        """Return a copy `[m, out]`, or of some of its rows."""
+        return self.whole.index_select(0, self.places[rows])
+
+    def stood_for(self) -> Tensor:
+        """Return something of the shape `[m, out]` that takes no memory, for gradients to go by."""
+        return self.whole.new_zeros(1).expand(len(self.places), self.whole.shape[1])
+
+
+Given = Callable[[str], Known]
+"""Dotted name of a linear layer -> what it put out for the tokens of a pass."""
 
 
 class PassRecording:
@@ -171,18 +194,29 @@ class Recalled:
     def given(self, places: Tensor) -> Given:
         """Return what gives layers' outputs for tokens of these numbers `[m]`."""
 
-        def outputs(name: str) -> Tensor:
+        def known(name: str) -> Known:
             whole = self.made[name].whole
-            return whole.index_select(0, places.to(whole.device))
+            return Known(whole, places.to(whole.device))
 
-        return outputs
+        return known
 
     def logits_of(self, places: Tensor) -> Callable[[slice], Tensor] | None:
-        """Return what gives copies of some of the logits of these numbers `[k]`; None where none were recorded."""
+        """Return what gives copies of some of the logits of these numbers `[k]`; None where none were recorded.
+
+        The next ones overwrite those before, and are of no more rows than the first.
+        """
         if self.logits is None:
             return None
-        every, numbers = self.logits, places.to(self.logits.device)
-        return lambda part: every.index_select(0, numbers[part])
+        known, room = Known(self.logits, places.to(self.logits.device)), list[Tensor]()
+
+        def logits(part: slice) -> Tensor:
+            if not room:
+                room.append(known.copied(part))
+                return room[0]
+            own = known.places[part]
+            return torch.index_select(known.whole, 0, own, out=room[0][: len(own)])
+
+        return logits
 
 
 def left_padded(places: Sequence[Tensor]) -> Tensor:

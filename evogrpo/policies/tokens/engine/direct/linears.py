@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from evogrpo.functional.products import add_product, product
-from evogrpo.policies.tokens.engine.recording import Given
 from evogrpo.policies.tokens.weights.low_rank import Joined, Pieces, RoutedAdapters, Run
 from evogrpo.policies.tokens.weights.weights import View
 
@@ -21,7 +20,7 @@ def projected(
     view: View | None,
     rows: int,
     changed: Collection[str],
-    given: Given | None = None,
+    known: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:
     """Return what layers make of `[m, in]`, each `[m, out]`, under the weights of `view`.
 
@@ -31,9 +30,9 @@ def projected(
         view: The weights that rows act with.
         rows: How many rows they belong to.
         changed: Names of the layers that views change.
-        given: What layers put out, where that is known; only with a view that routes adapters, or without one.
+        known: What they make, where that is known, or what stands for it; only with a view that routes adapters, or
+            without one.
     """
-    known = None if given is None else [given(name) for name, _ in layers]
     if view is None:
         return _Linears.apply(x, [layer for _, layer in layers], known, None)  # type: ignore[no-any-return]
     names = tuple(name for name, _ in layers)

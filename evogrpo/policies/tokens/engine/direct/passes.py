@@ -15,7 +15,7 @@ from evogrpo.policies.tokens.engine.direct.attention import Shared, attended, in
 from evogrpo.policies.tokens.engine.direct.elementwise import gated, normed, rotated
 from evogrpo.policies.tokens.engine.direct.linears import Named, projected
 from evogrpo.policies.tokens.engine.direct.reading import Anatomy, Layer, Norm
-from evogrpo.policies.tokens.engine.recording import Given, PassRecording, Recalled
+from evogrpo.policies.tokens.engine.recording import Given, Known, PassRecording, Recalled
 from evogrpo.policies.tokens.weights.weights import View
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -205,8 +205,14 @@ class DirectPasses:
             given: What they put out, where that is known.
         """
 
-        def projected_by(x: Tensor, layers: Sequence[Named]) -> Sequence[Tensor]:
-            made = projected(x, layers, view, rows, self.changed, given)
+        def projected_by(x: Tensor, layers: Sequence[Named], known: Sequence[Known] | None = None) -> Sequence[Tensor]:
+            if given is None:
+                taken = None
+            elif known is None:
+                taken = [given(name).copied() for name, _ in layers]
+            else:
+                taken = [each.stood_for() for each in known]
+            made = projected(x, layers, view, rows, self.changed, taken)
             if recording is not None:
                 recording.keep(layers, made)
             return made
@@ -230,8 +236,9 @@ class DirectPasses:
         ]
         added = projected_by(attend(number, layer, *heads), [layer.output])[0]
         hidden = hidden + _normed(added, layer.after_attention)
-        gate, up = projected_by(_normed(hidden, layer.before_mlp), layer.gates)
-        added = projected_by(gated(gate, up, self.parts.activation), [layer.down])[0]
+        known = None if given is None else [given(name) for name, _ in layer.gates]
+        gate, up = projected_by(_normed(hidden, layer.before_mlp), layer.gates, known)
+        added = projected_by(gated(gate, up, self.parts.activation, known), [layer.down])[0]
         after: Tensor = hidden + _normed(added, layer.after_mlp)
         if self._gathering is not None:
             self._gathering.again(layer.module, after)
