@@ -1,9 +1,15 @@
 """Evolve a population of GRPO agents that share one base model: the public names, each imported on first use."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+# OpenMP threads that wait for each other spin 300,000 times before they sleep. On a busy machine they then keep cores
+# that the other threads need (benchmarking/busy_machine.py). The variable is read when torch is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 __all__ = [
     "GRPO",

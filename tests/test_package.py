@@ -2,6 +2,7 @@
 
 import ast
 import importlib.metadata
+import os
 import re
 import subprocess
 import sys
@@ -40,6 +41,19 @@ def test_what_is_numbers_only_does_not_load_torch(statement):
     assert not loaded & {"torch", "transformers", "peft", "accelerate"}
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_importing_the_package_limits_how_long_openmp_threads_spin(given, expected):
+    program = "import evogrpo, os; print(os.environ.get('GOMP_SPINCOUNT'))"
+    unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, env=unset | given
+    )
+    assert result.stdout.strip() == expected
+
+
 def test_importing_the_package_loads_none_of_its_rooms():
     assert {name for name in loaded_modules("import evogrpo") if name.startswith("evogrpo.")} == set()
 
@@ -54,7 +68,7 @@ def test_a_public_name_is_found_where_its_home_defines_it(name):
 
 def test_public_names_are_listed_and_told_to_type_checkers():
     tree = ast.parse(Path(evogrpo.__file__).read_text(encoding="utf-8"))
-    block = next(node for node in tree.body if isinstance(node, ast.If))
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     told = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert told == evogrpo._HOMES
     assert set(evogrpo.__all__) == set(evogrpo._HOMES)

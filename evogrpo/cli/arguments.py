@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import importlib
-import os
 import re
 import shutil
 import sys
@@ -35,7 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _refuse(chosen, unknown[0])
     if rest:
         chosen.overrides = [*chosen.overrides, *rest]
-    _sleep_when_waiting()
     # Only now: help needs none of it.
     from evogrpo.training.display.console import enduring_output, quieten_libraries, tolerate_old_encodings
 
@@ -46,16 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, name = chosen.command.split(":")
     with enduring_output():
         return _carry_out(chosen, module, name)
-
-
-def _sleep_when_waiting() -> None:
-    """Let OpenMP's threads sleep soon when they wait for each other, unless the user has said how they shall.
-
-    By default they spin for so long that beside other processes they take the cores from whom they wait for
-    (`benchmarking/busy_machine.py`). This is read once, when torch is loaded.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:

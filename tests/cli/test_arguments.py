@@ -1,6 +1,5 @@
 """The face of the command line: fast help, clean errors, exit codes."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,19 +120,3 @@ def test_no_usage_is_wider_than_a_small_terminal(capsys, monkeypatch):
         with pytest.raises(SystemExit):
             main([name, "--help"])
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 80, name
-
-
-@pytest.mark.parametrize(
-    ("given", "spins"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
-)
-def test_threads_that_wait_for_each_other_sleep_unless_the_user_has_said_otherwise(given, spins):
-    program = (
-        "import os, sys\nfrom evogrpo.cli import main\nassert 'torch' not in sys.modules\nmain(['report', 'nowhere'])\n"
-        "print(os.environ.get('GOMP_SPINCOUNT'))"
-    )
-    unset = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    result = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, env=unset | given
-    )
-    assert result.stdout.splitlines()[-1] == spins
