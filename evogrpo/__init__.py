@@ -51,7 +51,7 @@ _HOMES = {
     "MultiAgentGRPO": "evogrpo.agents.multi_agent",
     "MultiTurnGym": "evogrpo.envs.prompts.conversations",
     "NetworkConfig": "evogrpo.policies.control.architecture",
-    "Objective": "evogrpo.objective.objective",
+    "Objective": "evogrpo.config.objective",
     "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
     "Population": "evogrpo.agents.population",
     "RLParameter": "evogrpo.hyperparameters.parameter",
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from evogrpo.agents.grpo import GRPO
     from evogrpo.agents.multi_agent import MultiAgentGRPO
     from evogrpo.agents.population import Population
+    from evogrpo.config.objective import Objective
     from evogrpo.envs.control.gymnasium import GymnasiumGroups
     from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
     from evogrpo.envs.prompts.conversations import MultiTurnGym
@@ -82,7 +83,6 @@ if TYPE_CHECKING:
     from evogrpo.hyperparameters.parameter import RLParameter
     from evogrpo.hyperparameters.space import HyperparameterConfig
     from evogrpo.hyperparameters.values import Hyperparameters
-    from evogrpo.objective.objective import Objective
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.reporting.shown import report
     from evogrpo.reporting.told.frames import read_run

@@ -11,10 +11,10 @@ import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
 from evogrpo.agents.options import Options, TeamOptions
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import Fixed, MutationOnly, Narrowing, RandomSearch, SelectionOnly, TruncationPBT
-from evogrpo.objective import Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.agent_sections import LanguageAgent, NetworkAgent
 from evogrpo.training.configuration.reading import parse_config

@@ -10,7 +10,7 @@ from gymnasium import spaces
 from torch import Tensor
 
 from evogrpo.agents.members.banks import DEFAULT, Banks
-from evogrpo.objective import Objective
+from evogrpo.config.objective import Objective
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.stacked import StackedBank
 from evogrpo.randomness import generator

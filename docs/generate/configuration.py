@@ -15,12 +15,12 @@ from docs.generate.docstrings import attributes, summary
 from docs.generate.tried import real_range, whole_range
 from evogrpo.agents.members.tokens.language_settings import MOST_TOKENS
 from evogrpo.agents.options import CommonOptions, Options
+from evogrpo.config.objective import Objective
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.envs.prompts.builtin import TASKS
 from evogrpo.evolution import FitnessConfig, Mutation, SharedExperience
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.hyperparameters import MOST_SEED, Hyperparameters, RLParameter
-from evogrpo.objective import Optimizer
-from evogrpo.objective.switches import Switches
 from evogrpo.policies.control.architecture import MOST_LAYERS, MOST_UNITS, ArchitectureLimits, NetworkConfig
 from evogrpo.policies.tokens.lora import check_supported, lora_from_json
 from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent
@@ -124,8 +124,12 @@ def sections() -> list[Section]:
         Section(path="agent.evolve_network", title="How networks may change", record=ArchitectureLimits,
                 beside={"min_layers": {"max_layers": MOST_LAYERS}, "min_units": {"max_units": MOST_UNITS},
                         "max_units": {"min_units": 1}}),
-        Section(path="agent.objective", title="The loss", record=Switches,
-                lead="What goes together and what does not is in [objective.md](/docs/objective.md)."),
+        Section(path="agent.objective", title="The loss", record=Objective,
+                lead="Switches that exclude each other are in [objective.md](/docs/objective.md).",
+                beside={"kl_horizon": {"kl_target": 0.1}, "importance_cap": {"importance_correction": "token_truncate"},
+                        "reference_sync_steps": {"reference": "snapshot"},
+                        "reference_mixing": {"reference": "snapshot", "reference_sync_steps": 1},
+                        "sapo_tau_positive": {"loss_type": "sapo"}, "sapo_tau_negative": {"loss_type": "sapo"}}),
         Section(path="agent.optimizer", title="The optimizer", record=Optimizer,
                 beside={"floor": schedules, "cycles": {**schedules, "schedule": "cosine"},
                         "total_steps": {"schedule": "linear"}, "warmup_steps": {}}),

@@ -14,7 +14,8 @@ from docs.generate.docstrings import as_markup
 PACKAGES = (
     "evogrpo",
     "evogrpo.hyperparameters",
-    "evogrpo.objective",
+    "evogrpo.config.objective",
+    "evogrpo.config.optimizer",
     "evogrpo.evolution",
     "evogrpo.evolution.strategies",
     "evogrpo.envs",

@@ -20,6 +20,8 @@ from evogrpo.agents.members.members import Members, Settings
 from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.options import CommonOptions, Options, TeamOptions
+from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import default_space
 from evogrpo.envs.control.joint.assignment import AgentSpaces
 from evogrpo.evolution.founders import like_earlier
 from evogrpo.hyperparameters import (
@@ -35,8 +37,6 @@ from evogrpo.hyperparameters import (
     refuse_unknown,
     whole_between,
 )
-from evogrpo.objective import Objective
-from evogrpo.objective.searching import space_to_search
 from evogrpo.policies.tokens.stored_adapters import read_adapter
 from evogrpo.remarks import remark
 
@@ -267,7 +267,7 @@ def with_space(
     objective = values.get("objective")
     if not isinstance(objective, Objective):  # none, or one that is refused where members are made
         objective = Objective() if words else STEPWISE
-    space = space_to_search(
+    space = default_space(
         LANGUAGE_RANGES if words else NETWORK_RANGES,
         objective,
         Hyperparameters.from_json({**defaults, **chosen}),

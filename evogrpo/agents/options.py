@@ -8,13 +8,14 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from evogrpo.agents.members.control.team_settings import Credit
+from evogrpo.config.objective import Objective
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.envs.control.joint.assignment import Policies
 from evogrpo.hyperparameters import (
     AdvantageType,
     HyperparameterConfig,
     LossType,
 )
-from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.policies.devices import MicroBatchTokens
 

@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.agents.members.spread.places import Places
+from evogrpo.config.objective import Objective
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.history.words import words_of
 from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
-from evogrpo.objective import Objective
 from evogrpo.processes import processes
 from evogrpo.text import count_text, counted, duration_text, number_text, printable
 from evogrpo.training.configuration.own_strategies import strategy_record

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from evogrpo.config.loss_types import ADVANTAGES
 from evogrpo.functional.returns import (
     normalised_step_rewards,
     return_to_go_group,
@@ -11,7 +12,6 @@ from evogrpo.functional.returns import (
 )
 from evogrpo.functional.reward_shaping import clip_rewards, penalise_kl, place_on_actions
 from evogrpo.functional.statistics import group_statistics, numbered, numbered_groups
-from evogrpo.kinds import ADVANTAGES
 
 Coefficient = float | Tensor
 

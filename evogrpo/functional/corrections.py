@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evogrpo.config.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.functional.statistics import numbered
-from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
 # In nats. Actions after equal tokens are equally uncertain, but beside other rows their entropies round otherwise. More
 # than rounding in float32, and less than a difference that could matter.

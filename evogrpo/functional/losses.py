@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from evogrpo.kinds import AGGREGATIONS, LOSS_TYPES, LossFacts
+from evogrpo.config.loss_types import AGGREGATIONS, LOSS_TYPES, LossFacts
 
 Coefficient = float | Tensor
 

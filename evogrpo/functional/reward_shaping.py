@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from evogrpo.config.loss_types import REWARD_NORMS
 from evogrpo.functional.statistics import GroupStatistics, group_statistics, numbered
-from evogrpo.kinds import REWARD_NORMS
 
 
 def clip_rewards(rewards: Tensor, bound: float) -> Tensor:

@@ -1,5 +1,6 @@
 """The hyperparameters of one member and the space that evolution searches; numbers and names only."""
 
+from evogrpo.config.loss_types import AdvantageType, LossType
 from evogrpo.hyperparameters.checks import (
     MOST_COUNTED,
     MOST_SEED,
@@ -31,7 +32,6 @@ from evogrpo.hyperparameters.values import (
     is_categorical,
     is_integer,
 )
-from evogrpo.kinds import AdvantageType, LossType
 
 __all__ = [
     "CATEGORIES",

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from evogrpo.config.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 from evogrpo.hyperparameters.checks import refuse_unknown, single_number, whole_number
 from evogrpo.hyperparameters.named import answering
-from evogrpo.kinds import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
 
 Value = int | float | str | None
 """What a hyperparameter can be: a number, a name, or None where its meaning says so."""

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.agents.population import Population
+from evogrpo.config.search_space import without_effect
 from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.hyperparameters.synonyms import counterpart
-from evogrpo.objective.neutral import warn_neutral
 from evogrpo.persistence.claim import Claim, holds_nothing
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.processes import processes
+from evogrpo.remarks import remark
 from evogrpo.training.configuration.own_strategies import check_resumable
 from evogrpo.training.configuration.reading import override, parse_config, write_config
 from evogrpo.training.configuration.sections import AnyConfig
@@ -90,13 +91,15 @@ def rehearse(prepared: PreparedRun) -> None:
     config.schedule.check_held_out(prepared.env)
     fingerprint_of(prepared.env)
     first = config.agent.objective.resolved(config.hyperparameters, config.evolve)
-    warn_neutral(
+    found = without_effect(
         config.agent.objective,
         [first],
         config.evolve,
         samples_per_step=config.schedule.samples_per_step,
         shared=config.experience is not None,
     )
+    for message in found.values():
+        remark(message)
 
 
 def start(prepared: PreparedRun, run_dir: Path) -> Evolution:

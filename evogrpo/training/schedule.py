@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from evogrpo.config.search_space import without_effect
 from evogrpo.hyperparameters import (
     MOST_COUNTED,
     MOST_SAMPLES,
@@ -13,7 +14,6 @@ from evogrpo.hyperparameters import (
     flag,
     whole_between,
 )
-from evogrpo.objective.neutral import warn_neutral
 from evogrpo.remarks import remark
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
@@ -180,15 +180,15 @@ class Schedule:
         return samples // min(sizes)
 
     def warn_neutral(self, population: "Population", *, shared: bool) -> None:
-        """Warn, once each, about evolving hyperparameters that cannot matter under this schedule and objective.
+        """Warn about hyperparameters that evolve without effect under this schedule and objective.
 
         Args:
             population: The members.
-            shared: Whether they learn from each other's samples.
+            shared: Members also learn from each other's samples.
         """
         if "objective" in population.algorithm.unused_options:
-            return  # what matters to an algorithm of the user's own is not known here
-        warn_neutral(
+            return  # an algorithm of the user may not use the objective
+        found = without_effect(
             population.members.settings.objective,
             [agent.hyperparameters for agent in population.agents],
             population.space,
@@ -196,3 +196,5 @@ class Schedule:
             rows_are_samples=not population.plays,
             shared=shared,
         )
+        for message in found.values():
+            remark(message)

@@ -10,8 +10,8 @@ from torch import Tensor
 from evogrpo import Objective
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import learn, minibatches
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.objective import Optimizer
 from evogrpo.records import Batch
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.scalar_grpo import advantages

@@ -7,8 +7,8 @@ import torch
 
 from evogrpo import GRPO, Objective
 from evogrpo.agents.learning.step import learn, minibatches
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.evolution import Child, Plan
-from evogrpo.objective import Optimizer
 from evogrpo.persistence.manifest import CheckpointError
 from tests.oracles.objective_by_hand import ByHand
 from tests.rounding import assert_gradients_agree, assert_metrics_agree

@@ -231,7 +231,7 @@ def test_a_plan_names_the_objective_and_what_is_set(project, here, capsys, monke
 def test_an_objective_that_nobody_can_use_is_refused_before_any_work(project, here, capsys):
     arguments = ["train", str(project / "tiny.yaml"), "--dry-run", "agent.objective.kl_target=0.1"]
     assert main(arguments) == 2
-    assert "agent.objective: kl_target has no effect while beta is 0" in capsys.readouterr().err
+    assert "agent.objective: kl_target" in capsys.readouterr().err
 
 
 def test_token_bounds_hold_and_are_not_idle(finished, project):

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.config.loss_types import ADVANTAGES, STEP_ADVANTAGES
 from evogrpo.functional.advantages import advantages, batch_std, gdpo, whiten
 from evogrpo.functional.returns import normalised_step_rewards, returns_to_go
-from evogrpo.kinds import ADVANTAGES, STEP_ADVANTAGES
 from tests.oracles import slow_advantages
 
 NAN = float("nan")

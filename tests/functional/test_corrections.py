@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.config.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.functional.corrections import TIED, effective_share, high_entropy_mask, importance_weights, mismatch
-from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
 RATIOS = torch.tensor([[1.5, 0.5, 3.0, 9.0], [1.6, 1.6, 1.0, 9.0]])
 MASK = torch.tensor([[True, True, True, False], [True, True, False, False]])

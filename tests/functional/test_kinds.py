@@ -7,9 +7,9 @@ from typing import get_args
 import pytest
 import torch
 
+from evogrpo.config.loss_types import ADVANTAGES, LOSS_TYPES, STEP_ADVANTAGES, AdvantageType, LossType
 from evogrpo.functional.advantages import advantages
 from evogrpo.functional.losses import bias_corrected, clipped_actions, policy_loss
-from evogrpo.kinds import ADVANTAGES, LOSS_TYPES, STEP_ADVANTAGES, AdvantageType, LossType
 
 MASK = torch.tensor([[True, True, False], [True, True, True]])
 OLD = torch.full(MASK.shape, -2.0)

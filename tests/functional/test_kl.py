@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import distributions as laws
 
+from evogrpo.config.loss_types import ACTION_KLS
 from evogrpo.functional.kl import adaptive_kl, bernoulli_kl, categorical_kl, gaussian_kl, kl_estimate
-from evogrpo.kinds import ACTION_KLS
 
 
 def policies(seed):

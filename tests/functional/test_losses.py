@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.config.loss_types import LOSS_TYPES
 from evogrpo.functional.losses import clipped_actions, loss_weights, policy_loss
-from evogrpo.kinds import LOSS_TYPES
 from tests.oracles import slow_losses
 
 RATIO_TYPES = ("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo")

@@ -5,10 +5,10 @@ import itertools
 import pytest
 import torch
 
+from evogrpo.config.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.functional.corrections import high_entropy_mask, importance_weights
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import bias_corrected, loss_weights, policy_loss
-from evogrpo.kinds import IMPORTANCE_CORRECTIONS
 
 peer_losses = pytest.importorskip("tests.oracles.peer_losses", reason="needs trl and liger-kernel")
 LENGTH = 9  # max_completion_length, longer than the padded width

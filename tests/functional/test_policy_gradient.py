@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
+from evogrpo.config.loss_types import LOSS_TYPES
 from evogrpo.functional.advantages import advantages
 from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.functional.returns import returns_to_go
-from evogrpo.kinds import LOSS_TYPES
 
 # Three states, two actions, at most three steps: (next state, reward), None = the end.
 MOVES = {

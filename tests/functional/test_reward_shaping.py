@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.config.loss_types import REWARD_NORMS
 from evogrpo.functional.reward_shaping import (
     clip_rewards,
     groups_within,
@@ -14,7 +15,6 @@ from evogrpo.functional.reward_shaping import (
     place_on_actions,
     update_running,
 )
-from evogrpo.kinds import REWARD_NORMS
 
 NAN = float("nan")
 REWARDS = torch.tensor([1.0, 3.0, NAN, 5.0, 9.0, -2.0])

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from evogrpo.config.loss_types import LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.config.objective import Objective
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.kinds import LOSS_TYPES, STEP_ADVANTAGES
-from evogrpo.objective import Objective
 from evogrpo.records import Batch
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.slow_advantages import gdpo, of_actions, of_completions, returns_to_go

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.objective import Optimizer
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.records import Rows
 from tests.conformance.policy_bank import PolicyBankTestCase

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from evogrpo import GRPO
 from evogrpo.agents.rollout.collecting import collect
+from evogrpo.config.objective import Objective
 from evogrpo.interruption import Interrupted
-from evogrpo.objective import Objective
 from evogrpo.processes import processes
 from evogrpo.records import Batch
 from evogrpo.training.loop.run import Evolution

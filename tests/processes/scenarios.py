@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.cli import main
+from evogrpo.config.objective import Objective
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, SuccessiveHalving, Tournament
-from evogrpo.objective import Objective
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.tokens.models import load_base
 from evogrpo.processes import ProcessError, processes

@@ -114,9 +114,9 @@ def test_attributes_take_names_and_nones_and_refuse_others():
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"objective": Objective(kl_target=0.1)}, "kl_target has no effect while beta is 0"),
-        ({"objective": Objective(dual_clip=2.0), "hp_config": SPACE}, "can have loss_type 'cispo'"),
-        ({"objective": Objective(loss_type="gspo"), "gamma": 0.5}, "gamma below 1"),
+        ({"objective": Objective(kl_target=0.1)}, "kl_target.*beta"),
+        ({"objective": Objective(dual_clip=2.0), "hp_config": SPACE}, "dual_clip"),
+        ({"objective": Objective(loss_type="gspo"), "gamma": 0.5}, "gamma"),
         ({"objective": Objective(overlong_buffer=7)}, "overlong_buffer must be at most max_output_tokens = 6, got 7"),
         ({"loss_type": "ppo"}, "loss_type must be one of"),
     ],

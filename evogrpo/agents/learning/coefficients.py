@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
-from evogrpo.objective import Objective
+from evogrpo.config.objective import Objective
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.lessons import Lessons
-from evogrpo.objective import Objective
+from evogrpo.config.objective import Objective
 from evogrpo.policies.bank import PolicyBank, WholeDistributions
 from evogrpo.records import Batch
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from evogrpo.config.objective import Objective
 from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.corrections import importance_weights, mismatch
 from evogrpo.functional.statistics import group_statistics, numbered
-from evogrpo.objective import Objective
 from evogrpo.records import Batch, LearnReport, UpdateReport
 
 NAMES: Mapping[str, str] = {

@@ -8,10 +8,10 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.rounds import Groups, joined, sample_groups
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.config.loss_types import STEP_ADVANTAGES
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.statistics import numbered
-from evogrpo.kinds import STEP_ADVANTAGES
 from evogrpo.records import Batch
 
 

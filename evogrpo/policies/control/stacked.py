@@ -9,9 +9,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.interruption import before_changes
-from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import CARRIED, HeldTo, LossFunction, PolicyVersion
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.distributions import distribution_for

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import CARRIED_AT_BIRTH
 from evogrpo.policies.control.architecture import NetworkConfig, bytes_tensor, morph
 from evogrpo.policies.control.distributions import Distribution

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.optim import adamw_steps_
-from evogrpo.objective import Optimizer
 from evogrpo.policies.control.architecture import NetworkConfig, Parameters
 from evogrpo.policies.control.distributions import Distribution
 from evogrpo.policies.control.layers import FloatArray

@@ -9,7 +9,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from evogrpo.objective import Optimizer
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.policies.bank import PolicyVersion
 from evogrpo.policies.devices import USUAL_TOKENS
 from evogrpo.policies.tokens.bases.parts import run_together

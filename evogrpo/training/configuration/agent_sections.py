@@ -5,7 +5,8 @@ from typing import Any
 
 from evogrpo.agents.members.control.network_settings import STEPWISE, NetworkSettings
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
-from evogrpo.objective import Objective, Optimizer
+from evogrpo.config.objective import Objective
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.policies.devices import MicroBatchTokens
 

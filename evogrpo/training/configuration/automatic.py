@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from evogrpo.config.search_space import drop_single_group_size
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterConfig, Hyperparameters
-from evogrpo.objective.searching import fitting_groups
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.schedule import Schedule
 
@@ -141,7 +141,7 @@ def with_sizes(config: AnyConfig, sizes: RunSizes) -> AnyConfig:
     samples = sections["schedule"].get("samples_per_step", config.schedule.samples_per_step)
     return replace(
         config,
-        evolve=fitting_groups(config.evolve, samples) if IMPLIED in config.auto else config.evolve,
+        evolve=drop_single_group_size(config.evolve, samples) if IMPLIED in config.auto else config.evolve,
         hyperparameters=replace(config.hyperparameters, **sections["hyperparameters"]),
         population=replace(config.population, **sections["population"]),
         schedule=replace(config.schedule, **sections["schedule"]),

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import yaml
 
 import evogrpo
+from evogrpo.config.search_space import default_space
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.founders import like_earlier
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.history.survivors import best_hyperparameters
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.hyperparameters.synonyms import counterpart
-from evogrpo.objective.searching import space_to_search
 from evogrpo.persistence.durable import replace_file
 from evogrpo.policies.devices import Precision
 from evogrpo.training.configuration.automatic import (
@@ -205,7 +205,7 @@ def _searched(
     names = found_by_evolution(auto, chooses_sizes=kind.chooses_sizes) - set(space)
     ranges = {name: kind.ranges[name] for name in names}
     if IMPLIED in auto:
-        ranges |= space_to_search(
+        ranges |= default_space(
             kind.ranges,
             parsed["agent"].objective,
             parsed["hyperparameters"],

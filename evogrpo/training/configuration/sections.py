@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from evogrpo.config.objective import Objective
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Replay, Strategy, Tournament
@@ -18,7 +19,6 @@ from evogrpo.hyperparameters import (
     instance,
     whole_between,
 )
-from evogrpo.objective import Objective
 from evogrpo.policies.devices import Precision
 from evogrpo.training.completions import CompletionsFormat, check_completions
 from evogrpo.training.configuration.own_strategies import strategy_record

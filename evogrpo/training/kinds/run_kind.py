@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from evogrpo.agents.population import Population
+from evogrpo.config.objective import Objective
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.hyperparameters import RLParameter
-from evogrpo.objective import Objective
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need

@@ -12,7 +12,7 @@ from evogrpo.agents.learning.step import Policy
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.members.spread.places import Places
 from evogrpo.agents.rollout.rounds import groups_apart, in_one
-from evogrpo.kinds import FULL_KLS
+from evogrpo.config.loss_types import FULL_KLS
 from evogrpo.policies.bank import WholeDistributions
 from evogrpo.records import Batch, Experience, moved
 

@@ -5,6 +5,9 @@ from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import Any, Self
 
+from evogrpo.config.loss_types import FULL_KLS
+from evogrpo.config.objective import Objective
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.hyperparameters import (
     MOST_COUNTED,
     MOST_SEED,
@@ -14,8 +17,6 @@ from evogrpo.hyperparameters import (
     refuse_unknown,
     whole_between,
 )
-from evogrpo.kinds import FULL_KLS
-from evogrpo.objective import Objective, Optimizer
 from evogrpo.policies.devices import MicroBatchTokens
 from evogrpo.records import SamplingOptions
 

@@ -8,7 +8,7 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from evogrpo.objective import Optimizer
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.policies.bank import PolicyVersion
 from evogrpo.policies.devices import check_room
 from evogrpo.policies.tokens.exports import peft_files

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from evogrpo.config.optimizer import Optimizer
 from evogrpo.functional.optim import adamw_step_, clip_by_norm_
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.objective import Optimizer
 from evogrpo.policies.bank import CARRIED_AT_BIRTH
 from evogrpo.records import UpdateReport
 

@@ -1,11 +1,11 @@
-"""The names that kinds of loss, advantage and the like have, and what is true of each: said here and nowhere else."""
+"""Names of loss types, advantages and similar choices, and their properties."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "gmpo"]
-"""How a loss is taken per action and reduced; `Objective` says what each is."""
+"""Loss types, described in `Objective`."""
 AdvantageType = Literal[
     "outcome",
     "process",
@@ -17,7 +17,7 @@ AdvantageType = Literal[
     "gdpo",
     "reinforce",
 ]
-"""What an action is worth; `Objective` says what each is."""
+"""Advantage estimators, described in `Objective`."""
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 ActionKl = Literal["k1", "k2", "k3", "abs"]
 FullKl = Literal["full", "full_reversed"]
@@ -27,25 +27,24 @@ RewardNorm = Literal["group", "batch", "running"]
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 ACTION_KLS: tuple[ActionKl, ...] = get_args(ActionKl)
-"""Estimates of a divergence from the probabilities of the actions that were taken."""
+"""KL estimators that need the probabilities of the sampled actions only."""
 FULL_KLS: tuple[FullKl, ...] = get_args(FullKl)
-"""Divergences between whole distributions over actions."""
+"""Exact KL divergences between whole distributions over actions."""
 IMPORTANCE_CORRECTIONS: tuple[ImportanceCorrection, ...] = get_args(ImportanceCorrection)
 REWARD_NORMS: tuple[RewardNorm, ...] = get_args(RewardNorm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossFacts:
-    """What is true of one loss type.
+    """Properties of a loss type.
 
     Attributes:
-        aggregation: How it is reduced unless the objective says otherwise.
-        ratio: What the policy's change is measured over before it is clipped: each "action", or the "completion" as
-            a whole, by the mean of its actions' differences. The "geometric mean" clips every action by itself and
-            then takes one number of the completion.
-        clips: Which edges of the trust region it always has.
-        bounded: Whether it is min(ratio A, clipped ratio A), which a second bound can be put on.
-        switches: The switches of `Objective` that no other loss type reads.
+        aggregation: Default reduction.
+        ratio: Unit of the probability ratio that is clipped: each "action", or the "completion", by the mean of its
+            actions' log-ratios. "geometric mean" clips each action's ratio and then takes one mean per completion.
+        clips: Clip hyperparameters that always apply.
+        bounded: The loss is min(ratio A, clipped ratio A), to which dual_clip or delta can be added.
+        switches: Switches of `Objective` that only this loss type reads.
     """
 
     aggregation: Aggregation
@@ -56,7 +55,7 @@ class LossFacts:
 
     @property
     def of_actions(self) -> bool:
-        """Whether every action has a loss of its own, so that actions can differ in advantage or be left out."""
+        """Return True if each action has its own loss, so that actions can differ in advantage or be left out."""
         return self.ratio == "action"
 
 
@@ -83,6 +82,6 @@ ADVANTAGES: Mapping[str, Literal["reward", "reward functions", "step rewards"]] 
     "gdpo": "reward functions",
     "reinforce": "reward",
 }
-"""What each kind of advantage compares within a group: whole rewards, those of each function, or those of actions."""
+"""Quantity that each advantage compares within a group."""
 STEP_ADVANTAGES = tuple(kind for kind, compared in ADVANTAGES.items() if compared == "step rewards")
-"""The advantages that are made from the rewards of single actions."""
+"""Advantages computed from rewards of single actions."""

@@ -1,4 +1,4 @@
-"""TRL's fields mean here what they mean there: every field moves what it should, and none is dropped in silence."""
+"""TRL's fields are translated one by one; unknown and unsupported fields are refused by name."""
 
 import dataclasses
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import TrainingArguments, get_scheduler
 
+from evogrpo.config.objective import Objective
+from evogrpo.config.trl import DEFAULTS, INFRASTRUCTURE
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.interop.trl_fields import ADAPTIVE, DEFAULTS, INFRASTRUCTURE, VESPO
-from evogrpo.objective import Objective
 
 SYNCED = {"sync_ref_model": True, "beta": 0.1, "use_bias_correction_kl": False}
 VLLM = {"use_vllm": True}
@@ -149,7 +149,7 @@ def test_a_schedule_needs_the_length_of_the_run(kind):
     assert not known.ignored
     unknown = imported(lr_scheduler_type=kind)
     assert unknown.optimizer.schedule == "constant"
-    assert "needs the run's length in optimizer steps" in unknown.ignored["lr_scheduler_type"]
+    assert "max_steps" in unknown.ignored["lr_scheduler_type"]
 
 
 def test_a_constant_schedule_needs_nothing():
@@ -192,7 +192,7 @@ def test_the_learning_rate_of_every_step_is_that_of_trl(fields, tmp_path):
         scheduler.step()
 
 
-def test_a_ratio_of_warm_up_is_read_where_the_run_has_a_length_and_steps_do_not_say_otherwise():
+def test_a_warm_up_ratio_needs_the_run_length_and_gives_way_to_warmup_steps():
     assert imported(max_steps=30, warmup_ratio=0.11).optimizer.warmup_steps == 4
     assert imported(max_steps=30, warmup_ratio=0.11, warmup_steps=2).optimizer.warmup_steps == 2
 
@@ -200,43 +200,44 @@ def test_a_ratio_of_warm_up_is_read_where_the_run_has_a_length_and_steps_do_not_
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"epsilon_hi": 0.3}, "unknown TRL field 'epsilon_hi': did you mean 'epsilon_high'"),
-        ({"num_generation": 4}, "did you mean 'num_generations'"),
-        ({"learning_rat": 4}, "did you mean 'learning_rate'"),
-        ({"loss_type": "dapoo"}, "did you mean 'dapo'"),
-        ({"loss_type": "vespo"}, "loss_type has no counterpart here, got 'vespo'"),
-        ({"loss_type": "luspo"}, "set it to 'sequence'"),
-        ({"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 5.0}, "TRL's cispo with"),
-        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "TRL's sapo with"),
-        ({"loss_type": "cispo"}, "caps the ratio itself at epsilon_high, got 0.2"),
-        ({"loss_type": "cispo", "epsilon_high": 0.5}, "caps the ratio itself at epsilon_high, got 0.5"),
-        ({"scale_rewards": "std"}, "unknown value of TRL field scale_rewards"),
+        ({"epsilon_hi": 0.3}, "epsilon_hi.*epsilon_high"),
+        ({"num_generation": 4}, "num_generations"),
+        ({"learning_rat": 4}, "learning_rate"),
+        ({"loss_type": "dapoo"}, "loss_type.*dapoo"),
+        ({"loss_type": "vespo"}, "loss_type.*vespo"),
+        ({"loss_type": "luspo"}, "importance_sampling_level"),
+        ({"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 5.0}, "loss_type.*cispo"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequence"}, "loss_type.*sapo"),
+        ({"loss_type": "cispo"}, "epsilon_high.*0.2"),
+        ({"loss_type": "cispo", "epsilon_high": 0.5}, "epsilon_high.*0.5"),
+        ({"scale_rewards": "std"}, "scale_rewards"),
         ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation"),
-        ({"mask_truncated_completions": 1}, "must be true or false"),
-        ({"num_iterations": 1.0}, "TRL field num_iterations must be an integer"),
-        ({"beta": "small"}, "TRL field beta must be a number"),
-        ({"num_generations": 1}, "group_size must be at least 2"),
-        ({"delta": 1.1}, "delta must exceed 1 . clip_high"),
-        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile must lie in"),
-        ({"sync_ref_model": True}, "reference has no effect while beta is 0"),
-        ({**VLLM, "vllm_importance_sampling_clip_min": 0.5}, "bounded above only"),
-        ({**VLLM, "vllm_importance_sampling_clip_max": None}, "unbounded weights are not offered"),
-        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, "part of one generation batch"),
-        ({"generation_batch_size": 10, "steps_per_generation": 4}, "part of one generation batch"),
+        ({"mask_truncated_completions": 1}, "mask_truncated_completions"),
+        ({"num_iterations": 1.0}, "TRL field num_iterations"),
+        ({"beta": "small"}, "TRL field beta"),
+        ({"reward_weights": 3}, "TRL field reward_weights"),
+        ({"num_generations": 1}, "group_size"),
+        ({"delta": 1.1}, "delta"),
+        ({"top_entropy_quantile": 0.0}, "top_entropy_quantile"),
+        ({"sync_ref_model": True}, "reference.*beta"),
+        ({**VLLM, "vllm_importance_sampling_clip_min": 0.5}, "clip_min"),
+        ({**VLLM, "vllm_importance_sampling_clip_max": None}, "clip_max"),
+        ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, "gradient_accumulation_steps"),
+        ({"generation_batch_size": 10, "steps_per_generation": 4}, "generation_batch_size"),
         (
             {"max_steps": 9, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 1}},
-            "unknown argument of lr_scheduler_type 'cosine' in .* 'cycles': did you mean 'num_cycles'",
+            "lr_scheduler_kwargs.*'cycles'.*'num_cycles'",
         ),
-        ({"max_steps": 9, "lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs must be a mapping"),
-        ({"max_steps": 9, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}}, "power has no"),
-        ({"max_steps": 9, "lr_scheduler_type": "cosine_with_min_lr"}, "min_lr or min_lr_rate: give one"),
+        ({"max_steps": 9, "lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs"),
+        ({"max_steps": 9, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}}, "power"),
+        ({"max_steps": 9, "lr_scheduler_type": "cosine_with_min_lr"}, "min_lr and min_lr_rate"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be at least 1, got 0"),
         ({"max_completion_length": -5}, "max_completion_length must be at least 1, got -5"),
-        ({"top_p": 2.0}, r"top_p must lie in \(0, 1\], got 2.0"),
-        ({"top_k": -7}, "top_k must be at least 0, got -7"),
-        ({"optim": "sgd"}, "optim .*got 'sgd': .*AdamW.*leave it out"),
+        ({"top_p": 2.0}, "top_p.*2.0"),
+        ({"top_k": -7}, "top_k.*-7"),
+        ({"optim": "sgd"}, "optim.*'sgd'"),
         *(
-            ({name: value}, f"TRL field {name} has no counterpart here")
+            ({name: value}, f"TRL field {name}")
             for name, value in {
                 "router_aux_loss_coef": 0.01,
                 "generation_kwargs": {"num_beams": 2},
@@ -251,7 +252,7 @@ def test_a_ratio_of_warm_up_is_read_where_the_run_has_a_length_and_steps_do_not_
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields, named):
+def test_unsupported_fields_are_refused_by_name(fields, named):
     with pytest.raises(ValueError, match=named):
         imported(**fields)
 
@@ -264,14 +265,14 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields, named):
         {"optim": "adamw_torch_fused"},
     ],
 )
-def test_what_means_nothing_is_accepted(fields):
+def test_unsupported_fields_without_effect_are_accepted(fields):
     result = imported(**fields)
     assert result.objective == objective()
     assert dict(result.hyperparameters) == dict(imported().hyperparameters)
 
 
-@pytest.mark.parametrize("name", [*INFRASTRUCTURE, *VESPO, *ADAPTIVE, "output_dir", "logging_steps", "bf16"])
-def test_what_only_steers_the_machinery_is_named_as_ignored(name):
+@pytest.mark.parametrize("name", [*INFRASTRUCTURE, "output_dir", "logging_steps", "bf16"])
+def test_fields_of_the_machinery_are_listed_as_ignored(name):
     result = imported(lr_scheduler_type="constant", **{name: "something"})
     assert set(result.ignored) == {name}
     assert result.objective == objective()
@@ -288,14 +289,14 @@ def test_what_only_steers_the_machinery_is_named_as_ignored(name):
         {"scale_rewards": "none", "multi_objective_aggregation": "normalize_then_sum"},
     ],
 )
-def test_fields_that_nothing_reads_are_named_as_ignored(fields):
+def test_fields_without_effect_are_listed_as_ignored(fields):
     assert set(imported(lr_scheduler_type="constant", **fields).ignored) == {next(iter(fields))}
 
 
-def test_all_refusals_are_told_at_once():
-    with pytest.raises(ValueError, match="6 things cannot be taken over") as caught:
+def test_one_error_names_all_refused_fields():
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
         imported(loss_type="vespo", top_p=0.5, beta="x", epsilno=1, delta=0.5, learning_rate=-1.0, optim="sgd")
-    for part in ("loss_type", "beta must be", "'epsilno'", "delta must", "lr must", "optim has"):
+    for part in ("loss_type", "beta", "'epsilno'", "delta", "lr", "optim"):
         assert part in str(caught.value)
 
 
@@ -320,14 +321,14 @@ class Settings:
     report_to: list = dataclasses.field(default_factory=list)
 
 
-def test_an_object_says_what_a_mapping_says():
+def test_an_object_is_read_like_a_mapping():
     result = Objective.from_trl(Settings(loss_type="grpo", epsilon_high=0.3, output_dir="out"))
     plain = {"loss_type": "grpo", "epsilon_high": 0.3, "output_dir": "out", "lr_scheduler_type": "constant"}
     assert result == Objective.from_trl(plain)
     assert set(result.ignored) == {"output_dir"}
 
 
-def test_fields_of_an_object_that_mean_something_count_at_their_defaults_too():
+def test_translated_fields_of_an_object_count_at_their_defaults_too():
     assert Objective.from_trl(Settings(beta=0.1)).objective.kl_bias_correction
     assert not Objective.from_trl(Settings(beta=0.1, use_bias_correction_kl=False)).objective.kl_bias_correction
     assert Objective.from_trl({"beta": 0.1}).objective.kl_bias_correction, "TRL's default"
@@ -341,8 +342,8 @@ def test_a_field_of_a_newer_release_is_refused_once_it_is_used():
 
 
 @pytest.mark.parametrize("source", [3, "dapo", None, Settings])
-def test_what_holds_no_fields_is_refused(source):
-    with pytest.raises(ValueError, match="expected a TRL GRPOConfig or a mapping"):
+def test_a_source_without_fields_is_refused(source):
+    with pytest.raises(ValueError, match="GRPOConfig"):
         Objective.from_trl(source)
 
 

@@ -6,9 +6,9 @@ import typing
 
 import pytest
 
+from evogrpo.config.loss_types import STEP_ADVANTAGES
+from evogrpo.config.objective import Objective
 from evogrpo.hyperparameters import CATEGORIES, HyperparameterConfig, Hyperparameters, RLParameter
-from evogrpo.kinds import STEP_ADVANTAGES
-from evogrpo.objective import Objective
 
 NUMBERS = [
     *("advantage_eps", "kl_target", "kl_horizon", "dual_clip", "delta", "sapo_tau_positive", "sapo_tau_negative"),
@@ -158,7 +158,7 @@ def test_switches_of_another_loss_type_go_back_to_their_defaults():
 
 
 def test_a_member_that_cannot_use_a_switch_is_refused():
-    with pytest.raises(ValueError, match="dual_clip bounds the loss of a clipped ratio"):
+    with pytest.raises(ValueError, match="dual_clip"):
         Objective(dual_clip=3.0).of(Hyperparameters(loss_type="sapo"))
 
 

@@ -1,4 +1,4 @@
-"""The AdamW settings that all members share."""
+"""AdamW settings and learning rate schedule that all members share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,10 @@ from typing import Literal, get_args
 
 from evogrpo.hyperparameters import answering, finite_number, single_number, whole_between
 
+__all__ = ["Optimizer", "Schedule"]
+
 Schedule = Literal["constant", "linear", "cosine"]
-"""The shape of a learning rate after its warm-up."""
+"""Shape of the learning rate after warm-up."""
 
 
 @answering
@@ -17,15 +19,14 @@ class Optimizer:
 
     Attributes:
         betas: Decay rates of the first and second moment, each in [0, 1).
-        eps: Added to the root of the second moment, above 0.
+        eps: Added to the square root of the second moment, above 0.
         weight_decay: Decoupled decay, at least 0.
-        warmup_steps: Optimizer steps of linear warm-up from 0, as in transformers: the first moves nothing. The clock
-            is the member's own count of optimizer steps and is inherited together with its weights.
+        warmup_steps: Optimizer steps of linear warm-up from 0, as in transformers: the first changes nothing. Steps
+            are counted per member, and children inherit the count together with the weights.
         schedule: Shape after the warm-up.
         total_steps: Optimizer step at which a "linear" or "cosine" schedule ends.
-        cycles: Waves of a "cosine" schedule; above 0, and 0.5 ends in its first trough.
-        floor: Part of the learning rate that a "linear" schedule comes down to, and the lowest of a "cosine" one; in
-            [0, 1).
+        cycles: Number of waves of a "cosine" schedule, above 0; 0.5 ends in the first trough.
+        floor: Lowest fraction of the learning rate of a "linear" or "cosine" schedule, in [0, 1).
 
     Raises:
         ValueError: If a value is of the wrong type, out of range, or without effect beside the schedule.
@@ -58,29 +59,27 @@ class Optimizer:
         self._check_shape()
 
     def _check_shape(self) -> None:
-        """Refuse what is not set, or without effect, for this schedule."""
+        """Refuse settings that this schedule lacks or does not use."""
         if self.total_steps is not None:
             object.__setattr__(self, "total_steps", whole_between("total_steps", self.total_steps, 0))
         for name, default, readers in (("floor", 0.0, ("linear", "cosine")), ("cycles", 0.5, ("cosine",))):
             if getattr(self, name) != default and self.schedule not in readers:
                 raise ValueError(
-                    f"{name} has no meaning for a {self.schedule} schedule, got {getattr(self, name)}: leave it "
-                    f"out, or choose {' or '.join(readers)}"
+                    f"{name} has no effect with schedule={self.schedule!r}, got {getattr(self, name)}: leave it out, "
+                    f"or choose {' or '.join(readers)}."
                 )
         if self.schedule == "constant":
             if self.total_steps is not None:
-                raise ValueError(
-                    f"total_steps has no meaning for a constant schedule, got {self.total_steps}: leave it out"
-                )
+                raise ValueError(f"total_steps has no effect with schedule='constant', got {self.total_steps}.")
         elif self.total_steps is None or self.total_steps <= self.warmup_steps:
             raise ValueError(
-                f"a {self.schedule} schedule needs total_steps above warmup_steps ({self.warmup_steps}), "
-                f"got {self.total_steps}"
+                f"total_steps must be above warmup_steps ({self.warmup_steps}) with schedule={self.schedule!r}, got "
+                f"{self.total_steps}."
             )
 
     def factor(self, step: int) -> float:
-        """Return the fraction of the learning rate that optimizer step number `step`, from 0, uses."""
-        from evogrpo.functional.optim import schedule_factor  # needs torch, which settings do without
+        """Return the fraction of the learning rate at optimizer step `step`, counted from 0."""
+        from evogrpo.functional.optim import schedule_factor  # needs torch
 
         return schedule_factor(
             step,
@@ -93,7 +92,7 @@ class Optimizer:
 
 
 def _betas(given: object) -> tuple[float, float]:
-    """Return the decay rates as a tuple; they are a list when read from YAML or JSON."""
+    """Return the decay rates as a tuple; YAML and JSON give a list."""
     if isinstance(given, Sequence) and not isinstance(given, str) and len(given) == 2:
         first, second = (float(finite_number("each of betas", beta)) for beta in given)
         if 0 <= first < 1 and 0 <= second < 1:

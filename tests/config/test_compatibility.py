@@ -1,10 +1,10 @@
-"""Combinations without meaning or effect are refused with the reason, before anything runs."""
+"""Combinations of switches without meaning or effect are refused by name."""
 
 import pytest
 
+from evogrpo.config.loss_types import LOSS_TYPES, STEP_ADVANTAGES
+from evogrpo.config.objective import Objective
 from evogrpo.hyperparameters import CATEGORIES, HyperparameterConfig, Hyperparameters, RLParameter
-from evogrpo.kinds import LOSS_TYPES, STEP_ADVANTAGES
-from evogrpo.objective import Objective
 
 LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
 
@@ -12,32 +12,32 @@ LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"kl_estimator": "k1"}, "expected gradient is 0"),
-        ({"kl_horizon": 100}, "kl_horizon has no effect without kl_target"),
-        ({"importance_cap": 3.0}, "importance_cap has no effect without importance_correction"),
-        ({"reference_mixing": 0.5}, "reference_mixing has no effect without reference_sync_steps"),
-        ({"reference_sync_steps": 4}, 'reference "base" never changes'),
-        ({"reference": "old", "reference_sync_steps": 4}, 'reference "old" is taken anew in every learning step'),
-        ({"reference": "old", "kl_placement": "reward"}, "does not differ from itself while it earns rewards"),
-        ({"kl_estimator": "full", "kl_placement": "reward"}, "'full' is a term of the loss, got kl_placement 'reward'"),
-        ({"kl_estimator": "full_reversed", "kl_placement": "reward"}, "'full_reversed' is a term of the loss"),
-        ({"kl_estimator": "full", "kl_bias_correction": True}, "'full' is exact, so there is no bias"),
-        ({"dual_clip": 3.0, "delta": 2.0}, "dual_clip and delta bound the same thing"),
-        ({"cispo_clip_low": True}, "read by loss_type 'cispo' alone"),
-        ({"sapo_tau_positive": 2.0}, "read by loss_type 'sapo' alone"),
-        ({"sapo_tau_negative": 2.0, "loss_type": "cispo"}, "read by loss_type 'sapo' alone"),
-        ({"loss_type": "gmpo", "aggregation": "token-mean"}, "one number per completion"),
-        ({"reward_shift": True, "reward_scale": True, "reward_norm": "group"}, "exclude each other"),
-        ({"reward_shift": True}, "reward_shift says which half of reward_norm"),
-        ({"reward_scale": True}, "reward_scale says which half of reward_norm"),
+        ({"kl_estimator": "k1"}, "kl_estimator"),
+        ({"kl_horizon": 100}, "kl_horizon.*kl_target"),
+        ({"importance_cap": 3.0}, "importance_cap.*importance_correction"),
+        ({"reference_mixing": 0.5}, "reference_mixing.*reference_sync_steps"),
+        ({"reference_sync_steps": 4}, "reference_sync_steps"),
+        ({"reference": "old", "reference_sync_steps": 4}, "reference_sync_steps"),
+        ({"reference": "old", "kl_placement": "reward"}, "reference.*kl_placement"),
+        ({"kl_estimator": "full", "kl_placement": "reward"}, "kl_estimator.*kl_placement"),
+        ({"kl_estimator": "full_reversed", "kl_placement": "reward"}, "kl_estimator.*kl_placement"),
+        ({"kl_estimator": "full", "kl_bias_correction": True}, "kl_bias_correction"),
+        ({"dual_clip": 3.0, "delta": 2.0}, "dual_clip.*delta"),
+        ({"cispo_clip_low": True}, "cispo_clip_low.*'cispo'"),
+        ({"sapo_tau_positive": 2.0}, "sapo_tau_positive.*'sapo'"),
+        ({"sapo_tau_negative": 2.0, "loss_type": "cispo"}, "sapo_tau_negative.*'sapo'"),
+        ({"loss_type": "gmpo", "aggregation": "token-mean"}, "aggregation"),
+        ({"reward_shift": True, "reward_scale": True, "reward_norm": "group"}, "reward_shift and reward_scale"),
+        ({"reward_shift": True}, "reward_shift.*reward_norm"),
+        ({"reward_scale": True}, "reward_scale.*reward_norm"),
         (
             {"advantage": "mean_only", "reward_norm": "running", "reward_shift": True},
-            "subtracts the group's mean anyway",
+            "reward_shift",
         ),
-        ({"advantage": "gdpo", "overlong_buffer": 8}, "reads each reward function apart"),
+        ({"advantage": "gdpo", "overlong_buffer": 8}, "overlong_buffer"),
     ],
 )
-def test_contradictions_and_dead_switches_are_refused_with_the_reason(fields, reason):
+def test_contradictions_and_switches_without_effect_are_refused(fields, reason):
     with pytest.raises(ValueError, match=reason):
         Objective(**fields)
 
@@ -48,9 +48,7 @@ def test_bounds_on_the_ratio_need_a_clipped_ratio(loss_type, name):
     if LOSS_TYPES[loss_type].bounded:
         assert getattr(Objective(loss_type=loss_type, **{name: 2.0}), name) == 2.0
     else:
-        with pytest.raises(
-            ValueError, match=f"{name} .*loss_type '{loss_type}' .*got 2.0: leave it out, or choose one of grpo"
-        ):
+        with pytest.raises(ValueError, match=f"{name} .*{loss_type}"):
             Objective(loss_type=loss_type, **{name: 2.0})
 
 
@@ -58,9 +56,9 @@ def test_bounds_on_the_ratio_need_a_clipped_ratio(loss_type, name):
 @pytest.mark.parametrize(
     "fields", [{"top_entropy_quantile": 0.2}, {"kl_placement": "reward"}, *({"advantage": a} for a in STEP_ADVANTAGES)]
 )
-def test_what_differs_from_action_to_action_needs_a_ratio_per_action(loss_type, fields):
+def test_advantages_per_action_need_a_ratio_per_action(loss_type, fields):
     if not LOSS_TYPES[loss_type].of_actions:
-        with pytest.raises(ValueError, match=f"'{loss_type}' .*one ratio per completion.*got .*: choose a loss type"):
+        with pytest.raises(ValueError, match=f"loss_type='{loss_type}'"):
             Objective(loss_type=loss_type, **fields)
     else:
         assert Objective(loss_type=loss_type, **fields).loss_type == loss_type
@@ -75,7 +73,7 @@ def test_every_loss_type_but_gmpo_takes_every_aggregation(loss_type, aggregation
         assert Objective(loss_type=loss_type, aggregation=aggregation).aggregation == aggregation
 
 
-# Which reward_norm an advantage's own statistics leave standing.
+# The values of reward_norm that have an effect beside an advantage's own statistics.
 ALIVE = {
     "rloo": ("group", "batch", "running"),
     "mean_only": ("group", "batch", "running"),
@@ -90,15 +88,15 @@ def test_a_reward_norm_that_the_advantage_undoes_is_refused(advantage, norm):
     if norm in ALIVE.get(advantage, ()):
         assert Objective(advantage=advantage, reward_norm=norm).reward_norm == norm
     else:
-        with pytest.raises(ValueError, match=f"'{advantage}' standardises .*reward_norm '{norm}': leave it out"):
+        with pytest.raises(ValueError, match=f"reward_norm.*{advantage}"):
             Objective(advantage=advantage, reward_norm=norm)
 
 
-def test_k1_in_the_reward_is_welcome():
+def test_k1_in_the_reward_is_accepted():
     assert Objective(kl_estimator="k1", kl_placement="reward").kl_estimator == "k1"
 
 
-# ---- what members can come to have
+# ---- values that members can evolve to
 
 
 def space(**choices):
@@ -108,34 +106,34 @@ def space(**choices):
 @pytest.mark.parametrize(
     ("objective", "hyperparameters", "evolving", "reason"),
     [
-        ({"kl_target": 0.1}, {}, {}, "kl_target has no effect while beta is 0"),
-        ({"reference": "snapshot"}, {}, {}, "reference has no effect while beta is 0"),
-        ({"reference": "old"}, {}, {}, "reference has no effect while beta is 0"),
-        ({"kl_estimator": "full"}, {}, {}, "kl_estimator has no effect while beta is 0 .*got 'full'"),
-        ({"kl_estimator": "full_reversed"}, {}, {"lr": [1e-3, 1e-2]}, "kl_estimator has no effect while beta is 0"),
+        ({"kl_target": 0.1}, {}, {}, "kl_target.*beta"),
+        ({"reference": "snapshot"}, {}, {}, "reference.*beta"),
+        ({"reference": "old"}, {}, {}, "reference.*beta"),
+        ({"kl_estimator": "full"}, {}, {}, "kl_estimator.*beta"),
+        ({"kl_estimator": "full_reversed"}, {}, {"lr": [1e-3, 1e-2]}, "kl_estimator.*beta"),
         (
             {"dual_clip": 3.0},
             {},
             {"loss_type": ["grpo", "sapo"]},
-            "can have loss_type 'sapo', advantage 'outcome': dual_c",
+            "loss_type='sapo', advantage='outcome': dual_clip",
         ),
-        ({"dual_clip": 3.0}, {"loss_type": "cispo"}, {}, "can have loss_type 'cispo'"),
-        ({"loss_type": "gspo"}, {}, {"advantage": ["outcome", "process"]}, "'gspo', advantage 'process': .*one ratio"),
+        ({"dual_clip": 3.0}, {"loss_type": "cispo"}, {}, "loss_type='cispo'"),
+        ({"loss_type": "gspo"}, {}, {"advantage": ["outcome", "process"]}, "loss_type='gspo', advantage='process'"),
         (
             {"advantage": "mean_only", "reward_norm": "batch"},
             {},
             {"advantage": ["mean_only", "outcome"]},
-            "advantage 'outcome': .*undoes reward_norm",
+            "advantage='outcome': reward_norm",
         ),
-        ({"loss_type": "gspo"}, {"gamma": 0.9}, {}, "gamma below 1 gives the actions"),
-        ({}, {}, {"gamma": [0.9, 1.0], "loss_type": ["grpo", "gmpo"]}, "gamma below 1 .*loss_type 'gmpo'"),
-        ({"delta": 1.2}, {}, {}, "delta must exceed .*clip_high.*got 1.2 .*up to 0.2"),
+        ({"loss_type": "gspo"}, {"gamma": 0.9}, {}, "gamma.*gspo"),
+        ({}, {}, {"gamma": [0.9, 1.0], "loss_type": ["grpo", "gmpo"]}, "gamma.*gmpo"),
+        ({"delta": 1.2}, {}, {}, "delta.*clip_high.*1.2.*0.2"),
         ({"delta": 1.3}, {}, {"clip_coef": [0.1, 0.4]}, "up to 0.4"),
         ({"delta": 1.3}, {"clip_high": 0.1}, {"clip_high": [0.1, 0.5]}, "up to 0.5"),
         ({"delta": 1.3}, {"clip_high": 0.4, "clip_coef": 0.1}, {}, "up to 0.4"),
     ],
 )
-def test_what_a_member_could_not_use_is_refused(objective, hyperparameters, evolving, reason):
+def test_switches_that_a_member_could_not_use_are_refused(objective, hyperparameters, evolving, reason):
     with pytest.raises(ValueError, match=reason):
         Objective(**objective).check(Hyperparameters(**hyperparameters), space(**evolving))
 
@@ -160,6 +158,6 @@ def test_what_a_member_could_not_use_is_refused(objective, hyperparameters, evol
         ),
     ],
 )
-def test_what_every_member_can_use_is_kept(objective, hyperparameters, evolving):
+def test_switches_that_every_member_can_use_are_accepted(objective, hyperparameters, evolving):
     Objective(**objective).check(Hyperparameters(**hyperparameters), space(**evolving))
     Objective().check(Hyperparameters())

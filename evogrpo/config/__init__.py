@@ -1,0 +1,1 @@
+"""Settings that all members share, and the readers of other libraries' settings."""

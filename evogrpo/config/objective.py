@@ -1,0 +1,523 @@
+"""The objective: switches of loss, advantages, KL, reference and rewards, and which of them go together."""
+
+import dataclasses
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
+
+from evogrpo.config.loss_types import (
+    ADVANTAGES,
+    FULL_KLS,
+    LOSS_TYPES,
+    STEP_ADVANTAGES,
+    AdvantageType,
+    Aggregation,
+    ImportanceCorrection,
+    KlEstimator,
+    LossType,
+    RewardNorm,
+)
+from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.roll import read_roll
+from evogrpo.config.trl import Translation, read_trl
+from evogrpo.hyperparameters import (
+    MOST_COUNTED,
+    HyperparameterConfig,
+    Hyperparameters,
+    answering,
+    single_number,
+    whole_between,
+)
+
+__all__ = ["Imported", "Objective"]
+
+KlPlacement = Literal["loss", "reward"]
+Reference = Literal["base", "snapshot", "old"]
+EntropyReduction = Literal["loss", "mean"]
+
+
+@answering
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """Loss that members minimise; its coefficients are in `Hyperparameters`.
+
+    The switches act on rewards in this order (ROLL's): weighted sum and overlong penalty; `reward_norm`; the
+    advantage's own statistics; `reward_clip`; in-reward KL; `reward_clip` again; the return, discounted by
+    `Hyperparameters.gamma`; `whiten_advantages`; the action mask; `Hyperparameters.advantage_clip`.
+
+    Attributes:
+        loss_type: Loss per action and its reduction. "grpo" averages each completion over its actions, then
+            completions (DeepSeekMath). "dapo" and "bnpo" average over all actions of the optimizer step, so long
+            completions weigh more. "dr_grpo" divides by completions times the maximum length. "gspo" and "luspo" use
+            one ratio per completion. "cispo" weighs log-probabilities by a capped ratio. "sapo" has a soft gate
+            instead of a clip. "gmpo" takes the geometric mean of ratios.
+        advantage: Advantage estimator. One value per completion: "outcome" standardises rewards within their group,
+            "rloo" subtracts the mean of the others, "mean_only" the group's mean (Dr. GRPO), "batch_std" divides by
+            the standard deviation of the member's batch, "gdpo" standardises each reward function separately,
+            "reinforce" is the reward itself (add a baseline with `reward_norm` or `whiten_advantages`). One value per
+            action, from step rewards: "process" (DeepSeekMath), "return_to_go_group", "return_to_go_timestep".
+        advantage_eps: Added to standard deviations of rewards, in reward units.
+        mask_truncated: Leave truncated completions out of the loss. They still count in group statistics.
+        min_group_reward: Leave groups out of the loss whose mean reward is not above this (too hard). They still
+            count in statistics of rewards. None = no bound.
+        max_group_reward: Leave groups out of the loss whose mean reward is not below this (too easy).
+        whiten_advantages: Standardise advantages over all valid actions of a member's batch. Groups whose rewards are
+            all equal then get an advantage that is not 0, and long completions shift the mean.
+        aggregation: Reduction of the loss; None = the loss type's own. "seq-mean-token-sum-norm" divides by the
+            maximum completion length.
+        kl_estimator: With d = log-probability minus the reference's: "k1" is d (in rewards only: as a loss its
+            expected gradient is 0), "k2" d²/2, "k3" exp(−d) + d − 1, "abs" |d|. Small networks can also compare whole
+            distributions: "full" is KL(policy || reference), which k1 and k3 estimate, "full_reversed" is
+            KL(reference || policy). Both are exact, and in the loss only.
+        kl_placement: "loss" adds beta x KL to the loss, "reward" subtracts it from each action's reward.
+        kl_bias_correction: Multiply the KL in the loss by the ratio (of the completion for "gspo" and "luspo"). The
+            expected gradient of k3 is then that of KL(policy || reference), off-policy too (DeepSeek-V3.2).
+        kl_target: Target of the mean KL per action, in nats, for an adaptive factor on beta; None = fixed beta.
+        kl_horizon: Samples over which the factor adapts.
+        dual_clip: Upper bound of the loss where the advantage is negative, as a multiple of its size; above 1.
+        delta: Upper bound of the ratio itself (two-sided clipping); above 1 + clip_high.
+        cispo_clip_low: Bound cispo's weight from below by 1 − clip_low as well.
+        sapo_tau_positive: Temperature of sapo's gate where the advantage is positive.
+        sapo_tau_negative: Temperature of sapo's gate elsewhere.
+        top_entropy_quantile: Fraction, in (0, 1], of a member's actions kept in the policy loss: those with the
+            highest entropy.
+        entropy_reduction: Reduction of the entropy bonus. "loss" weighs every action as the loss does; "mean" is the
+            mean over the actions in the policy loss, for every loss type (TRL).
+        importance_correction: Weights for samples of an engine whose log-probabilities differ from the trainer's, per
+            action or per completion, truncated at `importance_cap` or left out beyond it; None = no weights.
+        importance_cap: Upper bound of these weights, at least 1.
+        reward_norm: Standardise rewards over the group, the member's batch, or by its running statistics, before the
+            advantage's own statistics. Refused where those undo it.
+        reward_shift: Only subtract the mean of `reward_norm`.
+        reward_scale: Only divide by the standard deviation of `reward_norm`.
+        reward_clip: Bound on the size of each reward after it has been compared with its group; of each step reward
+            where the advantage is a return to go.
+        overlong_buffer: Number of tokens before the maximum length over which a penalty grows from 0 to 1 (DAPO);
+            None = no penalty.
+        dynamic_sampling: Maximum number of times that groups with equal rewards are resampled (DAPO).
+        reference: "base" is the model without adapters, or the initial network. "snapshot" is each member's own
+            earlier policy. "old" is the policy that acted, the member before the learning step: beta then limits the
+            later of several optimizer steps, and does nothing in the first.
+        reference_sync_steps: Optimizer steps of the member between updates of its snapshot; None = no updates.
+        reference_mixing: Weight of the policy in an update of the snapshot, in (0, 1].
+
+    Raises:
+        ValueError: If a value is out of range, or has no effect or no meaning beside the others.
+
+    Sources: see docs/papers.md, one row per formula.
+    """
+
+    loss_type: LossType = "grpo"
+    advantage: AdvantageType = "outcome"
+    advantage_eps: float = 1e-4
+    mask_truncated: bool = False
+    min_group_reward: float | None = None
+    max_group_reward: float | None = None
+    whiten_advantages: bool = False
+    aggregation: Aggregation | None = None
+    kl_estimator: KlEstimator = "k3"
+    kl_placement: KlPlacement = "loss"
+    kl_bias_correction: bool = False
+    kl_target: float | None = None
+    kl_horizon: int = 10_000
+    dual_clip: float | None = None
+    delta: float | None = None
+    cispo_clip_low: bool = False
+    sapo_tau_positive: float = 1.0
+    sapo_tau_negative: float = 1.05
+    top_entropy_quantile: float = 1.0
+    entropy_reduction: EntropyReduction = "loss"
+    importance_correction: ImportanceCorrection | None = None
+    importance_cap: float = 2.0
+    reward_norm: RewardNorm | None = None
+    reward_shift: bool = False
+    reward_scale: bool = False
+    reward_clip: float | None = None
+    overlong_buffer: int | None = None
+    dynamic_sampling: int = 0
+    reference: Reference = "base"
+    reference_sync_steps: int | None = None
+    reference_mixing: float = 0.6
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, _checked(field.name, field.type, getattr(self, field.name)))
+        for problems in (_loss_problems, _reward_problems, _kl_problems):
+            for problem in problems(self):
+                raise ValueError(problem)
+
+    @property
+    def per_action(self) -> bool:
+        """Return True if actions of one completion can differ in advantage, for any gamma."""
+        return self.advantage in STEP_ADVANTAGES or self.kl_placement == "reward"
+
+    def is_set(self, name: str) -> bool:
+        """Return True if a switch differs from its default."""
+        return bool(getattr(self, name) != _DEFAULTS[name])
+
+    def with_types(self, loss_type: LossType | None = None, advantage: AdvantageType | None = None) -> Self:
+        """Return this objective with another loss type and advantage; None keeps the current one.
+
+        Switches that only the former loss type reads (`cispo_clip_low`, `sapo_tau_...`) go back to their defaults.
+        """
+        loss_type, advantage = loss_type or self.loss_type, advantage or self.advantage
+        if (loss_type, advantage) == (self.loss_type, self.advantage):
+            return self
+        left = () if loss_type == self.loss_type else LOSS_TYPES[self.loss_type].switches
+        own = {name: _DEFAULTS[name] for name in left}
+        return dataclasses.replace(self, loss_type=loss_type, advantage=advantage, **own)
+
+    def of(self, hyperparameters: Hyperparameters) -> Self:
+        """Return a member's own objective: this one with the member's `loss_type` and `advantage`, where it has them.
+
+        Raises:
+            ValueError: If another switch is incompatible with them; `check` finds this before a run.
+        """
+        return self.with_types(hyperparameters.loss_type, hyperparameters.advantage)
+
+    def resolved(self, hyperparameters: Hyperparameters, space: Container[str]) -> Hyperparameters:
+        """Return hyperparameters with loss type and advantage filled in if they evolve, as mutation needs them."""
+        names = {name: getattr(self, name) for name in ("loss_type", "advantage") if name in space}
+        missing = {name: value for name, value in names.items() if getattr(hyperparameters, name) is None}
+        return dataclasses.replace(hyperparameters, **missing) if missing else hyperparameters
+
+    def check(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
+        """Refuse switches that some member could not use, or that have no effect for any member.
+
+        Args:
+            hyperparameters: The first member's; all members share those that do not evolve.
+            space: Hyperparameters that evolve; None = none.
+
+        Raises:
+            ValueError: If this objective is incompatible with a loss type, an advantage or a coefficient that a member
+                has or can evolve to.
+        """
+        space = HyperparameterConfig() if space is None else space
+        self.check_member(hyperparameters, space)
+        whole = ("kl_estimator",) if self.kl_estimator in FULL_KLS else ()
+        readers = {"beta": ("kl_target", "reference", *whole), "entropy_coef": ("entropy_reduction",)}
+        for coefficient, names in readers.items():
+            for name in names:
+                if self.is_set(name) and highest(coefficient, hyperparameters, space) == 0:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} has no effect while {coefficient} is 0 for every member: "
+                        f"leave it out, or set {coefficient} above 0."
+                    )
+
+    def check_member(self, hyperparameters: Hyperparameters, space: HyperparameterConfig | None = None) -> None:
+        """Refuse switches that one member, or a descendant of it, could not use.
+
+        Args:
+            hyperparameters: The member's.
+            space: Hyperparameters that evolve; None = none.
+
+        Raises:
+            ValueError: If there is such a switch.
+        """
+        space = HyperparameterConfig() if space is None else space
+        loss_types = possible("loss_type", self, hyperparameters, space)
+        for loss_type in loss_types:
+            for advantage in possible("advantage", self, hyperparameters, space):
+                try:
+                    self.with_types(loss_type, advantage)
+                except ValueError as error:
+                    raise ValueError(
+                        f"A member can have loss_type={loss_type!r}, advantage={advantage!r}: {error}"
+                    ) from None
+            # With gamma < 1 the return, and so the advantage, differs between the actions of a completion.
+            if not LOSS_TYPES[loss_type].of_actions and lowest("gamma", hyperparameters, space) < 1:
+                raise ValueError(
+                    f"gamma below 1 has no meaning with loss_type={loss_type!r}, which has one ratio per completion: "
+                    "set gamma to 1, or choose a loss type with one ratio per action."
+                )
+        if self.delta is not None and self.delta <= 1 + highest_clip_high(hyperparameters, space):
+            raise ValueError(
+                f"delta must be above 1 + clip_high, or clip_high has no effect, got delta={self.delta} with clip_high "
+                f"up to {highest_clip_high(hyperparameters, space)}."
+            )
+
+    @classmethod
+    def from_roll(cls, source: Mapping[str, Any] | str | Path) -> "Imported":
+        """Translate the settings of a ROLL pipeline; see `evogrpo.config.roll.read_roll`."""
+        return Imported.of(read_roll(source))
+
+    @classmethod
+    def from_trl(cls, source: object) -> "Imported":
+        """Translate a TRL `GRPOConfig`, or a mapping of its fields; see `evogrpo.config.trl.read_trl`."""
+        return Imported.of(read_trl(source))
+
+
+# ---- every switch by itself
+
+_DEFAULTS: Mapping[str, Any] = {field.name: field.default for field in dataclasses.fields(Objective)}
+_RULES: Mapping[str, tuple[str, Callable[[float], bool]]] = {
+    "advantage_eps": ("be above 0", lambda x: x > 0),
+    "min_group_reward": ("be a number", lambda x: True),
+    "max_group_reward": ("be a number", lambda x: True),
+    "kl_target": ("be above 0", lambda x: x > 0),
+    "kl_horizon": ("be at least 1", lambda x: x >= 1),
+    "dual_clip": ("be above 1", lambda x: x > 1),
+    "delta": ("be above 1", lambda x: x > 1),
+    "sapo_tau_positive": ("be above 0", lambda x: x > 0),
+    "sapo_tau_negative": ("be above 0", lambda x: x > 0),
+    "top_entropy_quantile": ("lie in (0, 1]", lambda x: 0 < x <= 1),
+    "importance_cap": ("be at least 1", lambda x: x >= 1),
+    "reward_clip": ("be above 0", lambda x: x > 0),
+    "overlong_buffer": ("be at least 1", lambda x: x >= 1),
+    "dynamic_sampling": ("be at least 0", lambda x: x >= 0),
+    "reference_sync_steps": ("be at least 1", lambda x: x >= 1),
+    "reference_mixing": ("lie in (0, 1]", lambda x: 0 < x <= 1),
+}
+
+_MAXIMA: Mapping[str, int] = {"dynamic_sampling": 1000}  # bounds of what is looped over
+
+
+def _checked(name: str, hint: Any, value: Any) -> Any:
+    """Return `value` in the declared type of a field if it is legal there, or raise ValueError."""
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None and NoneType in arms:
+        return None
+    kind = arms[0]
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise ValueError(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}.")
+        return value
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, got {value!r}.")
+        return value
+    number = (
+        whole_between(name, value, -1, _MAXIMA.get(name, MOST_COUNTED)) if kind is int else single_number(name, value)
+    )
+    rule, legal = _RULES[name]
+    if not legal(number):
+        raise ValueError(f"{name} must {rule}, got {value}.")
+    return number
+
+
+# ---- switches beside each other: generators of messages, the first of which is raised
+
+
+def _loss_problems(objective: Objective) -> Iterator[str]:
+    loss = objective.loss_type
+    facts = LOSS_TYPES[loss]
+    for name in ("dual_clip", "delta"):
+        if objective.is_set(name) and not facts.bounded:
+            others = ", ".join(other for other, known in LOSS_TYPES.items() if known.bounded)
+            yield (
+                f"{name} needs a loss with a clipped ratio, got loss_type={loss!r}: leave {name} out, or choose one of "
+                f"{others}."
+            )
+    if objective.dual_clip is not None and objective.delta is not None:
+        yield f"dual_clip ({objective.dual_clip}) and delta ({objective.delta}) exclude each other: give one of them."
+    for owner, known in LOSS_TYPES.items():
+        for name in known.switches:
+            if objective.is_set(name) and loss != owner:
+                yield f"{name} is used by loss_type={owner!r} only, got loss_type={loss!r}: leave it out."
+    if facts.ratio == "geometric mean" and objective.aggregation is not None:
+        yield (
+            f"aggregation has no meaning with loss_type={loss!r}, which is one number per completion: leave it out, "
+            f"got {objective.aggregation!r}."
+        )
+    if not facts.of_actions and objective.is_set("top_entropy_quantile"):
+        yield (
+            f"top_entropy_quantile={objective.top_entropy_quantile} has no meaning with loss_type={loss!r}, which has "
+            "one ratio per completion: choose a loss type with one ratio per action."
+        )
+    if not facts.of_actions and objective.per_action:
+        cause = (
+            f"advantage={objective.advantage!r}"
+            if objective.advantage in STEP_ADVANTAGES
+            else "kl_placement='reward' (in-reward KL)"
+        )
+        yield (
+            f"{cause} gives each action its own advantage, but loss_type={loss!r} has one ratio per completion: choose "
+            "a loss type with one ratio per action."
+        )
+
+
+def _reward_problems(objective: Objective) -> Iterator[str]:
+    norm, advantage = objective.reward_norm, objective.advantage
+    compared = ADVANTAGES[advantage]
+    if objective.reward_shift and objective.reward_scale:
+        yield "reward_shift and reward_scale exclude each other: leave both out to subtract the mean and divide."
+    for name in ("reward_shift", "reward_scale"):
+        if getattr(objective, name) and norm is None:
+            yield f"{name} has no effect without reward_norm: give reward_norm as well."
+    if norm is not None and compared != "reward":
+        yield f"reward_norm={norm!r} has no effect: advantage={advantage!r} standardises {compared}. Leave it out."
+    elif norm is not None and (advantage == "outcome" or (advantage == "batch_std" and norm != "group")):
+        yield (
+            f"reward_norm={norm!r} has no effect: advantage={advantage!r} standardises rewards itself. Leave it "
+            "out, or choose advantage mean_only, rloo or reinforce."
+        )
+    elif norm is not None and objective.reward_shift and advantage not in ("batch_std", "reinforce"):
+        # batch_std with a shift by group has an effect: its deviation then excludes differences between groups.
+        yield f"reward_shift has no effect: advantage={advantage!r} subtracts the group's mean. Leave it out."
+    low, high = objective.min_group_reward, objective.max_group_reward
+    if low is not None and high is not None and low >= high:
+        yield f"min_group_reward must be below max_group_reward, got {low} and {high}."
+    if compared == "reward functions" and objective.overlong_buffer is not None:
+        yield (
+            f"overlong_buffer={objective.overlong_buffer} is part of the sum of rewards, which advantage={advantage!r} "
+            "does not use: make the penalty a reward function."
+        )
+
+
+def _kl_problems(objective: Objective) -> Iterator[str]:
+    in_reward = objective.kl_placement == "reward"
+    if objective.kl_estimator == "k1" and not in_reward:
+        # E[grad log p] = 0, so k1 in the loss moves nothing on average.
+        yield (
+            'kl_estimator="k1" has an expected gradient of 0 in the loss: choose k2, k3 or abs, or '
+            'kl_placement="reward".'
+        )
+    if objective.kl_bias_correction and in_reward:
+        yield 'kl_bias_correction needs a KL in the loss, got kl_placement="reward": leave one of them out.'
+    if objective.kl_estimator in FULL_KLS:
+        if in_reward:
+            yield f'kl_estimator={objective.kl_estimator!r} needs kl_placement="loss", or choose k1, k2, k3 or abs.'
+        if objective.kl_bias_correction:
+            yield f"kl_bias_correction has no effect: kl_estimator={objective.kl_estimator!r} is exact. Leave it out."
+    if objective.reference == "old" and in_reward:
+        # Rewards are earned by the policy that acts, whose KL to itself is 0.
+        yield (
+            'reference="old" has no effect with kl_placement="reward": choose kl_placement="loss" or another reference.'
+        )
+    for name, needed in {
+        "kl_horizon": "kl_target",
+        "importance_cap": "importance_correction",
+        "reference_mixing": "reference_sync_steps",
+    }.items():
+        if objective.is_set(name) and getattr(objective, needed) is None:
+            yield f"{name}={getattr(objective, name)} has no effect without {needed}: give {needed} as well."
+    if objective.reference_sync_steps is not None and objective.reference != "snapshot":
+        yield (
+            f"reference_sync_steps={objective.reference_sync_steps} needs reference='snapshot', got "
+            f"reference={objective.reference!r}."
+        )
+
+
+# ---- values that members can evolve to
+
+
+def possible(
+    name: str, objective: Objective, hyperparameters: Hyperparameters, space: HyperparameterConfig
+) -> tuple[Any, ...]:
+    """Return every loss type or advantage that a member can have."""
+    first = getattr(hyperparameters, name) or getattr(objective, name)
+    return tuple(dict.fromkeys((first, *(space[name].names if name in space else ()))))
+
+
+def highest(name: str, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
+    """Return the largest value that a hyperparameter can evolve to."""
+    start = hyperparameters.number(name)
+    return max(start, space[name].bounds[1]) if name in space else start
+
+
+def lowest(name: str, hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
+    """Return the smallest value that a hyperparameter can evolve to."""
+    start = hyperparameters.number(name)
+    return min(start, space[name].bounds[0]) if name in space else start
+
+
+def highest_clip_high(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> float:
+    """Return the widest upper clip that a member can evolve to, from clip_high or clip_coef."""
+    separate = hyperparameters.clip_high is not None or "clip_high" in space
+    high = highest("clip_high", hyperparameters, space) if separate else 0.0
+    # A member whose clip_high is None, as founders may be, follows clip_coef.
+    return high if hyperparameters.clip_high is not None else max(high, highest("clip_coef", hyperparameters, space))
+
+
+# ---- settings of other libraries
+
+SETTINGS = {
+    "samples_per_step": "schedule",
+    "max_output_tokens": "agent",
+    "top_k": "agent",
+    "top_p": "agent",
+    "min_p": "agent",
+    "repetition_penalty": "agent",
+    "max_prompt_length": "task",
+    "reward_weights": "task",
+    "seed": "run",
+}
+"""Settings that `Imported.settings` can hold, and the section of a configuration that each belongs to."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """Settings of another library as records of this package. No setting is dropped silently: see `ignored`.
+
+    Attributes:
+        objective: Switches of loss, advantages, KL, reference and rewards.
+        hyperparameters: Given hyperparameters by name: `Hyperparameters(**imported.hyperparameters)`.
+        optimizer: Settings of AdamW.
+        settings: Settings of other sections of a configuration, by name; see `SETTINGS`.
+        ignored: Fields that were given and have no counterpart here, with the reason. Look through them.
+
+    Raises:
+        ValueError: If the objective and the hyperparameters are incompatible.
+    """
+
+    objective: Objective
+    hyperparameters: Mapping[str, Any]
+    optimizer: Optimizer
+    settings: Mapping[str, Any]
+    ignored: Mapping[str, str]
+
+    @classmethod
+    def of(cls, translation: Translation) -> "Imported":
+        """Build the records from their keyword arguments.
+
+        Raises:
+            ValueError: With one line for every setting that is not supported or out of range.
+        """
+        from evogrpo.records import SamplingOptions  # needs torch
+
+        problems = list(translation.refused)
+
+        def build(record: Callable[[], T]) -> T | None:
+            try:
+                return record()
+            except ValueError as error:
+                problems.append(str(error))
+                return None
+
+        objective = build(lambda: Objective(**translation.objective))
+        optimizer = build(lambda: Optimizer(**translation.optimizer))
+        options = {field.name for field in dataclasses.fields(SamplingOptions)} & translation.settings.keys()
+        build(lambda: SamplingOptions(**{name: translation.settings[name] for name in options}))
+        for name, value in translation.hyperparameters.items():
+            build(partial(Hyperparameters.from_json, {name: value}))
+        if objective is None or optimizer is None or problems:
+            count = f"{len(problems)} settings cannot be translated:\n- " if len(problems) > 1 else ""
+            raise ValueError(count + "\n- ".join(problems))
+        return cls(
+            objective=objective,
+            hyperparameters=translation.hyperparameters,
+            optimizer=optimizer,
+            settings=translation.settings,
+            ignored=translation.ignored,
+        )
+
+    def __post_init__(self) -> None:
+        self.objective.check(Hyperparameters(**self.hyperparameters))
+
+    def to_config(self) -> dict[str, Any]:
+        """Return sections of a configuration of `evogrpo train`, without model, task and limits."""
+        sections: dict[str, dict[str, Any]] = {"agent": {"objective": vars(self.objective).copy()}}
+        sections["agent"]["optimizer"] = {**vars(self.optimizer), "betas": list(self.optimizer.betas)}
+        top: dict[str, Any] = {"hyperparameters": dict(self.hyperparameters)}
+        for name, value in self.settings.items():
+            section = SETTINGS[name]
+            if section == "run":
+                top[name] = value
+            else:
+                sections.setdefault(section, {})[name] = value
+        return {**top, **sections}

@@ -1,1 +1,0 @@
-"""Settings of other libraries read into this package's words: keyword arguments, with refusals by name."""
