@@ -27,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: Without the program's name; those of the process by default.
     """
     parser = make_parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] == "help":
+        arguments = [*arguments[1:], "--help"]
     chosen, rest = parser.parse_known_args(arguments)
     # argparse takes positional arguments in one go; overrides may also follow options.
     unknown = rest if "overrides" not in chosen else [text for text in rest if text.startswith("-")]
@@ -112,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="evogrpo",
         description="Evolve a population of GRPO agents that share one base model.",
-        epilog=IN_WORDS,
+        epilog=f"`evogrpo help COMMAND` describes a command. {IN_WORDS}",
     )
     parser.add_argument("--version", action="version", version=f"evogrpo {evogrpo.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

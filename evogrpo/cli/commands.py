@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TypeAlias
 
-from evogrpo.cli.exit_codes import IN_WORDS, MOST_STATUS, OK
+from evogrpo.cli.exit_codes import MOST_STATUS, OK
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -24,10 +24,10 @@ def _add_runs(commands: Commands) -> None:
     demo = _command(
         commands, "demo", "evogrpo.cli.train:demo", "evolve four agents on a small language model, in minutes"
     )
-    demo.add_argument("--seed", type=int, help="root of every random stream (default 0)")
     demo.add_argument(
         "--fixed", action="store_true", help="the control: all members keep the poor start, nothing evolves, same cost"
     )
+    demo.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
     _starting(demo)
     demo.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help=_OVERRIDES)
 
@@ -40,7 +40,8 @@ def _add_runs(commands: Commands) -> None:
         "Reward functions and environments named in CONFIG are your code, and are run.",
     )
     train.usage = (
-        "evogrpo train [-h] [--run-dir DIR] [--go-on] [--dry-run] [--allow-memory]\n"
+        "evogrpo train [-h] [--seed N] [--generations N] [--run-dir DIR]\n"
+        "                     [--go-on] [--dry-run] [--allow-memory]\n"
         "                     [--stopped-status N] [--preset] [--wrapper MODULE:CLASS]\n"
         "                     [--traceback]\n"
         "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
@@ -52,7 +53,8 @@ def _add_runs(commands: Commands) -> None:
     instead.add_argument(
         "--parallel-env",
         metavar="MODULE",
-        help="likewise for several agents: a module with parallel_env, e.g. mpe2.simple_spread_v3, or MODULE:FUNCTION",
+        help="instead of CONFIG, for several agents: a module with parallel_env, e.g. mpe2.simple_spread_v3, or "
+        "MODULE:FUNCTION",
     )
     train.add_argument(
         "--preset",
@@ -67,6 +69,7 @@ def _add_runs(commands: Commands) -> None:
         help="with --env: put this gymnasium.Wrapper around it, those of gymnasium.wrappers named by the class alone; "
         "give it again for another one around that",
     )
+    train.add_argument("--generations", type=int, metavar="N", help="number of generations (schedule.generations)")
     _starting(train)
     train.add_argument(
         "overrides", nargs="*", default=[], metavar="CONFIG KEY=VALUE", help=f"a YAML file; {_OVERRIDES}"
@@ -119,6 +122,7 @@ def _add_further_runs(commands: Commands) -> None:
 def _starting(parser: argparse.ArgumentParser) -> None:
     """Declare what a run that begins takes, whatever it is of."""
     parser.set_defaults(own_code=True)
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of every random stream, the same as seed=N")
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="where records go (default: a new folder under runs/)"
     )
@@ -251,7 +255,7 @@ def _command(
     details: str = "",
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
-        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}".strip(), epilog=IN_WORDS
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}. {details}".strip()
     )
     parser.add_argument("--traceback", action="store_true", help="show where an error was raised")
     parser.set_defaults(command=command, parser=parser, opens=False, own_code=False)

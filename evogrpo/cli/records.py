@@ -237,7 +237,7 @@ def _run_rows(run: ComparedRun) -> dict[str, str]:
         "best fitness": earned,
         "test": "–" if test is None else score_text(test.after.mean, test.after.standard_error),
         "  interval": "–" if low is None else f"[{number_text(low)}, {number_text(high)}]",
-        "  starts asked": "–" if test is None else count_text(test.questions),
+        "  starts": "–" if test is None else count_text(test.questions),
     }
 
 

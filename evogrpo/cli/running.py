@@ -91,7 +91,7 @@ def go_on(chosen: argparse.Namespace) -> int:
         say_warning(remark)
     if resumable.ended is not None:
         done = f"{resumable.generation} generation{'' if resumable.generation == 1 else 's'}"
-        console.print(f"nothing is left to do: this run has ended after {done}, as {resumable.ended}", soft_wrap=True)
+        console.print(f"nothing is left to do: this run has finished after {done} ({resumable.ended})", soft_wrap=True)
         if processes().leads:
             show_ending(console, run_dir, resumable.generation, resumable.schedule)
         return OK

@@ -19,9 +19,7 @@ from evogrpo.training.display.console import make_console, working
 
 def demo(chosen: argparse.Namespace) -> int:
     """Train on the packaged configuration."""
-    overrides = list(chosen.overrides)
-    if chosen.seed is not None:
-        overrides.insert(0, f"seed={chosen.seed}")
+    overrides = _overrides(chosen)
 
     def read() -> AnyConfig:
         with as_file(files("evogrpo.training.configuration") / "demo.yaml") as path:
@@ -36,7 +34,7 @@ def demo(chosen: argparse.Namespace) -> int:
 
 def train(chosen: argparse.Namespace) -> int:
     """Train on the user's configuration, or on an environment with the packaged one."""
-    words = list(chosen.overrides)
+    words = _overrides(chosen)
     if chosen.wrapper:
         if chosen.env is None:
             raise ValueError("--wrapper goes with --env: in a configuration, write task.wrappers")
@@ -64,7 +62,7 @@ def replay(chosen: argparse.Namespace) -> int:
     def read() -> AnyConfig:
         from evogrpo.training.front.replaying import HyperparameterSchedule
 
-        return HyperparameterSchedule.read(chosen.source).config(chosen.overrides)
+        return HyperparameterSchedule.read(chosen.source).config(_overrides(chosen))
 
     return _begin(read, chosen, f"{chosen.source.resolve().stem}-replay")
 
@@ -74,6 +72,12 @@ def resume(chosen: argparse.Namespace) -> int:
     with _importing():
         from evogrpo.cli.running import go_on
     return go_on(chosen)
+
+
+def _overrides(chosen: argparse.Namespace) -> list[str]:
+    """Return the overrides, followed by the settings that were given as options."""
+    options = {"seed": chosen.seed, "schedule.generations": getattr(chosen, "generations", None)}
+    return [*chosen.overrides, *(f"{key}={value}" for key, value in options.items() if value is not None)]
 
 
 def _packaged(key: str, name: str, overrides: list[str], chosen: argparse.Namespace) -> AnyConfig:

@@ -68,7 +68,7 @@ class Result:
             rows.append((f"validation, member #{self.best.index}", self.best.fitness))
         if self.test is not None:
             rows += [(f"test, {name}", estimate) for name, estimate in self.test.estimates.items()]
-        facts = (f"{self.generations} generations", duration_text(self.seconds), f"ended: {self.reason}")
+        facts = (f"{self.generations} generations", duration_text(self.seconds), f"finished: {self.reason}")
         return card("Result", facts, ("", "mean ± SE"), rows)
 
     def __repr__(self) -> str:

@@ -15,6 +15,7 @@ from evogrpo.hyperparameters import (
     whole_between,
 )
 from evogrpo.remarks import remark
+from evogrpo.text import counted
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.agents.population import Population
@@ -109,23 +110,22 @@ class Schedule:
             timesteps: Played so far.
             tokens: Spent so far.
             seconds: Likewise.
-            fitness: The best so far; None before the first evaluation.
+            fitness: The best so far, or that before training; None before the first evaluation.
         """
         if self.target_fitness is not None and fitness is not None and fitness >= self.target_fitness:
-            return f"target_fitness {self.target_fitness:g} is reached, by {fitness:.4g}"
+            return f"fitness {fitness:.4g} reaches target_fitness {self.target_fitness:g}"
         if self.generations is not None and generation >= self.generations:
-            more = generation > self.generations
-            return f"generations {self.generations} are {'more than ' if more else ''}done"
+            return counted(generation, "generation")
         return self.spent(timesteps=timesteps, tokens=tokens, seconds=seconds)
 
     def spent(self, *, timesteps: int, tokens: int, seconds: float) -> str | None:
         """Return in words which limit on cost is spent, None if none: one that ends a generation early."""
         if self.max_timesteps is not None and timesteps >= self.max_timesteps:
-            return f"max_timesteps {self.max_timesteps:,} are taken"
+            return f"max_timesteps {self.max_timesteps:,} is reached"
         if self.max_tokens is not None and tokens >= self.max_tokens:
-            return f"max_tokens {self.max_tokens:,} are spent"
+            return f"max_tokens {self.max_tokens:,} is reached"
         if self.max_seconds is not None and seconds >= self.max_seconds:
-            return f"max_seconds {self.max_seconds:g} are spent"
+            return f"max_seconds {self.max_seconds:g} is reached"
         return None
 
     def check_counted(self, *, plays: bool, counted: bool = True) -> None:

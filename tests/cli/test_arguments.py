@@ -24,6 +24,18 @@ def test_help_loads_nothing_heavy(arguments):
     assert not loaded & {"torch", "transformers", "numpy", "yaml", "rich", "matplotlib"}
 
 
+def test_help_is_a_command_too(capsys):
+    said = []
+    for arguments in (["help"], ["--help"], ["help", "train"], ["train", "--help"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(arguments)
+        assert exit_.value.code == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1] != said[2] == said[3]
+    assert "143" in said[0]  # exit codes are listed once
+    assert "SIGTERM." not in said[2]
+
+
 def test_reports_are_drawn_without_torch(tmp_path):
     loaded = loaded_by(f"from evogrpo.cli import main; main(['report', {str(tmp_path)!r}])")
     assert "evogrpo.reporting.html" in loaded

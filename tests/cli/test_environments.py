@@ -54,7 +54,7 @@ def test_a_run_tells_its_story_in_the_words_of_environments(finished):
         "Generation 2 of 2",
         "transitions",
         "Test: 6 starts that neither training nor selection saw",
-        "ended: generations 2 are done",
+        "Finished: ",
         "evogrpo.GRPO.load('runs/CartPole-v1/best')",
         " video runs/CartPole-v1",
         " resume runs/CartPole-v1 --generations 4 target_fitness=null",
@@ -162,7 +162,7 @@ def test_the_command_trains_what_the_same_settings_train_in_python(finished, one
 def test_a_run_goes_on(finished, tmp_path, monkeypatch, capsys):
     assert main(["resume", str(finished[0])]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "nothing is left to do: this run has ended after 2 generations, as generations 2 are done" in printed
+    assert "nothing is left to do" in printed
     assert main(["resume", str(finished[0]), "--generations", "3", "target_fitness=null"]) == 0
     kinds = [event["event"] for event in read_journal(finished[0] / "journal.jsonl")]
     assert kinds.count("generation") == 3
@@ -186,15 +186,25 @@ def test_a_configuration_file_does_the_same(here):
     assert parse_config(stored) == load_config(Path("runs/pendulum/config.yaml"))
 
 
-def test_a_target_ends_the_run(here, capsys):
+def test_a_run_that_reaches_its_target_before_training_trains_nothing(here, capsys):
     reached = ["train", "--env", "CartPole-v1", *SHORT, "schedule.target_fitness=1"]
     assert main(reached) == 0
     printed = capsys.readouterr().out
-    assert "ended: target_fitness 1 is reached, by " in printed
-    assert "--generations 2 target_fitness=null" in printed
-    events = read_journal(Path("runs/CartPole-v1/journal.jsonl"))
-    assert events[-1]["reason"].startswith("target_fitness 1 is reached, by ")
-    assert [e["event"] for e in read_journal(Path("runs/CartPole-v1/journal.jsonl"))].count("generation") == 1
+    assert "target_fitness" in printed
+    assert "before training" in printed
+    events = [event["event"] for event in read_journal(Path("runs/CartPole-v1/journal.jsonl"))]
+    assert events[-1] == "stopped"
+    assert not {"step", "generation"} & set(events)
+    assert main(["resume", "runs/CartPole-v1", "target_fitness=1e6"]) == 0
+    events = [event["event"] for event in read_journal(Path("runs/CartPole-v1/journal.jsonl"))]
+    assert "generation" in events
+
+
+def test_common_settings_are_options_as_well(here, capsys):
+    common = ["--generations", "1", "--seed", "7", "--run-dir", "options"]
+    assert main(["train", "--env", "CartPole-v1", *SHORT, *common]) == 0
+    stored = yaml.safe_load(Path("options/config.yaml").read_text())
+    assert (stored["seed"], stored["schedule"]["generations"]) == (7, 1)
 
 
 def test_an_objective_given_in_part_keeps_the_rest_of_the_networks_own():
@@ -327,18 +337,18 @@ def test_the_command_that_is_printed_after_a_faulty_environment_goes_on_once_it_
         assert main(printed_command("once mended", output)) == 0
     finally:
         gymnasium.registry.pop("Faulty-v0", None)
-    assert "ended: generations 3 are done" in capsys.readouterr().out
+    assert "Finished: " in capsys.readouterr().out
 
 
 def test_a_run_that_time_ended_is_trained_further_by_the_command_that_it_prints(here, capsys):
     brief = ["schedule.max_seconds=1", "schedule.test_questions=0", "task.max_episode_steps=20"]  # a test may not fit
     assert main(["train", "--env", "CartPole-v1", *brief]) == 0
     output = capsys.readouterr().out
-    assert "ended: max_seconds 1 are spent" in output
+    assert "Finished: max_seconds 1 is reached" in output
     assert main(["resume", "runs/CartPole-v1"]) == 0
     assert "nothing is left to do" in capsys.readouterr().out
     assert main([*printed_command("train further", output), "test_questions=2"]) == 0
-    assert "ended: generations" in capsys.readouterr().out
+    assert "Finished: " in capsys.readouterr().out
 
 
 def test_the_folder_of_a_run_is_not_taken_for_an_agent(finished):

@@ -13,7 +13,7 @@ from tests.forking import Forked
 
 
 def ended(run_dir: Path) -> bool:
-    return read_journal(run_dir / "journal.jsonl")[-1].get("reason") == "generations 1 are done"
+    return read_journal(run_dir / "journal.jsonl")[-1].get("reason") == "1 generation"
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(project, here):

@@ -374,7 +374,7 @@ def test_runs_that_start_at_the_same_moment_get_folders_of_their_own(project, he
         run_dir = Path("runs", folder)
         events = read_journal(run_dir / "journal.jsonl")
         assert [event["event"] for event in events].count("run") == 1
-        assert events[-1]["reason"] == "generations 1 are done"
+        assert events[-1]["reason"] == "1 generation"
         assert yaml.safe_load((run_dir / "config.yaml").read_text())["seed"] == events[0]["seed"]
         seeds.append(events[0]["seed"])
     assert sorted(seeds) == [0, 1]

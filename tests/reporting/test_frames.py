@@ -58,7 +58,7 @@ def test_frames_hold_what_the_journal_holds(run_dir):
     test = run.evaluations[run.evaluations["split"] == "test"]
     assert test["who"].tolist() == ["untrained", "member", "gain"]
     assert run.facts["seed"] == 0
-    assert (run.stopped, run.resumes) == ("generations 3 are done", 0)
+    assert (run.stopped, run.resumes) == ("3 generations", 0)
 
 
 def test_every_column_is_documented_and_typed(run_dir):

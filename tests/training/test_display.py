@@ -68,7 +68,7 @@ def test_a_terminal_shows_the_run_and_is_left_to_the_loop(monkeypatch, tmp_path)
     for text in ("measuring the untrained base", "untrained base: fitness", "mine 1"):
         assert text in said, text
     assert said.index("Generation 1 of 2") < said.index("mine 1") < said.index("Generation 2 of 2")
-    assert said.index("mine 2") < said.index("Test: ") < said.index("ended: generations 2 are done")
+    assert said.index("mine 2") < said.index("Test: ") < said.index("Finished: ")
     for _ in resume(tmp_path / "run", tiny_env(), actor_network=tiny_model(), generations=3):
         pass
     assert "Generation 3 of 3" in CONTROL.sub("", terminal.getvalue())
@@ -131,7 +131,7 @@ def test_a_log_gets_lines_where_they_are_asked_for(capfd):
     assert not CONTROL.search(output)
     assert errors == ""
     assert "step 4/4  mean reward" in output
-    assert "ended: generations 2 are done" in output
+    assert "Finished: " in output
 
 
 @pytest.mark.parametrize("progress", ["yes", 2, 0.5])

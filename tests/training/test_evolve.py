@@ -143,7 +143,7 @@ def test_the_journal_holds_every_event_whole(run):
         "scores",
     }
     assert (test["split"], test["questions"]) == ("test", 36)
-    assert run.journal[-1]["reason"] == "generations 4 are done"
+    assert run.journal[-1]["reason"] == "4 generations"
 
 
 def test_the_base_is_measured_before_anything_is_learnt(run):
@@ -267,7 +267,7 @@ def test_a_run_in_python_has_its_result_at_the_end(tmp_path):
     reports = list(run)
     result = run.result
     assert (result.complete, result.generations, result.steps) == (True, 2, 2)
-    assert result.reason == "generations 2 are done"
+    assert result.reason == "2 generations"
     assert result.run_dir == tmp_path / "run"
     best = max((member for report in reports for member in report.members), key=lambda member: member.fitness)
     assert (result.best.index, result.best.fitness.mean) == (best.index, best.fitness)

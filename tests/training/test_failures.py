@@ -206,7 +206,7 @@ def test_completions_whose_reward_raises_can_be_left_out(tmp_path):
     with pytest.warns(UserWarning, match="1 of 24 completions excluded"):
         reports = finish(tiny_run(tmp_path / "run", env=env))
     assert sum(isinstance(report, GenerationReport) for report in reports) == 3
-    assert events(tmp_path / "run", "stopped")[-1]["reason"].endswith("are done")
+    assert events(tmp_path / "run", "stopped")[-1]["reason"].endswith("generations")
 
 
 def test_a_reward_that_does_not_apply_to_held_out_questions_stops_the_run(tmp_path):

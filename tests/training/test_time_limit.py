@@ -72,7 +72,7 @@ def test_everything_together_keeps_to_the_limit(clock, limit):
     spent = clock.now - before
     result = going.result
     assert spent <= limit + 0.011  # the step under way is taken to its end
-    assert result.reason == f"max_seconds {limit:g} are spent"
+    assert result.reason == f"max_seconds {limit:g} is reached"
     assert result.complete
     assert result.seconds == pytest.approx(spent)
     if limit >= 10:
@@ -110,7 +110,7 @@ def test_whenever_episodes_take_longer_the_run_ends_in_time_and_says_what_is_mis
     going, said = run(env, max_seconds=20.0, generations=100)
     result = going.result
     assert clock.now - before <= 20.0 + 0.011 * growth
-    assert result.reason == "max_seconds 20 are spent"
+    assert result.reason == "max_seconds 20 is reached"
     if not result.steps:
         assert any("not one learning step fitted" in words for words in said)
     elif result.test is None:
@@ -129,7 +129,7 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
         questions = first.evolution.schedule.validation_questions
         again = resume(tmp_path / "run", costly(clock))
         assert list(again) == []
-        assert again.result.reason == "max_seconds 20 are spent"
+        assert again.result.reason == "max_seconds 20 is reached"
         before = clock.now
         further = resume(tmp_path / "run", costly(clock), max_seconds=60.0)
         generations = list(further)
@@ -139,9 +139,9 @@ def test_a_run_that_ran_out_of_time_goes_on_with_more(clock, tmp_path):
     assert {generation.questions for generation in generations} == {questions}  # as many as before
     events = [json.loads(line) for line in (tmp_path / "run/journal.jsonl").read_text().splitlines()]
     assert [event["reason"] for event in events if event["event"] == "stopped"] == [
-        "max_seconds 20 are spent",
-        "max_seconds 20 are spent",
-        "max_seconds 60 are spent",
+        "max_seconds 20 is reached",
+        "max_seconds 20 is reached",
+        "max_seconds 60 is reached",
     ]
 
 
@@ -159,7 +159,7 @@ def test_time_that_ran_out_while_the_last_generation_was_saved_stays_spent(clock
         warnings.simplefilter("ignore")
         first = evolve(members(costly(clock)), costly(clock), run_dir=tmp_path / "run", **given)
         assert len(list(first)) == 1
-        assert first.result.reason == "max_seconds 100 are spent"
+        assert first.result.reason == "max_seconds 100 is reached"
         again = resume(tmp_path / "run", costly(clock))
         assert list(again) == []
     assert again.result.reason == first.result.reason
@@ -194,7 +194,7 @@ def test_a_run_killed_after_its_questions_were_cut_goes_on_with_as_many(clock, t
     assert {event["questions"] for event in events if event["event"] == "baseline"} == {asked}
     assert {len(agent.fitness.scores) for agent in again.population.agents} == {asked}
     assert len(again.evolution.progress.baseline.scores) == asked
-    assert again.result.reason == "max_seconds 40 are spent"
+    assert again.result.reason == "max_seconds 40 is reached"
     assert again.result.test is not None
 
 
@@ -210,7 +210,7 @@ def test_the_callers_own_time_between_reports_is_not_counted(clock):
     for _ in again.evolution.reports():  # after every step, too
         clock.now += 5000.0
     assert again.result.steps == 6
-    assert again.result.reason == "generations 2 are done"
+    assert again.result.reason == "2 generations"
 
 
 def test_members_that_write_keep_to_the_limit_too(clock):
@@ -232,5 +232,5 @@ def test_members_that_write_keep_to_the_limit_too(clock):
 def test_slow_and_endless_environments_end_in_time_on_a_real_clock(make):
     env = GymnasiumGroups(make, validation_size=4, test_size=4)
     going, _ = run(env, max_seconds=0.3)
-    assert going.result.reason == "max_seconds 0.3 are spent"
+    assert going.result.reason == "max_seconds 0.3 is reached"
     assert going.result.seconds < 3.0  # nothing that is measured: only that it did not go on and on

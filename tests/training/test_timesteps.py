@@ -38,7 +38,7 @@ def test_a_run_ends_with_the_step_that_takes_the_last_of_them():
         assert isinstance(reports[-1], TestReport)
         assert run.result.timesteps == reports[-2].timesteps == whole[steps - 1] < run.result.tokens
         assert run.result.complete
-        assert run.result.reason == f"max_timesteps {budget:,} are taken"
+        assert run.result.reason == f"max_timesteps {budget:,} is reached"
         assert Pace(run).fraction() == 1.0
 
 
@@ -63,7 +63,7 @@ def test_a_run_goes_on_up_to_more_of_them(tmp_path, monkeypatch, capsys):
     assert main(["train", "--env", "CartPole-v1", "--run-dir", "run", *words.split()]) == 0
     assert "max_timesteps=null" in capsys.readouterr().out  # or the run would end again at once
     assert main(["resume", "run"]) == 0
-    assert "max_timesteps 20 are taken" in capsys.readouterr().out
+    assert "max_timesteps 20 is reached" in capsys.readouterr().out
     assert main(["resume", "run", "max_timesteps=400"]) == 0
     shown = capsys.readouterr().out
     generations = [

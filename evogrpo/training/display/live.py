@@ -102,7 +102,9 @@ class RunDisplay:
             return
         lines: list[RenderableType] = [*outcome_lines(self._outcome, self.words), ""] if self._outcome else []
         console.print(
-            Group(*lines, *second_look(result, self.words), *evaluated(result, self.words), f"ended: {result.reason}")
+            Group(
+                *lines, *second_look(result, self.words), *evaluated(result, self.words), f"Finished: {result.reason}."
+            )
         )
 
     def _log_step(self, report: StepReport) -> None:

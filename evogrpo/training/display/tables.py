@@ -66,11 +66,14 @@ def generation_table(
         | ({"time": "right"} if wide else {})
         | {"": "left"}
     )
-    long = any("_" in head for head in heads)
-    table = Table(box=None, padding=(0, 2 if wide else 1, 0, 0), header_style="dim", pad_edge=False)
+    # A name with underscores takes two lines only where the table would otherwise be too wide.
+    gap = 2 if wide else 1
+    needed = sum(max(len(head), 6) + gap for head in heads) + (20 if wide else 8)
+    long = needed > width and any("_" in head for head in heads)
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
     for head, justify in heads.items():
-        # Long names take two lines, and the others stand on the second.
-        text = head.replace("_", "_\n", 1) if "_" in head else f"\n{head}" if long else head
+        # Where long names take two lines, the others stand on the second.
+        text = head if not long else head.replace("_", "_\n", 1) if "_" in head else f"\n{head}"
         table.add_column(text, justify="left" if justify == "left" else "right", no_wrap=bool(head))
     for member in report.members:
         best = member.index == report.best.index

@@ -313,19 +313,30 @@ class Evolution:
             return True
         if self.acting.clock.is_up:
             return not progress.step_in_generation
+        if self.finished_untrained():
+            return True
         if progress.generation == 0 or progress.step_in_generation:
             return False
         return self.ended() is not None
 
+    def finished_untrained(self) -> bool:
+        """Tell whether the target was reached before training."""
+        target, baseline = self.schedule.target_fitness, self.progress.baseline
+        return self.progress.step == 0 and target is not None and baseline is not None and baseline.mean >= target
+
     def ended(self) -> str | None:
         """Return in words which limit of the schedule has been reached; None if none has."""
         progress = self.progress
+        untrained = progress.baseline if progress.step == 0 else None
+        fitness = untrained if progress.best is None else progress.best.fitness
         reached = self.schedule.ended_by(
             **progress.spent(evaluations=self.schedule.count_evaluations),
             generation=progress.generation,
             seconds=max(progress.seconds, progress.out_of_time),
-            fitness=None if progress.best is None else progress.best.fitness.mean,
+            fitness=None if fitness is None else fitness.mean,
         )
+        if reached is not None and self.finished_untrained():
+            return f"{reached} before training"
         return self.acting.overstepped() if reached is None else reached
 
     def _collect(self) -> Collected:
