@@ -26,24 +26,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.functional.products import product
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.models import load_base
-from evogrpo.records import Batch, Rollout, Rows, TokenInputs
 
 PARTS = ("sampling", "learning", "both")
 Seconds = dict[str, float]
 
 
-def make_rows(arguments: argparse.Namespace) -> Rows:
+def make_rows(arguments: argparse.Namespace) -> SamplingBatch:
     """Return one step's work: random prompts, and draws for every row."""
     rng = torch.Generator().manual_seed(0)
     per_member = arguments.prompts * arguments.group
     count = arguments.members * per_member
     numbers = torch.arange(count)
     prompts = torch.randint(5, 40_000, (arguments.prompts, arguments.prompt), generator=rng).tolist()
-    return Rows(
+    return SamplingBatch(
         prompts=tuple(tuple(prompt) for prompt in prompts),
         prompt_ids=numbers // arguments.group % arguments.prompts,
         member_ids=numbers // per_member,
@@ -71,7 +71,7 @@ def bank_over(
     return bank
 
 
-def as_batch(rows: Rows, rollout: Rollout) -> Batch:
+def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
     """Turn completions into experience, on their device."""
     device = rollout.actions.device
     return Batch(
@@ -101,7 +101,7 @@ def learn(bank: AdapterBank, batch: Batch) -> None:
     bank.update(batch, loss, {slot: Hyperparameters(lr=1e-7) for slot in range(bank.size)})
 
 
-def one_step(bank: AdapterBank, rows: Rows) -> Seconds:
+def one_step(bank: AdapterBank, rows: SamplingBatch) -> Seconds:
     """Sample and learn once, and return the processor seconds of both."""
     began = time.process_time()
     rollout = bank.sample(rows)
@@ -152,7 +152,7 @@ def products(bank: AdapterBank, arguments: argparse.Namespace) -> Seconds:
 
 
 def rounds(
-    banks: dict[Any, AdapterBank], rows: Rows, arguments: argparse.Namespace
+    banks: dict[Any, AdapterBank], rows: SamplingBatch, arguments: argparse.Namespace
 ) -> Iterator[tuple[dict[Any, Seconds], dict[str, Seconds]]]:
     """Let all banks, and the products of each precision alone, take turns, after a first round that does not count."""
     for number in range(arguments.rounds + 1):

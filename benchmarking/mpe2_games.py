@@ -31,11 +31,11 @@ from simple_spread import PPO_SETTINGS, ActorCritic, gae, ppo_loss
 from torch import Tensor, nn
 
 from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.data import Acted
 from evogrpo.envs.control.draws import AgentDraws
 from evogrpo.envs.control.joint.assignment import Assignment, Role, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.randomness import generator
-from evogrpo.records import Acted
 
 CYCLES = 25
 TEST_STARTS = 128
@@ -95,7 +95,7 @@ class Random:
         self._count = role.action_space.n  # type: ignore[attr-defined]  # all of these are Discrete
 
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
-        """Choose an action for each observation; see `evogrpo.records.Actor`."""
+        """Choose an action for each observation; see `evogrpo.data.Actor`."""
         draws = options["uniforms"][:, 0]
         actions = np.minimum((draws * self._count).astype(np.int64), self._count - 1)
         return Acted(actions=actions, log_probs=np.full(len(draws), -np.log(self._count), np.float32))
@@ -108,7 +108,7 @@ class Greedy:
         self._actor = actor
 
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
-        """Choose an action for each observation; see `evogrpo.records.Actor`."""
+        """Choose an action for each observation; see `evogrpo.data.Actor`."""
         return self._actor.act(observations, np.zeros(len(observations), np.int64), **{**options, "uniforms": None})
 
 

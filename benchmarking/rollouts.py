@@ -27,9 +27,9 @@ import torch
 from forward import as_batch, bank_over, learn, make_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
+from evogrpo.data import SamplingBatch
 from evogrpo.policies.tokens import replaying
 from evogrpo.policies.tokens.adapters import AdapterBank
-from evogrpo.records import Rows
 
 SHAPES: dict[str, PreTrainedConfig] = {
     "smollm2-135m": LlamaConfig(
@@ -76,7 +76,7 @@ def bytes_read(model: PreTrainedModel) -> int:
     return sum(weight.nbytes for weight in [*layers, head])
 
 
-def writing(way: str, bank: AdapterBank, rows: Rows, arguments: argparse.Namespace) -> Callable[[], object]:
+def writing(way: str, bank: AdapterBank, rows: SamplingBatch, arguments: argparse.Namespace) -> Callable[[], object]:
     """Return what writes every completion once."""
     if way != "generate":
         return lambda: bank.sample(rows)
@@ -110,7 +110,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_config(SHAPES[arguments.shape], dtype=getattr(torch, arguments.precision))
     model = model.to(device).eval()
     banks: dict[Contestant, AdapterBank] = {}
-    works: dict[Contestant, Rows] = {}
+    works: dict[Contestant, SamplingBatch] = {}
     for way in arguments.ways:
         for members in arguments.members if way != "generate" else [1]:
             given = {"members": members, "tokens": arguments.micro_batch_tokens}

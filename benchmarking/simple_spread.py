@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.data import Acted
 from evogrpo.envs.control.draws import AgentDraws
 from evogrpo.envs.control.joint.assignment import Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.randomness import generator
-from evogrpo.records import Acted
 
 ENV_KWARGS = {"N": 3, "local_ratio": 0.5, "max_cycles": 25, "continuous_actions": False, "dynamic_rescaling": True}
 GRPO_SETTINGS = {"lr": 3e-3, "group_size": 8, "update_epochs": 4, "batch_size": 1024, "gamma": 0.95}
@@ -47,7 +47,7 @@ class Random:
     """Acts uniformly at random."""
 
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
-        """Choose an action for each observation; see `evogrpo.records.Actor`."""
+        """Choose an action for each observation; see `evogrpo.data.Actor`."""
         uniforms = options["uniforms"]
         draws = np.zeros(len(observations)) if uniforms is None else uniforms[:, 0]
         return Acted(actions=(draws * 5).astype(np.int64), log_probs=np.full(len(draws), -np.log(5), np.float32))
@@ -74,7 +74,7 @@ class ActorCritic(nn.Module):
 
     @torch.no_grad()
     def act(self, observations: NDArray[np.float32], member_ids: object, **options: Any) -> Acted:
-        """Choose an action for each observation; see `evogrpo.records.Actor`."""
+        """Choose an action for each observation; see `evogrpo.data.Actor`."""
         log_probs = torch.log_softmax(self.policy(torch.from_numpy(observations)), 1)
         uniforms = options["uniforms"]
         if uniforms is None:

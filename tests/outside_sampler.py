@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from evogrpo import Population
-from evogrpo.records import Rollout, Rows, SamplingOptions
+from evogrpo.data import Rollout, SamplingBatch, SamplingOptions
 from tests.forking import started
 from tests.tiny_models import EOS, PAD
 
@@ -40,7 +40,7 @@ class GenerateSampler:
             self._population.agents[slot].save_checkpoint(path, replace=True)
             self._ask("load", slot, str(path))
 
-    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
+    def sample(self, rows: SamplingBatch, *, base: bool = False) -> Rollout:
         width = rows.max_new_tokens
         actions = torch.full((len(rows), width), PAD)
         log_probs = torch.zeros(len(rows), width)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evogrpo import MultiTurnGym, evolve
-from evogrpo.records import TokenInputs
+from evogrpo.data import TokenInputs
 from tests.test_tally import language, networks, teams
 from tests.tiny_training import shared_tokenizer
 

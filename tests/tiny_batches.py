@@ -11,6 +11,7 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
@@ -18,7 +19,6 @@ from evogrpo.policies.bank import LossFunction
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, Rollout, Rows, TokenInputs
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, PAD
 
@@ -56,7 +56,7 @@ def make_rows(
     greedy: bool = False,
     prompts: tuple[tuple[int, ...], ...] = PROMPTS,
     keep: bool = False,
-) -> Rows:
+) -> SamplingBatch:
     """Return rows in which slot i acts as member number `members[i]`, whose settings and draws are its own.
 
     `nudge` is added to every draw.
@@ -68,7 +68,7 @@ def make_rows(
         for replica in range(GROUP_SIZES[member % 3])
     ]
     draws = np.stack([generator(seed, "test draws", *place).random(tokens) for _, *place in work])
-    return Rows(
+    return SamplingBatch(
         prompts=prompts,
         prompt_ids=torch.tensor([prompt for _, _, prompt, _ in work]),
         member_ids=torch.tensor([slot for slot, *_ in work]),
@@ -79,7 +79,7 @@ def make_rows(
     )
 
 
-def clear(sampler: Sampler, rows: Rows, *, base: bool = False) -> Rows:
+def clear(sampler: Sampler, rows: SamplingBatch, *, base: bool = False) -> SamplingBatch:
     """Return the rows with draws that are clear of the boundaries between tokens, by more than rounding.
 
     Batches of other shapes and other passes round otherwise, so only such draws name the same tokens in both. Where
@@ -113,7 +113,7 @@ def rows_run(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def as_batch(rows: Rows, rollout: Rollout) -> Batch:
+def as_batch(rows: SamplingBatch, rollout: Rollout) -> Batch:
     """Turn a rollout into experience; the reward is a function of the completion alone."""
     return Batch(
         inputs=TokenInputs(
@@ -132,14 +132,14 @@ def as_batch(rows: Rows, rollout: Rollout) -> Batch:
     )
 
 
-def heard_by(rows: Rows, turn: int) -> tuple[tuple[int, ...], ...]:
+def heard_by(rows: SamplingBatch, turn: int) -> tuple[tuple[int, ...], ...]:
     """Return what an environment answers each row after a turn: up to three tokens, in one row of four nothing."""
     return tuple(tuple(20 + (7 * row + 3 * turn + place) % 30 for place in range(row % 4)) for row in range(len(rows)))
 
 
 def next_turn(
-    rows: Rows, rollout: Rollout, heard: Sequence[Sequence[int]], *, seed: int = 1, **changes: object
-) -> Rows:
+    rows: SamplingBatch, rollout: Rollout, heard: Sequence[Sequence[int]], *, seed: int = 1, **changes: object
+) -> SamplingBatch:
     """Return the same rows for a further turn with draws of its own, resuming on whatever the sampler has kept."""
     before = rows.history or ((),) * len(rows)
     lengths = rollout.present.sum(1).tolist()
@@ -152,7 +152,7 @@ def next_turn(
     return replace(rows, **(fields | changes))
 
 
-def episodes(rows: Rows, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]) -> Batch:
+def episodes(rows: SamplingBatch, turns: Sequence[tuple[Rollout, Sequence[Sequence[int]]]]) -> Batch:
     """Put turns (what was said, what was heard after it) together as experience in which only what was said counts."""
     table: list[list[tuple[int, bool, int, float]]] = [[] for _ in range(len(rows))]  # token, counts, place, log_prob
     for rollout, heard in turns:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from evogrpo.agents.members.banks import DEFAULT, Banks
 from evogrpo.config.objective import Objective
+from evogrpo.data import Batch, ObservationInputs
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.stacked import StackedBank
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, ObservationInputs
 
 VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 MIXED = spaces.Dict(

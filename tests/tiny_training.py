@@ -14,12 +14,12 @@ from transformers import PreTrainedModel
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.members.tokens.experiences import as_batch
+from evogrpo.data import Batch
 from evogrpo.envs.prompts.templates import Tokenizer
 from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.randomness import generator
-from evogrpo.records import Batch
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import RunDir

@@ -11,10 +11,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 
+from evogrpo.data import Conversation
 from evogrpo.envs import Scores, Split, deal_starts
 from evogrpo.envs.groups import REPLY, SPLITS
 from evogrpo.randomness import generator
-from evogrpo.records import Transcript
 
 SIZES = {"train": 40, "validation": 10, "test": 10}
 HINTS = {True: " up ", False: " down "}
@@ -79,10 +79,10 @@ class Boxes:
     def prompts(self) -> list[list[int]]:
         return [self._ids(question) for question in self.questions]
 
-    def respond(self, transcripts: Sequence[Transcript]) -> list[list[int] | None]:
+    def respond(self, transcripts: Sequence[Conversation]) -> list[list[int] | None]:
         return [self._hint(transcript) for transcript in transcripts]
 
-    def score(self, transcripts: Sequence[Transcript]) -> Scores:
+    def score(self, transcripts: Sequence[Conversation]) -> Scores:
         closeness = np.array([self._closeness(transcript) for transcript in transcripts], dtype=np.float64)
         return Scores(
             rewards=closeness,
@@ -91,19 +91,19 @@ class Boxes:
             weights=(1.0,),
         )
 
-    def _hint(self, transcript: Transcript) -> list[int] | None:
-        guessed, digit = guess(self._text(transcript.said[-1])), self.digits[transcript.start]
-        if len(transcript.said) == self.max_turns or guessed == digit:
+    def _hint(self, transcript: Conversation) -> list[int] | None:
+        guessed, digit = guess(self._text(transcript.completions[-1])), self.digits[transcript.start]
+        if len(transcript.completions) == self.max_turns or guessed == digit:
             return None
         return self._ids(HINTS[guessed is None or guessed < digit])
 
-    def _closeness(self, transcript: Transcript) -> float:
-        guessed = guess(self._text(transcript.said[-1]))
+    def _closeness(self, transcript: Conversation) -> float:
+        guessed = guess(self._text(transcript.completions[-1]))
         return 0.0 if guessed is None else 1 - abs(guessed - self.digits[transcript.start]) / 9
 
-    def _shown(self, transcript: Transcript) -> str:
-        first, *second = (self._text(part) for part in transcript.said)
-        hints = [f"\n{REPLY}{self._text(part)}\n" for part in transcript.heard]
+    def _shown(self, transcript: Conversation) -> str:
+        first, *second = (self._text(part) for part in transcript.completions)
+        hints = [f"\n{REPLY}{self._text(part)}\n" for part in transcript.replies]
         return "".join([first, *hints, *second])
 
     def _ids(self, text: str) -> list[int]:

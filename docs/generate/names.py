@@ -20,7 +20,7 @@ PACKAGES = (
     "evogrpo.evolution.strategies",
     "evogrpo.envs",
     "evogrpo.envs.control.classic",
-    "evogrpo.records",
+    "evogrpo.data",
     "evogrpo.persistence.checkpoint",
     "evogrpo.cli",
 )

@@ -12,13 +12,13 @@ from evogrpo.agents.attributes import HyperparameterAttribute, Misnomer
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.shaping import check_usable
 from evogrpo.agents.members.members import Members
+from evogrpo.data import Experience, LearnReport
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.founders import spread_members
 from evogrpo.evolution.lineage import NETWORK, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, changes_between
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value
 from evogrpo.randomness import generator
-from evogrpo.records import Experience, LearnReport
 from evogrpo.text import score_text
 
 _COPIED = (

@@ -24,9 +24,9 @@ from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import commonly_scored, evaluate
 from evogrpo.agents.rollout.testing import tested_in
+from evogrpo.data import LearnReport
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, flag, refuse_unknown
-from evogrpo.records import LearnReport
 
 
 class EvolvableAlgorithm(AgileRLAgent):

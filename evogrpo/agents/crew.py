@@ -16,9 +16,9 @@ from evogrpo.agents.members.spread.spread_members import Examinee, SpreadMembers
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.merging import merged
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.data import Batch, Experience, LearnReport
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.processes import Processes
-from evogrpo.records import Batch, Experience, LearnReport
 
 if TYPE_CHECKING:
     from evogrpo.agents.agent import Agent

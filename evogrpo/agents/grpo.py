@@ -7,7 +7,7 @@ from evogrpo.agents.algorithm import EvolvableAlgorithm
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import learn
 from evogrpo.agents.members.members import Members
-from evogrpo.records import Experience, LearnReport
+from evogrpo.data import Experience, LearnReport
 
 
 class GRPO(EvolvableAlgorithm):

@@ -13,6 +13,7 @@ from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.assessing import Assessed, answered, assess
 from evogrpo.agents.rollout.collecting import check_groups, commonly_scored
 from evogrpo.agents.rollout.wanted import Asked, Collected
+from evogrpo.data import Experience, LearnReport
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import GREEDILY, FitnessConfig
@@ -26,7 +27,6 @@ from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.markup import Markup, MemberRow, members_card, sparkline
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
-from evogrpo.records import Experience, LearnReport
 
 if TYPE_CHECKING:
     from evogrpo.agents.agent import Agent

@@ -478,7 +478,7 @@ class Imported:
         Raises:
             ValueError: With one line for every setting that is not supported or out of range.
         """
-        from evogrpo.records import SamplingOptions  # needs torch
+        from evogrpo.data import SamplingOptions  # needs torch
 
         problems = list(translation.refused)
 

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from evogrpo.outline import outline
 from evogrpo.randomness import generator
 
-if TYPE_CHECKING:  # the records bring torch, which verifiers' workers do without
-    from evogrpo.records import Transcript
+if TYPE_CHECKING:  # imports torch, which verifier workers do not need
+    from evogrpo.data import Conversation
 
 Split = Literal["train", "validation", "test"]
 """What a question or a start is for."""
@@ -31,9 +31,8 @@ class Scores:
         completions: Decoded text per row, untrusted: escape it before showing it. Of a conversation of several turns
             what was said, with what the environment replied in lines that begin with `REPLY`.
         weights: Of the reward functions, in the order of `components`.
-        step_rewards: What was earned at each of a row's `Transcript.tokens` [n, t], t the most tokens of a row, weights
-            included; NaN = nothing was given there. A row's sum is its reward. None where no reward function looked
-            inside completions.
+        step_rewards: `[n, t]` weighted reward at each of a row's `Conversation.tokens`, t the most tokens of a row; NaN
+            where none was given. A row's sum is its reward. None if no reward function gives step rewards.
         columns: What else is to stand in the completions table, one value per row; untrusted.
         metrics: Further numbers about these completions.
     """
@@ -73,7 +72,7 @@ class Conversations(Protocol):
     def max_turns(self) -> int:
         """Most completions in one conversation; after so many nobody asks for a reply."""
 
-    def respond(self, transcripts: "Sequence[Transcript]") -> Sequence[Sequence[int] | None]:
+    def respond(self, transcripts: "Sequence[Conversation]") -> Sequence[Sequence[int] | None]:
         """Reply to the last completion of each conversation.
 
         What is replied to a conversation depends on it alone, not on which others are asked about in the same call.
@@ -85,7 +84,7 @@ class Conversations(Protocol):
             For each of them the token ids to go on after, which nobody learns from, or None where it is over.
         """
 
-    def score(self, transcripts: "Sequence[Transcript]") -> Scores:
+    def score(self, transcripts: "Sequence[Conversation]") -> Scores:
         """Reward whole conversations.
 
         A conversation is over when `respond` said so, after `max_turns`, or when the player had no tokens left: then
@@ -107,7 +106,7 @@ class Beforehand(Protocol):
     def begins(self) -> bool:
         """Whether any reward of theirs is found beside what this thread does."""
 
-    def begin(self, transcripts: "Sequence[Transcript]") -> None:
+    def begin(self, transcripts: "Sequence[Conversation]") -> None:
         """Begin to reward a whole group that is finished.
 
         A later `score` brings it again together with all others, in the order of their rows, and returns what it would

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from evogrpo.records import Rollout, Rows
+from evogrpo.data import Rollout, SamplingBatch
 
 
 class Sampler(Protocol):
     """Whatever samples completions for members: their bank, or an engine that holds copies of their weights."""
 
-    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
+    def sample(self, rows: SamplingBatch, *, base: bool = False) -> Rollout:
         """Sample one completion for each row, in the order of the rows; the tensors may be on any device.
 
         Args:

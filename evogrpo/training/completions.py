@@ -14,7 +14,7 @@ from evogrpo.persistence.durable import make_folder, replace_file
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.agents.rollout.wanted import Collected
-    from evogrpo.records import LearnReport
+    from evogrpo.data import LearnReport
 
 COMPLETIONS = "completions"
 CompletionsFormat = Literal["jsonl", "parquet"]

@@ -10,7 +10,7 @@ from torch import Tensor
 from evogrpo import Objective
 from evogrpo.agents.learning.step import learn
 from evogrpo.config.loss_types import AGGREGATIONS, LOSS_TYPES
-from evogrpo.records import LearnReport
+from evogrpo.data import LearnReport
 from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_training import sampled, scatter, state_of, tiny_agent
 

@@ -10,7 +10,7 @@ from evogrpo import Objective
 from evogrpo.agents.learning.step import learn, minibatches
 from evogrpo.config.loss_types import LOSS_TYPES
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.records import Batch
+from evogrpo.data import Batch
 from tests.oracles.objective_by_hand import ByHand
 from tests.tiny_training import flat, peft_twin, sampled, scatter, state_of, tiny_agent
 

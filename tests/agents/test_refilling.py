@@ -9,9 +9,9 @@ import torch
 from evogrpo import Objective, StepRewards
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.refilling import idle_groups
+from evogrpo.data import Batch, TokenInputs
 from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.statistics import numbered
-from evogrpo.records import Batch, TokenInputs
 from tests.tiny_training import scatter, shared_tokenizer, tiny_env, tiny_population, variety
 
 LENGTH = 6  # max_output_tokens of the tiny agents

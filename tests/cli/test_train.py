@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 import evogrpo
 from evogrpo import GRPO
 from evogrpo.cli import main
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.persistence.journal import read_journal
-from evogrpo.records.transcripts import in_one_turn
 from evogrpo.training import launch
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.kinds import language_runs as language
@@ -309,7 +309,7 @@ def test_the_form_of_trl_takes_several_weighted_rewards(project, here):
         ],
     )
     env = prepare(config).env
-    scores = env.open("test", [0]).score(in_one_turn([0], [[20, 21, 22]]))
+    scores = env.open("test", [0]).score(single_turn_conversations([0], [[20, 21, 22]]))
     want = int(bytes(env.tokenizer.decode(env.open("test", [0]).prompts[0]), "utf-8").split(b"+")[0])
     assert scores.rewards[0] == 2 * 3 + 10 * want
 

@@ -14,13 +14,13 @@ import gymnasium
 import numpy as np
 import pytest
 
+from evogrpo.data import Conversation
 from evogrpo.envs.control.actions import mask_sizes
 from evogrpo.envs.control.draws import AgentDraws, StepDraws
 from evogrpo.envs.control.joint.assignment import assign
 from evogrpo.envs.control.trees import flatten
 from evogrpo.envs.groups import SPLITS, Conversations, Fingerprinted, GroupEnvironment, Scores, Split
 from evogrpo.randomness import generator
-from evogrpo.records import Transcript
 from tests.envs.actors import Scrambler
 
 LOOKED_AT = 24  # starts of each split
@@ -131,20 +131,20 @@ class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
         rows: Sequence[int],
         *,
         together: bool = True,
-    ) -> dict[int, Transcript]:
+    ) -> dict[int, Conversation]:
         """Hold conversations to their end; what is said depends on the row and the turn alone."""
-        held: dict[int, Transcript] = {}
+        held: dict[int, Conversation] = {}
         for group in [list(rows)] if together else [[row] for row in rows]:
             living = group
             for turn in range(opened.max_turns):
                 for row in living:
                     before = held.get(row)
                     said = tuple(map(int, self.say(env, generator(0, "say", row, turn))))
-                    held[row] = Transcript(
+                    held[row] = Conversation(
                         row=row,
                         start=start_of_row[row],
-                        said=(*(before.said if before else ()), said),
-                        heard=before.heard if before else (),
+                        completions=(*(before.completions if before else ()), said),
+                        replies=before.replies if before else (),
                     )
                 if turn + 1 == opened.max_turns:
                     break
@@ -153,13 +153,15 @@ class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
                 heard = {row: tuple(reply) for row, reply in zip(living, replies, strict=True) if reply is not None}
                 for row, reply in heard.items():
                     last = held[row]
-                    held[row] = Transcript(row=row, start=last.start, said=last.said, heard=(*last.heard, reply))
+                    held[row] = Conversation(
+                        row=row, start=last.start, completions=last.completions, replies=(*last.replies, reply)
+                    )
                 living = list(heard)
                 if not living:
                     break
         return held
 
-    def held(self, env: Any) -> tuple[Conversations, list[Transcript]]:
+    def held(self, env: Any) -> tuple[Conversations, list[Conversation]]:
         """Open starts and hold three conversations about each."""
         opened = env.open("train", range(4))
         start_of_row = [start for start in range(4) for _ in range(3)]
@@ -177,7 +179,7 @@ class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
     def test_replies_are_token_ids_and_only_where_turns_remain(self, env):
         opened, transcripts = self.held(env)
         assert opened.max_turns >= 1
-        heard = [reply for transcript in transcripts for reply in transcript.heard]
+        heard = [reply for transcript in transcripts for reply in transcript.replies]
         assert all(reply and all(isinstance(token, int) for token in reply) for reply in heard)
         if opened.max_turns == 1:
             assert list(opened.respond(transcripts)) == [None] * len(transcripts)
@@ -197,11 +199,11 @@ class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
     def test_a_conversation_that_ends_with_a_reply_is_scored(self, env):
         opened = env.open("train", range(4))
         said = tuple(map(int, self.say(env, generator(0, "say", 0, 0))))
-        transcripts = [Transcript(row=row, start=row, said=(said,)) for row in range(4)]
+        transcripts = [Conversation(row=row, start=row, completions=(said,)) for row in range(4)]
         if opened.max_turns > 1:
             replies = opened.respond(transcripts)
             transcripts = [
-                Transcript(row=row, start=row, said=(said,), heard=() if reply is None else (tuple(reply),))
+                Conversation(row=row, start=row, completions=(said,), replies=() if reply is None else (tuple(reply),))
                 for row, reply in enumerate(replies)
             ]
         self.check_scores(opened.score(transcripts), transcripts)
@@ -214,7 +216,7 @@ class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
         assert self.rows(opened.score([transcripts[5]])) == [together[5]]
 
     @staticmethod
-    def check_scores(scores: Scores, transcripts: Sequence[Transcript]) -> None:
+    def check_scores(scores: Scores, transcripts: Sequence[Conversation]) -> None:
         """Check the shapes, and that parts add up to rewards."""
         n = len(transcripts)
         assert scores.rewards.shape == (n,)

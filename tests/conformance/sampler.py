@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 import torch
 
+from evogrpo.data import Batch, Rollout, SamplingBatch, SamplingOptions
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
-from evogrpo.records import Batch, Rollout, Rows, SamplingOptions
 from tests.tiny_batches import (
     as_batch,
     clear,
@@ -55,7 +55,7 @@ class SamplerTestCase(ABC):
         """Build a small bank whose members all differ, and in which many tokens end a completion."""
         return different_members(tiny_model("llama"), SIZE, eos_token_ids=[EOS, *_frequent_tokens()])
 
-    def rows(self, members: Sequence[int] = range(SIZE), **choices: object) -> Rows:
+    def rows(self, members: Sequence[int] = range(SIZE), **choices: object) -> SamplingBatch:
         """Return rows for these members, with uniforms where they are heeded."""
         rows = make_rows(members, **({"tokens": TOKENS} | choices))
         return rows if self.heeds_uniforms else replace(rows, uniforms=None)
@@ -187,7 +187,7 @@ class SamplerTestCase(ABC):
 
     # ---- further turns
 
-    def turns(self, sampler: Sampler, **choices: object) -> tuple[Rows, Rollout, Rows, Rollout]:
+    def turns(self, sampler: Sampler, **choices: object) -> tuple[SamplingBatch, Rollout, SamplingBatch, Rollout]:
         """Sample a turn, let rows hear something, and sample another one, going on from what was kept."""
         rows = replace(self.rows(**choices), keep=True)
         first = sampler.sample(rows)

@@ -3,7 +3,7 @@
 import numpy as np
 from gymnasium import spaces
 
-from evogrpo.records import Acted
+from evogrpo.data import Acted
 
 
 def flat(observations):

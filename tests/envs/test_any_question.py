@@ -5,7 +5,7 @@ import json
 import pytest
 
 from evogrpo import HuggingFaceGym
-from evogrpo.records.transcripts import in_one_turn
+from evogrpo.data.rollout import single_turn_conversations
 from tests.envs.conftest import build
 from tests.tiny_training import shared_tokenizer, tiny_agent, tiny_run
 
@@ -57,7 +57,7 @@ def test_any_json_value_is_asked_and_shown_as_its_text(tokenizer, make):
     env = HuggingFaceGym(json.loads(json.dumps(table)), test, tokenizer, reward_fn=reward, validation_size=2)
     opened = env.open("test", [0])
     assert opened.questions == (str(make(100)),)
-    opened.score(in_one_turn([0], [[3]]))
+    opened.score(single_turn_conversations([0], [[3]]))
     assert seen == [make(100)]
 
 

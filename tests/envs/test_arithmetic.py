@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import TASKS
 from evogrpo.envs.prompts.arithmetic import (
     accuracy,
@@ -15,7 +16,6 @@ from evogrpo.envs.prompts.arithmetic import (
     two_digit_questions,
     two_digit_sums,
 )
-from evogrpo.records.transcripts import in_one_turn
 
 ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
 
@@ -134,7 +134,7 @@ def test_the_task_is_declared_and_builds(tokenizer, encode):
     row = two_digit_questions(4, 8, 16)["test"][2]
     episodes = env.open("test", [2])
     assert episodes.prompts == (encode(f"<u>{row['question']}<eos><a>"),)
-    scores = episodes.score(in_one_turn([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")]))
+    scores = episodes.score(single_turn_conversations([0, 0], [encode(row["answer"] + "<eos>"), encode("1000")]))
     assert scores.rewards.tolist() == [1.0, 0.0]
 
 

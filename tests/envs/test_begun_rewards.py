@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.groups import Beforehand
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
-from evogrpo.records.transcripts import in_one_turn
 from tests.envs import verifier_functions as functions
 from tests.envs.test_verifiers import gone
 
@@ -41,7 +41,7 @@ def opening(tokenizer, encode, tmp_path):
         made.append(env)
         opened = env.open(split, [0, 1, 2])
         assert isinstance(opened, Beforehand)
-        return opened, in_one_turn(STARTS, [encode(text) for text in texts]), place
+        return opened, single_turn_conversations(STARTS, [encode(text) for text in texts]), place
 
     yield open_questions
     for env in made:
@@ -168,14 +168,17 @@ def test_what_waits_for_a_worker_is_abandoned_as_well_and_who_is_at_work_is_kill
         opened.proceed()  # until it has loaded the functions
     opened.abandon()
     assert gone(worker._process.pid)
-    other = in_one_turn(STARTS, [each.said[0][:1] for each in transcripts])
+    other = single_turn_conversations(STARTS, [each.completions[0][:1] for each in transcripts])
     assert opened.score(other).rewards.tolist() == [1.0] * 7
     assert ("d", "ee") not in calls_of(place)
 
 
 def test_other_conversations_than_were_begun_are_refused(opening):
     opened, transcripts, _ = opening(functions.noted_async)
-    for others in (transcripts[3:], in_one_turn(STARTS, [each.said[0] * 2 for each in transcripts])):
+    for others in (
+        transcripts[3:],
+        single_turn_conversations(STARTS, [each.completions[0] * 2 for each in transcripts]),
+    ):
         begin(opened, transcripts, [0])
         with pytest.raises(ValueError, match="what was begun must be scored as it was, in the order of its rows"):
             opened.score(others)

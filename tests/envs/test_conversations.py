@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from evogrpo.data import Conversation
 from evogrpo.envs import MultiTurnGym, StepRewards
 from evogrpo.envs.prompts.conversations import TurnMarkers
-from evogrpo.records import Transcript
 from tests.envs.conftest import CHAT, build
 
 CLOSED = (  # every turn is closed, as in ChatML
@@ -48,7 +48,7 @@ def test_arguments_of_the_template_hold_for_every_turn():
     for start, row in enumerate(opened.rows):
         mood = "?" if row["chat_template_kwargs"] else "!"
         assert env.tokenizer.decode(opened.prompts[start]).endswith(f"<a>{mood}")
-        said = Transcript(row=0, start=start, said=(encoded(env, "x"),), heard=())
+        said = Conversation(row=0, start=start, completions=(encoded(env, "x"),), replies=())
         (heard,) = opened.respond([said])
         assert env.tokenizer.decode(heard).endswith(f"<a>{mood}")
 
@@ -62,11 +62,11 @@ def talk(env, *completions):
     opened, heard = env.open("train", [0]), []
     said = tuple(encoded(env, text) for text in completions)
     for turn in range(len(said)):
-        transcript = Transcript(row=0, start=0, said=said[: turn + 1], heard=tuple(heard))
+        transcript = Conversation(row=0, start=0, completions=said[: turn + 1], replies=tuple(heard))
         (reply,) = opened.respond([transcript])
         if reply is not None:
             heard.append(reply)
-    return opened, Transcript(row=0, start=0, said=said, heard=tuple(heard))
+    return opened, Conversation(row=0, start=0, completions=said, replies=tuple(heard))
 
 
 @pytest.mark.parametrize("ending", ["<eos>", ""])
@@ -108,7 +108,7 @@ def test_replies_are_given_the_row_and_the_messages_so_far():
     first = [*question, {"role": "assistant", "content": "x"}]
     assert asked[0][1] == first
     assert asked[1][1] == [*first, {"role": "user", "content": "more"}, {"role": "assistant", "content": "y"}]
-    assert len(transcript.heard) == 1
+    assert len(transcript.replies) == 1
 
 
 def test_rewards_see_messages_and_every_token():
@@ -139,7 +139,7 @@ def test_the_right_answer_ends_a_conversation():
     env = gym()
     digit = env.open("train", [0]).rows[0]["digit"]
     opened, transcript = talk(env, f"{(digit + 1) % 10}<eos>", f"{digit}<eos>")
-    assert (len(transcript.said), len(transcript.heard)) == (2, 1)
+    assert (len(transcript.completions), len(transcript.replies)) == (2, 1)
     assert opened.score([transcript]).rewards.tolist() == [1.0]
 
 
@@ -150,7 +150,7 @@ def test_what_is_earned_at_a_reply_belongs_to_the_token_said_before_it():
     env = gym(reward_funcs=[everywhere, right])
     opened, transcript = talk(env, "abc<eos>", "de")
     (steps,) = opened.score([transcript]).step_rewards
-    first, second = (len(part) for part in transcript.heard)
+    first, second = (len(part) for part in transcript.replies)
     blank = [np.nan]
     expected = [1.0, 1.0, 1.0, 1.0 + first, *blank * first, 1.0, 1.0 + second + 0.0, *blank * second]
     np.testing.assert_array_equal(steps, expected)
@@ -183,4 +183,4 @@ def test_what_is_no_reply_is_refused():
         talk(gym(reply=lambda row, messages: 7), "x")
     env = gym()
     with pytest.raises(ValueError, match="`respond` returned to the same opening"):
-        env.open("train", [0]).score([Transcript(row=0, start=0, said=((9,), (9,)), heard=((9,),))])
+        env.open("train", [0]).score([Conversation(row=0, start=0, completions=((9,), (9,)), replies=((9,),))])

@@ -4,8 +4,8 @@ import datasets
 import numpy as np
 import pytest
 
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import GroupEnvironment, HuggingFaceGym, RewardError
-from evogrpo.records.transcripts import in_one_turn
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b), "level": a} for a in range(6) for b in range(5)]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a), "level": a} for a in range(4)]
@@ -31,7 +31,9 @@ def test_agilerl_form_asks_and_rewards(tokenizer, encode, form):
     assert env.size("test") == 4
     episodes = env.open("test", [3, 1])
     assert episodes.prompts == (encode("<s>Add.<eos><u>Q: 3*3?<eos><a>"), encode("<s>Add.<eos><u>Q: 1*1?<eos><a>"))
-    scores = episodes.score(in_one_turn([1, 0, 1, 0], [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")]))
+    scores = episodes.score(
+        single_turn_conversations([1, 0, 1, 0], [encode(text) for text in ("1<eos>", "9<eos>", "0<eos>", "9")])
+    )
     assert scores.rewards.tolist() == [1.0, 1.0, 0.0, 1.0]
     assert scores.completions == ("1", "9", "0", "9")
     assert scores.components["exact"].tolist() == [1.0, 1.0, 0.0, 1.0]
@@ -48,7 +50,7 @@ def test_trl_form_passes_messages_and_columns(tokenizer, encode, form):
     env = HuggingFaceGym(form(messages("a", "b", "c", "d")), form(messages("x")), tokenizer, reward_funcs=reward)
     episodes = env.open("test", [0])
     assert episodes.prompts == (encode("<u>x<eos><a>"),)
-    scores = episodes.score(in_one_turn([0, 0, 0], [encode("x<eos>"), encode("y"), encode("?")]))
+    scores = episodes.score(single_turn_conversations([0, 0, 0], [encode("x<eos>"), encode("y"), encode("?")]))
     assert scores.rewards[:2].tolist() == [1.0, 0.0]
     assert np.isnan(scores.rewards[2])
 
@@ -63,7 +65,7 @@ def test_trl_form_passes_texts_for_text_prompts(plain_tokenizer):
     assert env.size("train") + env.filtered["train"].reserve == 3
     episodes = env.open("train", [0])
     text = plain_tokenizer.decode(episodes.prompts[0])
-    scores = episodes.score(in_one_turn([0], [[*episodes.prompts[0], plain_tokenizer.eos_token_id]]))
+    scores = episodes.score(single_turn_conversations([0], [[*episodes.prompts[0], plain_tokenizer.eos_token_id]]))
     assert scores.rewards.tolist() == [3.0], text
 
 
@@ -99,7 +101,7 @@ def test_a_question_full_of_braces_reaches_model_and_reward_unchanged(tokenizer,
     env = agilerl(tokenizer, test=[{"question": hostile, "answer": "SECRET", "level": 0}], reward_fn=reward)
     episodes = env.open("test", [0])
     assert episodes.prompts == (encode(f"<u>{hostile}<eos><a>"),)
-    episodes.score(in_one_turn([0], [encode("hm")]))
+    episodes.score(single_turn_conversations([0], [encode("hm")]))
     assert seen == [("hm", "SECRET", hostile)]
 
 
@@ -141,7 +143,7 @@ def test_a_failing_reward_is_shown_with_its_completion(tokenizer, encode):
 
     episodes = agilerl(tokenizer, reward_fn=reward).open("test", [0])
     with pytest.raises(RewardError, match=r"'reward' raised ValueError: .*for the completion 'no\\nnumber'"):
-        episodes.score(in_one_turn([0, 0], [encode("1"), encode("no\nnumber")]))
+        episodes.score(single_turn_conversations([0, 0], [encode("1"), encode("no\nnumber")]))
 
 
 def test_a_failing_reward_can_be_excluded(tokenizer, encode):
@@ -149,7 +151,7 @@ def test_a_failing_reward_can_be_excluded(tokenizer, encode):
         tokenizer, reward_fn=lambda completion, answer, question: 1 / len(completion), on_reward_error="exclude"
     )
     with pytest.warns(UserWarning, match="1 of 2 completions excluded"):
-        scores = env.open("test", [0]).score(in_one_turn([0, 0], [encode("abcd"), encode("<eos>")]))
+        scores = env.open("test", [0]).score(single_turn_conversations([0, 0], [encode("abcd"), encode("<eos>")]))
     assert scores.rewards[0] == 0.25
     assert np.isnan(scores.rewards[1])
 
@@ -165,7 +167,7 @@ def test_a_failing_reward_can_be_excluded(tokenizer, encode):
 )
 def test_scoring_what_was_not_opened_is_refused(tokenizer, starts, completions, message):
     with pytest.raises(ValueError, match=message):
-        agilerl(tokenizer).open("test", [0, 1]).score(in_one_turn(starts, completions))
+        agilerl(tokenizer).open("test", [0, 1]).score(single_turn_conversations(starts, completions))
 
 
 @pytest.mark.parametrize(

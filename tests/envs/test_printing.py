@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.live import Live
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs.prompts.rewards.verifiers.printing import LONGEST_LINE, pass_on, visible, visible_prints
-from evogrpo.records.transcripts import in_one_turn
 from tests.envs.conftest import build
 from tests.envs.test_conversations import CLOSED
 
@@ -54,7 +54,7 @@ def test_prints_in_this_process_are_visible_text_and_the_streams_are_put_back(
         env = HuggingFaceGym([{"prompt": f"{n}"} for n in range(9)], None, plain_tokenizer, reward_funcs=function)
     else:
         env = HuggingFaceGym(QA, None, tokenizer, reward_fn=function)
-    env.open("train", [0]).score(in_one_turn([0], [[3]]))
+    env.open("train", [0]).score(single_turn_conversations([0], [[3]]))
     assert (sys.stdout, sys.stderr) == before
     captured = capsys.readouterr()
     for name, text in (("out", captured.out), ("err", captured.err)):
@@ -68,7 +68,7 @@ def test_prints_do_not_tear_a_display(tokenizer):
     env = HuggingFaceGym(QA, None, tokenizer, reward_fn=printing)
     with Live("BAR", console=console, auto_refresh=False):
         opened = env.open("train", [0])
-        opened.score(in_one_turn([0], [[3]]))
+        opened.score(single_turn_conversations([0], [[3]]))
     shown = stream.getvalue()
     assert shown.count("out \\x1b[2J") == 1
     assert "\x1b[2J" not in shown
@@ -83,7 +83,7 @@ def test_replies_are_visible_text_too(capsys):
 
     rows = [{"prompt": [{"role": "user", "content": f"{n}?"}]} for n in range(9)]
     env = MultiTurnGym(rows, tokenizer=build(CLOSED), reply=reply, max_turns=2, reward_funcs=printing_all)
-    env.open("train", [0]).respond(in_one_turn([0], [[3]]))
+    env.open("train", [0]).respond(single_turn_conversations([0], [[3]]))
     text = capsys.readouterr().out
     assert "\\x1b[2J" in text
     assert text.replace("\n", "").isprintable()

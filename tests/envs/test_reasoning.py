@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.prompts.reasoning import is_installed
-from evogrpo.records.transcripts import in_one_turn
 
 SIZES = {"train": 40, "validation": 8, "test": 9}
 
@@ -40,7 +40,7 @@ def test_a_task_asks_and_scores_by_its_own_rule(make, tokenizer, encode):
     episodes = env.open("test", [0, 1])
     answers = [row["answer"] for row in episodes.rows]
     scores = episodes.score(
-        in_one_turn([0, 1, 0], [encode(answers[0] + "<eos>"), encode(f" {answers[1]}\n"), encode("none")])
+        single_turn_conversations([0, 1, 0], [encode(answers[0] + "<eos>"), encode(f" {answers[1]}\n"), encode("none")])
     )
     assert scores.rewards.tolist() == [1.0, 1.0, 0.0]
     assert list(scores.components) == ["chain_sum"]
@@ -53,13 +53,18 @@ def test_an_answer_tag_and_a_system_prompt(make, tokenizer, encode):
     answer = episodes.rows[0]["answer"]
     assert tokenizer.decode(episodes.prompts[0]).startswith("<s>Tag it.")
     texts = [f"12 <answer>{answer}</answer>", answer]
-    assert episodes.score(in_one_turn([0, 0], [encode(text) for text in texts])).rewards.tolist() == [1.0, 0.0]
+    assert episodes.score(single_turn_conversations([0, 0], [encode(text) for text in texts])).rewards.tolist() == [
+        1.0,
+        0.0,
+    ]
 
 
 def test_tasks_with_other_metadata_score_too(make, encode):
     env = make("leg_counting", sizes={"train": 5, "validation": 2, "test": 2})
     episodes = env.open("train", [0])
-    assert episodes.score(in_one_turn([0], [encode(episodes.rows[0]["answer"])])).rewards.tolist() == [1.0]
+    assert episodes.score(single_turn_conversations([0], [encode(episodes.rows[0]["answer"])])).rewards.tolist() == [
+        1.0
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import pytest
 from transformers import TrainerState
 
 from evogrpo import HuggingFaceGym
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards
 from evogrpo.envs.prompts.rewards.scoring import evaluate
-from evogrpo.records.transcripts import in_one_turn
 from tests.envs.verifier_functions import single
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
@@ -127,7 +127,7 @@ def test_what_training_offers_goes_to_those_that_ask(plain_tokenizer):
     env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[wants, takes_all, narrow])
     env.at_step(7, 20)
     ids = plain_tokenizer(["ab", "c", "def"])["input_ids"]
-    scores = env.open("train", [0, 1]).score(in_one_turn([0, 1, 1], ids))
+    scores = env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
     offered = {"trainer_state", "log_extra", "log_metric"}
     assert seen == [(TrainerState, 7, 20), {"prompts", "completions", "completion_ids", "level", *offered}]
     assert scores.columns == {"length": (2, 1, 3)}

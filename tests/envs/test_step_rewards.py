@@ -8,9 +8,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from evogrpo import HuggingFaceGym, StepRewards
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.envs.prompts.rewards.step_rewards import character_ends, token_positions
-from evogrpo.records.transcripts import in_one_turn
 
 ROWS = [{"prompt": f"{a}+{b}", "answer": str(a + b)} for a in range(6) for b in range(5)]
 TEST = [{"prompt": "9*9", "answer": "81"}]
@@ -19,7 +19,7 @@ TEST = [{"prompt": "9*9", "answer": "81"}]
 def scored(tokenizer, *functions, texts, weights=None, **options):
     env = HuggingFaceGym(ROWS, TEST, tokenizer, reward_funcs=list(functions), reward_weights=weights, **options)
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    return ids, env.open("test", [0]).score(in_one_turn([0] * len(ids), ids))
+    return ids, env.open("test", [0]).score(single_turn_conversations([0] * len(ids), ids))
 
 
 def returning(*values):
@@ -178,5 +178,5 @@ def test_the_form_of_single_completions_may_return_steps(plain_tokenizer):
     env = HuggingFaceGym(rows[:-1], rows[-1:], plain_tokenizer, reward_fn=reward_fn)
     ids = plain_tokenizer("abc", add_special_tokens=False)["input_ids"]
     np.testing.assert_array_equal(
-        env.open("test", [0]).score(in_one_turn([0], [ids])).step_rewards, [[np.nan, np.nan, 1.0]]
+        env.open("test", [0]).score(single_turn_conversations([0], [ids])).step_rewards, [[np.nan, np.nan, 1.0]]
     )

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards, make_runner
 from evogrpo.envs.prompts.rewards.scoring import evaluate
 from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
-from evogrpo.records.transcripts import in_one_turn
 from evogrpo.training.configuration.sources import load_named
 from tests.envs import verifier_functions as functions
 
@@ -326,10 +326,10 @@ def test_an_environment_scores_through_workers(tokenizer, encode):
         HuggingFaceGym(rows, None, tokenizer, reward_fn=lambda completion, answer, question: 1.0, reward_timeout=1.0)
     env = HuggingFaceGym(rows, None, tokenizer, reward_fn=functions.single, reward_timeout=1.0, reward_workers=2)
     episodes = env.open("train", [0, 1])
-    scores = episodes.score(in_one_turn([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")]))
+    scores = episodes.score(single_turn_conversations([0, 1, 1], [encode(text) for text in ("a", "bb", "ccc")]))
     assert scores.rewards.tolist() == [1.0, 2.0, 3.0]
     with pytest.raises(RewardError, match="'single' took longer than 1 s and was stopped for the completion 'hang'"):
-        episodes.score(in_one_turn([0, 1], [encode("hang"), encode("a")]))
+        episodes.score(single_turn_conversations([0, 1], [encode("hang"), encode("a")]))
     workers = [each._process.pid for each in env._runner._workers]
     assert workers
     env.close()

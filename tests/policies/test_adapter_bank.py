@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.data import SamplingBatch
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
-from evogrpo.records import Rows
 from tests.conformance.policy_bank import PolicyBankTestCase
 from tests.rounding import assert_gradients_agree
 from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state, sampled_batch
@@ -173,7 +173,7 @@ def test_empty_work_is_refused():
     nothing = torch.zeros(0, dtype=torch.long)
     with pytest.raises(ValueError, match="empty"):
         bank.sample(
-            Rows(
+            SamplingBatch(
                 prompts=((1,),),
                 prompt_ids=nothing,
                 member_ids=nothing,

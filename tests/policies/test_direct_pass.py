@@ -22,13 +22,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from evogrpo.data import SamplingOptions
 from evogrpo.functional import products
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import generation, stems
 from evogrpo.policies.tokens.engine.direct import attention, columns, decoding
 from evogrpo.policies.tokens.engine.direct.reading import matrix_of
 from evogrpo.policies.tokens.micro_batches import share_prefixes
-from evogrpo.records import SamplingOptions
 from tests.rounding import LOG_PROB, assert_gradients_agree
 from tests.tiny_batches import PROMPTS, as_batch, clear, different_members, grpo_loss, lora, make_rows
 from tests.tiny_models import COMMON, tiny_model

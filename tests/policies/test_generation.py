@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
+from evogrpo.data import SamplingBatch
 from evogrpo.policies.tokens import generation, sampling, stems
-from evogrpo.records import Rows
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import LOG_PROB
 from tests.tiny_batches import (
@@ -30,7 +30,7 @@ FIELDS = ("actions", "present", "truncated")
 def one_prompt(prompt, uniforms, *, temperature=1.0, slot=0, min_new_tokens=0):
     """Return rows in which one member completes one prompt under the given draws `[n, t]`."""
     count = len(uniforms)
-    return Rows(
+    return SamplingBatch(
         prompts=(tuple(prompt),),
         prompt_ids=torch.zeros(count, dtype=torch.long),
         member_ids=torch.full((count,), slot),
@@ -281,7 +281,7 @@ def test_each_member_samples_at_its_own_temperature():
     bank.inherit([0, 0, 0])
     draws = torch.rand(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rows = [one_prompt(PROMPTS[0], draws, temperature=t, slot=s, min_new_tokens=6) for s, t in enumerate(TEMPERATURES)]
-    together = Rows(
+    together = SamplingBatch(
         prompts=rows[0].prompts,
         min_new_tokens=6,
         **{

@@ -6,13 +6,13 @@ import torch
 from gymnasium import spaces
 from torch import nn
 
+from evogrpo.data import map_tensors
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.encoding import Encoding
 from evogrpo.policies.control.layers import orthogonal
 from evogrpo.policies.control.networks import DefaultNetwork, ModuleNetwork, join, split
 from evogrpo.policies.control.stacked import StackedBank
 from evogrpo.randomness import generator
-from evogrpo.records import map_tensors
 from tests.tiny_networks import MIXED, VECTOR, Branching, observe, stacked, tensors
 
 

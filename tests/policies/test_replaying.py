@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from evogrpo.data import SamplingOptions
 from evogrpo.policies.tokens import generation, replaying
 from evogrpo.policies.tokens.replaying import EAGER, Replays
-from evogrpo.records import SamplingOptions
 from tests.policies.test_direct_pass import KNOWN, Asking, built
 from tests.tiny_batches import different_members, make_rows
 from tests.tiny_models import tiny_model

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from evogrpo.records import Rows, SamplingOptions
+from evogrpo.data import SamplingBatch, SamplingOptions
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import PROMPTS, clear, different_members, heard_by, lora, make_rows, next_turn
 from tests.tiny_models import EOS, PAD, VOCABULARY, tiny_model
@@ -54,7 +54,7 @@ def test_over_a_grid_of_uniforms_tokens_come_as_often_as_transformers_says(name)
     member = PeftMember(bank.base.model, lora(), bank.peft_files(0)[0], [EOS])
     grid = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     uniforms = torch.stack([torch.full_like(grid, 0.3), grid], 1)
-    rows = Rows(
+    rows = SamplingBatch(
         prompts=(PROMPTS[1],),
         prompt_ids=torch.zeros(count, dtype=torch.long),
         member_ids=torch.zeros(count, dtype=torch.long),

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.data import SamplingBatch, SamplingOptions
 from evogrpo.functional.products import filled_up
 from evogrpo.policies.tokens import generation
 from evogrpo.policies.tokens import stems as sharing
 from evogrpo.policies.tokens.stems import Stems
-from evogrpo.records import Rows, SamplingOptions
 from tests.rounding import assert_gradients_agree
 from tests.tiny_batches import as_batch, clear, different_members, grpo_loss, make_rows, rows_run
 from tests.tiny_models import tiny_model
@@ -150,7 +150,7 @@ def test_every_row_s_stem_is_what_it_has_written(words, lengths, most):
     """A decoding that is a list of what has been run; `branch` says how it goes on."""
     count = len(words)
     prompt_of = torch.arange(count) // 4
-    rows = Rows(
+    rows = SamplingBatch(
         prompts=((1,),),
         prompt_ids=torch.zeros(count, dtype=torch.long),
         member_ids=torch.zeros(count, dtype=torch.long),

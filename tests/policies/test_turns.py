@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from evogrpo.data import Rollout, SamplingBatch, TokenInputs
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import sampling
-from evogrpo.records import Rollout, Rows, TokenInputs
 from tests.oracles.peft_members import PeftMember
 from tests.policies.test_prefix_sharing import UNSHAREABLE
 from tests.tiny_batches import (
@@ -309,16 +309,16 @@ def test_places_within_turns_are_selected_and_joined_with_their_rows():
 def test_rows_say_how_many_tokens_are_wanted_or_are_refused():
     fields = {"prompts": ((3,),), "prompt_ids": torch.zeros(2, dtype=torch.long), "temperature": torch.ones(2)}
     fields["member_ids"] = fields["prompt_ids"]
-    assert Rows(**fields, uniforms=torch.zeros(2, 5)).max_new_tokens == 5
-    assert Rows(**fields, max_new_tokens=7).max_new_tokens == 7
+    assert SamplingBatch(**fields, uniforms=torch.zeros(2, 5)).max_new_tokens == 5
+    assert SamplingBatch(**fields, max_new_tokens=7).max_new_tokens == 7
     with pytest.raises(ValueError, match=r"max_new_tokens.*4 and 5.*leave"):
-        Rows(**fields, uniforms=torch.zeros(2, 5), max_new_tokens=4)
+        SamplingBatch(**fields, uniforms=torch.zeros(2, 5), max_new_tokens=4)
     with pytest.raises(ValueError, match=r"max_new_tokens.*0.*uniforms"):
-        Rows(**fields)
+        SamplingBatch(**fields)
     with pytest.raises(ValueError, match=r"history.*2 rows, got 1"):
-        Rows(**fields, max_new_tokens=7, history=((),))
+        SamplingBatch(**fields, max_new_tokens=7, history=((),))
     with pytest.raises(ValueError, match=r"kept_rows.*2 rows, got 3"):
-        Rows(**fields, max_new_tokens=7, kept_rows=torch.arange(3))
+        SamplingBatch(**fields, max_new_tokens=7, kept_rows=torch.arange(3))
 
 
 def test_all_that_is_present_counts_unless_a_rollout_says_otherwise():

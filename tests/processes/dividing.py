@@ -16,9 +16,9 @@ from torch import Tensor
 from evogrpo import GRPO
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.config.objective import Objective
+from evogrpo.data import Batch
 from evogrpo.interruption import Interrupted
 from evogrpo.processes import processes
-from evogrpo.records import Batch
 from evogrpo.training.loop.run import Evolution
 from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_models import EOS

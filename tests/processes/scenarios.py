@@ -18,12 +18,12 @@ from transformers import PreTrainedModel
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.cli import main
 from evogrpo.config.objective import Objective
+from evogrpo.data import LearnReport
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, SuccessiveHalving, Tournament
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.tokens.models import load_base
 from evogrpo.processes import ProcessError, processes
-from evogrpo.records import LearnReport
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.run import Evolution

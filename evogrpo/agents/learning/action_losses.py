@@ -9,10 +9,10 @@ from torch import Tensor
 from evogrpo.agents.learning.coefficients import Coefficients
 from evogrpo.agents.learning.known_log_probs import KnownLogProbs
 from evogrpo.config.objective import Objective
+from evogrpo.data import some_rows
 from evogrpo.functional.corrections import importance_weights
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import bias_corrected, clipped_actions, loss_weights, policy_loss
-from evogrpo.records import some_rows
 
 MEASURES = ("kl", "entropy", "low", "high", "actions", "approx_kl", "outside")
 """What is added up over a row's actions while the loss is computed; the last two of transitions only, NaN otherwise."""

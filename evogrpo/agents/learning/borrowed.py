@@ -8,9 +8,9 @@ from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.lessons import Lessons
+from evogrpo.data import Batch
 from evogrpo.functional.corrections import effective_share
 from evogrpo.policies.bank import PolicyBank
-from evogrpo.records import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

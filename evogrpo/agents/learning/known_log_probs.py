@@ -9,8 +9,8 @@ from torch import Tensor
 
 from evogrpo.agents.learning.lessons import Lessons
 from evogrpo.config.objective import Objective
+from evogrpo.data import Batch
 from evogrpo.policies.bank import PolicyBank, WholeDistributions
-from evogrpo.records import Batch
 
 
 class KnownLogProbs:

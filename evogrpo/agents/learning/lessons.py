@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
-from evogrpo.records import Batch
+from evogrpo.data import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.objective import Objective
+from evogrpo.data import Batch, LearnReport, UpdateReport
 from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.corrections import importance_weights, mismatch
 from evogrpo.functional.statistics import group_statistics, numbered
-from evogrpo.records import Batch, LearnReport, UpdateReport
 
 NAMES: Mapping[str, str] = {
     "loss": "mean loss over the optimizer steps",

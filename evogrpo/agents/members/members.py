@@ -13,11 +13,11 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import LearningSettings, Policy
 from evogrpo.agents.members.banks import Banks
 from evogrpo.agents.rollout.wanted import Answered, Asked, Collected, Observed, Wanted
+from evogrpo.data import Experience
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.policies.sampler import Sampler
-from evogrpo.records import Experience
 
 CheckpointFiles = dict[str, bytes | Callable[[], bytes]]
 """Files of a checkpoint beside tensors and record: bytes, or a function that is called when they are written."""

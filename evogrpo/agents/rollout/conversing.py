@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.rollout.handover import Handover
+from evogrpo.data import Conversation, Rollout, SamplingBatch
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs.groups import Beforehand, Conversations
 from evogrpo.finished import heard_by
 from evogrpo.policies.sampler import Sampler
-from evogrpo.records import Rollout, Rows, Transcript
-from evogrpo.records.transcripts import in_one_turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Conversed:
     """
 
     rollout: Rollout
-    transcripts: tuple[Transcript, ...]
+    transcripts: tuple[Conversation, ...]
     turn_lengths: Tensor
     turn_places: Tensor | None = None
 
@@ -37,26 +37,26 @@ class Conversed:
 class _Talk:
     """One conversation under way."""
 
-    said: list[list[int]] = field(default_factory=list)
-    heard: list[list[int]] = field(default_factory=list)
+    completions: list[list[int]] = field(default_factory=list)
+    replies: list[list[int]] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
     truncated: bool = False
 
     @property
     def length(self) -> int:
         """Tokens up to the last that was said."""
-        return sum(map(len, self.said)) + sum(map(len, self.heard[: len(self.said) - 1]))
+        return sum(map(len, self.completions)) + sum(map(len, self.replies[: len(self.completions) - 1]))
 
     @property
     def history(self) -> tuple[int, ...]:
-        parts = [part for pair in zip(self.said, [*self.heard, []], strict=False) for part in pair]
+        parts = [part for pair in zip(self.completions, [*self.replies, []], strict=False) for part in pair]
         return tuple(token for part in parts for token in part)
 
 
 def converse(
     sampler: Sampler,
     opened: Conversations,
-    rows: Rows,
+    rows: SamplingBatch,
     *,
     draws: Callable[[int], Tensor | None],
     room: int | None,
@@ -87,7 +87,9 @@ def converse(
     if not several:
         lengths = said.present.sum(1, keepdim=True)
         starts = rows.prompt_ids.tolist()
-        return Conversed(rollout=said, transcripts=in_one_turn(starts, _tokens(said)), turn_lengths=lengths)
+        return Conversed(
+            rollout=said, transcripts=single_turn_conversations(starts, _tokens(said)), turn_lengths=lengths
+        )
     talks = [_Talk() for _ in range(len(rows))]
     exact, speaking = said.exact, list(range(len(rows)))
     _record(talks, speaking, said)
@@ -114,7 +116,7 @@ def converse(
 
 
 @contextmanager
-def _handed_over(opened: Conversations, rows: Rows) -> Iterator[None]:
+def _handed_over(opened: Conversations, rows: SamplingBatch) -> Iterator[None]:
     """Let whole groups be rewarded from when they are finished, where somebody can do that meanwhile."""
     if not (isinstance(opened, Beforehand) and opened.begins):
         yield
@@ -136,13 +138,13 @@ def _tokens(rollout: Rollout) -> list[list[int]]:
 def _record(talks: Sequence[_Talk], speaking: Sequence[int], said: Rollout) -> None:
     cut_off = said.truncated.tolist()
     for number, (row, tokens) in enumerate(zip(speaking, _tokens(said), strict=True)):
-        talks[row].said.append(tokens)
+        talks[row].completions.append(tokens)
         talks[row].log_probs.append(said.log_probs[number, : len(tokens)])
         talks[row].truncated = cut_off[number]
 
 
 def _answered(
-    opened: Conversations, rows: Rows, talks: Sequence[_Talk], waiting: Sequence[int], room: int | None
+    opened: Conversations, rows: SamplingBatch, talks: Sequence[_Talk], waiting: Sequence[int], room: int | None
 ) -> list[int]:
     """Ask for replies, and return the rows that go on: those that got one and have room for a further turn."""
     if not waiting:
@@ -156,7 +158,7 @@ def _answered(
             continue
         if not len(reply):
             raise ValueError("a reply must hold at least one token, got none: return None where a conversation is over")
-        talks[row].heard.append([int(token) for token in reply])
+        talks[row].replies.append([int(token) for token in reply])
         if room is not None and len(talks[row].history) > room:
             talks[row].truncated = True
         else:
@@ -164,29 +166,33 @@ def _answered(
     return going
 
 
-def _transcript(rows: Rows, talk: _Talk, row: int) -> Transcript:
-    return Transcript(
-        row=row, start=int(rows.prompt_ids[row]), said=tuple(map(tuple, talk.said)), heard=tuple(map(tuple, talk.heard))
+def _transcript(rows: SamplingBatch, talk: _Talk, row: int) -> Conversation:
+    return Conversation(
+        row=row,
+        start=int(rows.prompt_ids[row]),
+        completions=tuple(map(tuple, talk.completions)),
+        replies=tuple(map(tuple, talk.replies)),
     )
 
 
-def _laid_out(rows: Rows, talks: Sequence[_Talk], like: Rollout, exact: bool) -> Conversed:
+def _laid_out(rows: SamplingBatch, talks: Sequence[_Talk], like: Rollout, exact: bool) -> Conversed:
     """Put the turns of each conversation next to each other."""
     device, width = like.actions.device, max(talk.length for talk in talks)
     actions = torch.zeros((len(talks), width), dtype=torch.long)
     counted, present = (torch.zeros((len(talks), width), dtype=torch.bool) for _ in range(2))
     log_probs = torch.zeros((len(talks), width), device=device)
     places = torch.zeros((len(talks), width), dtype=torch.long)
-    lengths = torch.zeros((len(talks), max(len(talk.said) for talk in talks)), dtype=torch.long)
+    lengths = torch.zeros((len(talks), max(len(talk.completions) for talk in talks)), dtype=torch.long)
     for row, talk in enumerate(talks):
         at = 0
-        for turn, tokens in enumerate(talk.said):
+        for turn, tokens in enumerate(talk.completions):
             own = slice(at, at + len(tokens))
             actions[row, own], counted[row, own] = torch.tensor(tokens), True
             places[row, own], log_probs[row, own] = torch.arange(len(tokens)), talk.log_probs[turn]
             lengths[row, turn] = len(tokens)
             at = own.stop
-            for reply in talk.heard[turn : len(talk.said) - 1][:1]:  # nothing follows a last reply, so it is left out
+            # A reply after the last completion is left out.
+            for reply in talk.replies[turn : len(talk.completions) - 1][:1]:
                 actions[row, at : at + len(reply)] = torch.tensor(reply)
                 at += len(reply)
         present[row, :at] = True

@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 
+from evogrpo.data import Conversation, SamplingBatch
 from evogrpo.envs.groups import Beforehand
-from evogrpo.records import Rows, Transcript
 
 
 class Handover:
@@ -15,17 +15,17 @@ class Handover:
         rows: All that are being written; those in which one member completes one prompt are a group.
     """
 
-    def __init__(self, opened: Beforehand, rows: Rows) -> None:
+    def __init__(self, opened: Beforehand, rows: SamplingBatch) -> None:
         self._opened = opened
         self._groups = list(zip(rows.member_ids.tolist(), rows.prompt_ids.tolist(), strict=True))
         self._unfinished = Counter(self._groups)
-        self._finished: dict[tuple[int, int], list[Transcript]] = {}
+        self._finished: dict[tuple[int, int], list[Conversation]] = {}
 
     def __call__(self, rows: Sequence[int], completions: Sequence[Sequence[int]]) -> None:
         """Take note of finished completions, none perhaps; see `evogrpo.finished.tell`."""
         for row, tokens in zip(rows, completions, strict=True):
             group = self._groups[row]
-            told = Transcript(row=row, start=group[1], said=(tuple(tokens),))
+            told = Conversation(row=row, start=group[1], completions=(tuple(tokens),))
             self._finished.setdefault(group, []).append(told)
             self._unfinished[group] -= 1
             if not self._unfinished[group]:

@@ -9,10 +9,10 @@ from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.rounds import Groups, joined, sample_groups
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.config.loss_types import STEP_ADVANTAGES
+from evogrpo.data import Batch
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.functional.advantages import zero_variance_groups
 from evogrpo.functional.statistics import numbered
-from evogrpo.records import Batch
 
 
 def refill(

@@ -11,9 +11,9 @@ from torch import Tensor
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.wanted import Collected, Wanted
+from evogrpo.data import Batch
 from evogrpo.envs.groups import GroupEnvironment, Scores
 from evogrpo.functional.reward_shaping import place_on_actions
-from evogrpo.records import Batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
+from evogrpo.data import Experience
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.groups import Scores, Split
 from evogrpo.outline import outline
-from evogrpo.records import Experience
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import gymnasium
 from numpy.typing import ArrayLike
 
+from evogrpo.data import Actor
 from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import ClassicControl, native_class
 from evogrpo.envs.control.draws import StepUniforms
@@ -25,7 +26,6 @@ from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import leaf_spaces
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
-from evogrpo.records import Actor
 from evogrpo.remarks import remark
 
 Vectorization = Literal["auto", "native", "serial", "processes"]

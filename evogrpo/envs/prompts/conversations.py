@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evogrpo.data import Conversation
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import code_hash
 from evogrpo.envs.prompts.opened import OpenedPrompts
@@ -13,7 +14,6 @@ from evogrpo.envs.prompts.rewards.verifiers.printing import visible_prints
 from evogrpo.envs.prompts.tables import AnyTable, split_tables
 from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_messages
 from evogrpo.hyperparameters import whole_number
-from evogrpo.records import Transcript
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
 """(dataset row, the conversation so far as messages) -> what the user says next; None ends the conversation."""
@@ -84,7 +84,7 @@ class OpenedConversations(OpenedPrompts):
     markers: TurnMarkers
     _replies: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
 
-    def respond(self, transcripts: Sequence[Transcript]) -> list[tuple[int, ...] | None]:
+    def respond(self, transcripts: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
         """Let the user's function reply; see `Conversations.respond`.
 
         Raises:
@@ -93,7 +93,7 @@ class OpenedConversations(OpenedPrompts):
         self._check(transcripts)
         return [self._reply(transcript) for transcript in transcripts]
 
-    def _reply(self, transcript: Transcript) -> tuple[int, ...] | None:
+    def _reply(self, transcript: Conversation) -> tuple[int, ...] | None:
         row = self.rows[transcript.start]
         prompt = check_messages(row["prompt"], "prompt")
         with visible_prints():
@@ -102,13 +102,13 @@ class OpenedConversations(OpenedPrompts):
             return None
         if not isinstance(said, str):
             raise ValueError(f"reply must return a text, or None to end the conversation, got {said!r:.200}")
-        ended = transcript.said[-1][-1:] == (self.tokenizer.eos_token_id,)
+        ended = transcript.completions[-1][-1:] == (self.tokenizer.eos_token_id,)
         own = {name: value for name, value in (row.get(TEMPLATE_OPTIONS) or {}).items() if value is not None}
         tokens = self.markers.tokens(said, ended=ended, options=own)
         self._replies[tokens] = said
         return tokens
 
-    def _spoken(self, transcript: Transcript) -> list[str]:
+    def _spoken(self, transcript: Conversation) -> list[str]:
         """Return the texts of completions and replies in order, without the markers around them."""
         spoken = []
         for number, part in enumerate(transcript.turns):

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Paced, Split, deal_starts
 from evogrpo.hyperparameters.checks import whole_between, whole_number
-from evogrpo.records.transcripts import in_one_turn
 
 PromptTensors = dict[str, Tensor]
 StepResult = tuple[list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]
@@ -118,7 +118,7 @@ class Facade:
         shape = (len(opened.prompts), group_size)
         if isinstance(self._environment, Paced) and self.split == "train":
             self._environment.at_step(self._place.step, 0)
-        scores = opened.score(in_one_turn([n // group_size for n in range(len(rows))], rows))
+        scores = opened.score(single_turn_conversations([n // group_size for n in range(len(rows))], rows))
         texts = [list(scores.completions[i * group_size : (i + 1) * group_size]) for i in range(shape[0])]
         self._place = self._opened(replace(self._place, step=self._place.step + 1))
         report: dict[str, Any] = {

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.data import Conversation
 from evogrpo.envs.groups import REPLY, Scores
 from evogrpo.envs.prompts.rewards.offered import Advance, Logged, means, whole_columns
 from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError, Reward
@@ -14,14 +15,13 @@ from evogrpo.envs.prompts.rewards.scoring import Evaluated, evaluate
 from evogrpo.envs.prompts.rewards.step_rewards import token_positions
 from evogrpo.envs.prompts.rewards.verifiers.calling import Begun, Runner
 from evogrpo.envs.prompts.templates import Tokenizer, check_messages
-from evogrpo.records import Transcript
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Group:
     """A group that is being rewarded before others are finished."""
 
-    transcripts: Sequence[Transcript]
+    transcripts: Sequence[Conversation]
     logged: Logged
     begun: Sequence[Begun]
 
@@ -62,7 +62,7 @@ class OpenedPrompts:
         """The question of each opened start; of a conversation, what the user said last."""
         return tuple(_question(row, "prompt" if self.rewards[0].batched else "question") for row in self.rows)
 
-    def respond(self, transcripts: Sequence[Transcript]) -> Sequence[Sequence[int] | None]:
+    def respond(self, transcripts: Sequence[Conversation]) -> Sequence[Sequence[int] | None]:
         """Reply nothing."""
         return [None] * len(transcripts)
 
@@ -80,7 +80,7 @@ class OpenedPrompts:
             if self.runner.aside(reward.name) and not (self.held_out and reward.batched)
         ]
 
-    def begin(self, transcripts: Sequence[Transcript]) -> None:
+    def begin(self, transcripts: Sequence[Conversation]) -> None:
         """Begin to reward a whole group; see `Beforehand.begin`.
 
         Raises:
@@ -107,7 +107,7 @@ class OpenedPrompts:
         self._groups.clear()
         return groups
 
-    def score(self, transcripts: Sequence[Transcript]) -> Scores:
+    def score(self, transcripts: Sequence[Conversation]) -> Scores:
         """Reward whole conversations; see `Conversations.score`.
 
         Raises:
@@ -136,7 +136,7 @@ class OpenedPrompts:
             metrics=means(parts),
         )
 
-    def _answers(self, transcripts: Sequence[Transcript], logged: Logged) -> Answers:
+    def _answers(self, transcripts: Sequence[Conversation], logged: Logged) -> Answers:
         """Return what reward functions may see of conversations, and where they may log to."""
         token_ids = [list(transcript.tokens) for transcript in transcripts]
         texts = tuple(self._text(ids) for ids in token_ids)
@@ -151,7 +151,7 @@ class OpenedPrompts:
             training=logged.offered(self.pace, here=self.runner.here) if self.rewards[0].batched else {},
         )
 
-    def _check(self, transcripts: Sequence[Transcript]) -> None:
+    def _check(self, transcripts: Sequence[Conversation]) -> None:
         starts = sorted({transcript.start for transcript in transcripts})
         if not starts:
             raise ValueError("there must be at least one conversation, got none")
@@ -159,7 +159,7 @@ class OpenedPrompts:
             raise ValueError(f"starts must lie in [0, {len(self.prompts) - 1}], got {starts}")
 
     def _step_rewards(
-        self, evaluated: Evaluated, answers: Answers, transcripts: Sequence[Transcript]
+        self, evaluated: Evaluated, answers: Answers, transcripts: Sequence[Conversation]
     ) -> NDArray[np.float64]:
         """Return [n, t] what was earned at each token said; a whole conversation's reward stands at the last one."""
         table = np.full((len(answers.texts), max(1, *map(len, answers.token_ids))), np.nan)
@@ -177,7 +177,7 @@ class OpenedPrompts:
                     _earn(table, row, said[row][place], reward.weight * value)
         return table
 
-    def _spoken(self, transcript: Transcript) -> list[str]:
+    def _spoken(self, transcript: Conversation) -> list[str]:
         """Return the texts of completions and replies, in order."""
         return [self._text(list(part)) for part in transcript.turns]
 

@@ -12,11 +12,11 @@ from gymnasium import spaces
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from evogrpo.data import map_tensors
 from evogrpo.policies.control.architecture import Convolution, NetworkConfig, Parameters
 from evogrpo.policies.control.encoding import Encoding, Image, leaves, zero_observation
 from evogrpo.policies.control.layers import FloatArray, HiddenLayers, convolve, orthogonal
 from evogrpo.randomness import generator
-from evogrpo.records import map_tensors
 from evogrpo.spaces import preprocess_observation
 
 Shapes = dict[str, tuple[int, ...]]

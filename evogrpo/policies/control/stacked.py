@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.data import Acted, Batch, UpdateReport, map_tensors
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.interruption import before_changes
 from evogrpo.policies.bank import CARRIED, HeldTo, LossFunction, PolicyVersion
@@ -19,7 +20,6 @@ from evogrpo.policies.control.networks import DefaultNetwork, ModuleNetwork, Net
 from evogrpo.policies.control.stacked_passes import StackedPasses, lay_out_slots
 from evogrpo.policies.control.stacked_states import StackedStates
 from evogrpo.policies.control.stacks import IntArray, Layout, Stack
-from evogrpo.records import Acted, Batch, UpdateReport, map_tensors
 
 
 class StackedBank:
@@ -135,7 +135,7 @@ class StackedBank:
         action_mask: Any = None,
         base: bool = False,
     ) -> Acted:
-        """Choose one action for each observation; see `evogrpo.records.Actor`.
+        """Choose one action for each observation; see `evogrpo.data.Actor`.
 
         Raises:
             ValueError: If a slot does not exist, or an observation does not fit its space.

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evogrpo.data import Batch, map_tensors
 from evogrpo.interruption import give_way
 from evogrpo.policies.bank import HeldTo, LossFunction, PolicyVersion
 from evogrpo.policies.control.distributions import Distribution
 from evogrpo.policies.control.stacked_states import StackedStates
 from evogrpo.policies.control.stacks import IntArray, Layout, Stack, lay_out
-from evogrpo.records import Batch, map_tensors
 
 LEAST_MEMORY = 1024  # bytes: a pass of one row cannot be halved
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.data import UpdateReport
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import CARRIED_AT_BIRTH
 from evogrpo.policies.control.architecture import NetworkConfig, bytes_tensor, morph
@@ -16,7 +17,6 @@ from evogrpo.policies.control.distributions import Distribution
 from evogrpo.policies.control.networks import ModuleNetwork, Network, join, split
 from evogrpo.policies.control.stacks import IntArray, Stack
 from evogrpo.policies.devices import check_room
-from evogrpo.records import UpdateReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.functional.log_probs import invert_cumulative, scaled_logits, tiles
 from evogrpo.functional.products import filled_up
 from evogrpo.functional.truncation import penalise_repetition, truncate
@@ -16,7 +17,6 @@ from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.policies.tokens.replaying import Replays
 from evogrpo.policies.tokens.stems import COMPACT_BELOW, Stems
-from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
 ROWS_OF_LOGITS = 128
@@ -65,7 +65,7 @@ class Pages:
 def generate(
     model: TokenModel[Any],
     decoding: Decoding,
-    rows: Rows,
+    rows: SamplingBatch,
     end_ids: Tensor,
     tally: Tally,
     pages: Pages,
@@ -125,7 +125,7 @@ def generate(
     return aside
 
 
-def _read(rows: Rows, device: torch.device) -> Tensor:
+def _read(rows: SamplingBatch, device: torch.device) -> Tensor:
     """Return `[n, w]` the tokens of each row's prompt, filled up with its first one, which is there anyway."""
     prompts = [torch.tensor(prompt) for prompt in rows.prompts]
     width = max(len(rows.prompts[prompt]) for prompt in rows.prompt_ids.tolist())
@@ -141,7 +141,7 @@ class _Asked:
         end_ids: `[e]` token ids that end a completion.
     """
 
-    def __init__(self, rows: Rows, end_ids: Tensor) -> None:
+    def __init__(self, rows: SamplingBatch, end_ids: Tensor) -> None:
         self.options, self.end_ids, self.greedy = rows.options, end_ids, rows.temperature == 0
         self.heat = torch.where(self.greedy, 1.0, rows.temperature)
         self.all_greedy, self.any_greedy = bool(self.greedy.all()), bool(self.greedy.any())
@@ -173,7 +173,7 @@ class _Writing:
         self,
         model: TokenModel[Any],
         decoding: Decoding,
-        rows: Rows,
+        rows: SamplingBatch,
         end_ids: Tensor,
         pages: Pages,
         recording: PassRecording | None,

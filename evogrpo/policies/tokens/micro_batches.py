@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.records import Batch, TokenInputs
+from evogrpo.data import Batch, TokenInputs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

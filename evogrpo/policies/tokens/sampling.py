@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.finished import listened, tell
 from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel, check_context
@@ -15,7 +16,6 @@ from evogrpo.policies.tokens.generation import Pages, generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
 from evogrpo.policies.tokens.stems import Stems
 from evogrpo.policies.tokens.weights.weights import Route, Weights
-from evogrpo.records import Rollout, Rows
 from evogrpo.tally import Tally
 
 CACHED_TOKENS = 32_768  # tokens whose keys and values are held at once while sampling; as many again may be kept
@@ -66,7 +66,7 @@ class _Piece:
 def sample(
     model: TokenModel[Any],
     weights: Weights,
-    rows: Rows,
+    rows: SamplingBatch,
     end_ids: Tensor,
     *,
     base: bool,
@@ -126,7 +126,7 @@ def rows_at_once(width: int, device: str) -> int:
     return min(most, max(ENOUGH_ROWS, ENOUGH_TOKENS // width)) if device == "cpu" else most
 
 
-def _with_history(rows: Rows) -> Rows:
+def _with_history(rows: SamplingBatch) -> SamplingBatch:
     """Return the same rows with what came after the prompts as a part of these."""
     if rows.history is None:
         return rows
@@ -138,7 +138,7 @@ def _with_history(rows: Rows) -> Rows:
     return replace(rows, prompts=tuple(numbers), prompt_ids=torch.tensor(ids), history=None)
 
 
-def _served(kept: KeptRows, rows: Rows, stamps: Sequence[Stamp]) -> Tensor:
+def _served(kept: KeptRows, rows: SamplingBatch, stamps: Sequence[Stamp]) -> Tensor:
     """Tell which rows what was kept serves, `[n]`."""
     earlier = range(len(rows)) if rows.kept_rows is None else rows.kept_rows.tolist()
     wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
@@ -163,7 +163,9 @@ class _Sampling:
     tally: Tally
     hearing: bool
 
-    def wave(self, rows: Rows, wave: Tensor, kept: KeptRows | None, recording: PassRecording | None) -> list[_Piece]:
+    def wave(
+        self, rows: SamplingBatch, wave: Tensor, kept: KeptRows | None, recording: PassRecording | None
+    ) -> list[_Piece]:
         """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
         part, device = rows.select(wave), self.model.device
         assert part.uniforms is not None  # `sample` has drawn them
@@ -214,7 +216,7 @@ class _Sampling:
         pieces = [piece for half in wave[~told].chunk(2) for piece in self.wave(rows, half, kept, None)]
         return [done, *pieces] if len(done.numbers) else pieces
 
-    def _fresh(self, rows: Rows, recording: PassRecording | None) -> tuple[Decoding, Stems | None]:
+    def _fresh(self, rows: SamplingBatch, recording: PassRecording | None) -> tuple[Decoding, Stems | None]:
         """Begin with rows whose prompts have not been run: each runs once per member, and so may what follows it."""
         pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
         prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
@@ -226,9 +228,9 @@ class _Sampling:
         )
         return decoding, stems
 
-    def _resumed(self, rows: Rows, kept: KeptRows) -> Decoding:
+    def _resumed(self, rows: SamplingBatch, kept: KeptRows) -> Decoding:
         """Begin with rows of which everything but their latest tokens has been run."""
-        assert rows.kept_rows is not None  # `Rows.select` numbers them
+        assert rows.kept_rows is not None  # `SamplingBatch.select` numbers them
         earlier = rows.kept_rows.cpu()
         wholes = [rows.prompts[prompt] for prompt in rows.prompt_ids.tolist()]
         latest = [whole[len(kept.tokens[row]) :] for row, whole in zip(earlier.tolist(), wholes, strict=True)]
@@ -238,7 +240,7 @@ class _Sampling:
         return self.model.decode(prefix, every, rows.member_ids, rows.max_new_tokens - 1, self.route)
 
 
-def _joined(rows: Rows, pieces: Sequence[_Piece], stamps: Sequence[Stamp]) -> Rollout:
+def _joined(rows: SamplingBatch, pieces: Sequence[_Piece], stamps: Sequence[Stamp]) -> Rollout:
     """Put the completions into the order of the rows, and together what was set aside of them."""
     rollouts = [piece.rollout for piece in pieces]
     back = torch.argsort(torch.cat([piece.numbers for piece in pieces])).to(rollouts[0].actions.device)

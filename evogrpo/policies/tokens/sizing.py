@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from evogrpo.data import Batch, TokenInputs
 from evogrpo.policies.devices import USUAL_TOKENS, MicroBatchTokens, memory_of
 from evogrpo.policies.tokens.bases.parts import base_bytes, run_together
 from evogrpo.policies.tokens.engine.direct.architectures import KNOWN
 from evogrpo.policies.tokens.engine.probes import find_decoder
 from evogrpo.policies.tokens.token_bank import TokenBank
 from evogrpo.processes import processes
-from evogrpo.records import Batch, TokenInputs
 
 LEAST, MOST = 256, 1 << 15
 """The bounds of what is tried, powers of two like `USUAL_TOKENS`, where it begins."""

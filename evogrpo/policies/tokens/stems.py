@@ -5,8 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evogrpo.data import SamplingBatch
 from evogrpo.functional.products import filled_up
-from evogrpo.records import Rows
 
 COMPACT_BELOW = 0.75
 """Copying keys and values pays when at least a quarter of what they are of is not needed any more."""
@@ -39,7 +39,7 @@ class Stems:
         self.firsts, self._bounds = bounds[:-1].clamp(max=len(of) - 1), bounds.tolist()
 
     @classmethod
-    def of_prompts(cls, prompt_of: Tensor, rows: Rows) -> "Stems | None":
+    def of_prompts(cls, prompt_of: Tensor, rows: SamplingBatch) -> "Stems | None":
         """Return the stems of rows `[n]` that have written nothing; None where each had better be run by itself.
 
         Args:

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.interruption import before_changes
 from evogrpo.policies.bank import LossFunction
@@ -17,7 +18,6 @@ from evogrpo.policies.tokens.micro_batches import share_prefixes
 from evogrpo.policies.tokens.sampling import sample
 from evogrpo.policies.tokens.token_passes import TokenPasses
 from evogrpo.policies.tokens.weights.weights import Weights
-from evogrpo.records import Batch, Rollout, Rows, TokenInputs, UpdateReport
 
 W = TypeVar("W", bound=Weights)
 
@@ -34,8 +34,8 @@ class TokenBank(Generic[W]):
         micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
             runs out.
         reduce_memory_peak: Hold the logits of a few hundred tokens at a time, rather than of a whole micro-batch; and
-            keep nothing of what rows that are going to be learnt from (`Rows.learnt`) are written by, rather than
-            have the next update read it, which saves half of the update's products. Same results, up to rounding.
+            keep nothing of the sampling of rows that are learnt from next (`SamplingBatch.learnt`), rather than have
+            the next update read it, which saves half of the update's products. Same results, up to rounding.
 
     Raises:
         ValueError: If no token ends a completion, or `micro_batch_tokens` is below 1.
@@ -98,11 +98,11 @@ class TokenBank(Generic[W]):
 
     # ---- sampling
 
-    def sample(self, rows: Rows, *, base: bool = False) -> Rollout:
+    def sample(self, rows: SamplingBatch, *, base: bool = False) -> Rollout:
         """Sample one completion per row; rows may come in any order.
 
         Args:
-            rows: Which member completes which prompt; see `Rows`.
+            rows: Which member completes which prompt; see `SamplingBatch`.
             base: Sample from the untrained base, whatever `rows.member_ids` says.
 
         Returns:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from evogrpo.data import Batch, TokenInputs
 from evogrpo.interruption import give_way
 from evogrpo.policies.bank import LossFunction, PolicyVersion
 from evogrpo.policies.tokens.engine.direct.reading import switched_off
@@ -13,7 +14,6 @@ from evogrpo.policies.tokens.engine.recording import PassRecording, Recalled
 from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import MicroBatch, lexsort, micro_batches, repetitions, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Weights
-from evogrpo.records import Batch, TokenInputs
 from evogrpo.tally import Tally
 
 NO_GRAD_FACTOR = 4  # a pass without gradients keeps no activations, so its parts may be larger

@@ -11,6 +11,7 @@ from torch import Tensor
 from evogrpo.agents.classes import own_algorithm
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.data import LearnReport
 from evogrpo.envs.groups import GroupEnvironment, Paced, Split
 from evogrpo.evolution.fitness import ROLLOUTS, Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
@@ -18,7 +19,6 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.interruption import Interrupted, Undo, undone_by
 from evogrpo.policies.bank import State
-from evogrpo.records import LearnReport
 from evogrpo.remarks import remark
 from evogrpo.training.loop.assessment.finals import second_set
 from evogrpo.training.loop.assessment.measuring import Measured, measure

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 
-from evogrpo.records import LearnReport
+from evogrpo.data import LearnReport
 from evogrpo.remarks import remark
 from evogrpo.text import number_text
 

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.data import LearnReport
 from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import ROLLOUTS
@@ -18,7 +19,6 @@ from evogrpo.history.records import GenerationReport, Report, TestReport
 from evogrpo.history.results import Result
 from evogrpo.history.steps import StepReport
 from evogrpo.interruption import Interrupted
-from evogrpo.records import LearnReport
 from evogrpo.remarks import remark
 from evogrpo.text import counted
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from evogrpo.agents.members.control.network_settings import NetworkSettings
+from evogrpo.data import Acted
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import flatten, unflatten
 from evogrpo.evolution.lineage import ArchitectureChange
 from evogrpo.policies.control.architecture import NetworkConfig, NothingToChangeError, mutate_architecture
 from evogrpo.policies.control.encoding import Encoding
 from evogrpo.policies.control.stacked import StackedBank
-from evogrpo.records import Acted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class StackedPolicy:
         )
 
     def act(self, observations: Any, member_ids: NDArray[np.int64], **options: Any) -> Acted:
-        """Choose actions for raw observations; see `evogrpo.records.Actor`."""
+        """Choose actions for raw observations; see `evogrpo.data.Actor`."""
         return self.bank.act(self.shown(observations, member_ids), member_ids, **options)
 
     def module(self, slot: int, *, base: bool = False) -> nn.Module:

@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
+from evogrpo.data import Batch, ObservationInputs
 from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
 from evogrpo.envs.control.normalisation import normalised_leaves, observed
 from evogrpo.envs.control.playing import held_by_members
 from evogrpo.envs.control.trees import flatten, leaf_spaces, unflatten
-from evogrpo.records import Batch, ObservationInputs
 
 StepExperiences = tuple[Any, ...]
 """(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks

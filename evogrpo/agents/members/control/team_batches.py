@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from evogrpo.agents.members.control.stacked_policy import StackedPolicy
 from evogrpo.agents.members.control.step_experiences import tensors_of
 from evogrpo.agents.members.control.team_settings import TeamSettings
+from evogrpo.data import Batch, ObservationInputs
 from evogrpo.envs.control.joint.joint_episodes import AgentEpisodes
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
 from evogrpo.envs.control.trees import flatten, unflatten
-from evogrpo.records import Batch, ObservationInputs
 
 
 def team_batch(

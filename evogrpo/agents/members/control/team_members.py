@@ -18,6 +18,7 @@ from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles, TextRequest
 from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.data import Batch, Experience
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import AgentDraws, AgentUniforms
 from evogrpo.envs.control.joint.assignment import AgentSpaces, Assignment, assign
@@ -30,7 +31,6 @@ from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, Experience
 
 
 class TeamMembers:

@@ -13,8 +13,8 @@ from evogrpo.agents.members.members import Members
 from evogrpo.agents.members.spread.places import Places
 from evogrpo.agents.rollout.rounds import groups_apart, in_one
 from evogrpo.config.loss_types import FULL_KLS
+from evogrpo.data import Batch, Experience, moved
 from evogrpo.policies.bank import WholeDistributions
-from evogrpo.records import Batch, Experience, moved
 
 
 def lent_slots(places: Places, learners: Sequence[Learner]) -> list[int]:

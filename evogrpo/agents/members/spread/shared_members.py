@@ -15,9 +15,9 @@ from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.rollout.merging import merged
 from evogrpo.agents.rollout.rounds import groups_apart, in_one
 from evogrpo.agents.rollout.wanted import Answered, Asked, Collected, Wanted
+from evogrpo.data import moved
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.processes import Processes
-from evogrpo.records import moved
 
 
 class SharedMembers:

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from evogrpo.data import Batch
 from evogrpo.policies.bank import LossFunction, PolicyVersion
 from evogrpo.policies.tokens.micro_batches import MicroBatch
 from evogrpo.policies.tokens.token_passes import TokenPasses
 from evogrpo.processes import Processes
-from evogrpo.records import Batch
 
 Scores = tuple[Tensor, Tensor]
 """Log-probabilities and entropies `[k, t]` of a micro-batch, on the CPU."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
+from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.randomness import generator
-from evogrpo.records import Batch, Rollout, Rows, TokenInputs
 
 Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]
 """(completion ids per prompt `[g, P + C]`, action masks per prompt `[g, P + C - 1]`, rewards `[prompts, g]`)."""
@@ -43,7 +43,7 @@ def prompt_tokens(states: Sequence[Mapping[str, Tensor]]) -> "list[tuple[int, ..
 
 def asked_rows(
     prompts: "Sequence[tuple[int, ...]]", learner: Learner, settings: LanguageSettings, *, training: bool
-) -> Rows:
+) -> SamplingBatch:
     """Return rows in which a member answers prompts: whole groups that sample, or each once what is most likely."""
     size = learner.hyperparameters.group_size if training else 1
     shape = (len(prompts) * size, settings.max_output_tokens)
@@ -51,7 +51,7 @@ def asked_rows(
     if training:
         rng = generator(settings.seed, "get_action", learner.step, learner.index)
         uniforms = rng.random(shape, dtype=np.float32)
-    return Rows(
+    return SamplingBatch(
         prompts=tuple(prompts),
         prompt_ids=torch.arange(len(prompts)).repeat_interleave(size),
         member_ids=torch.full((shape[0],), learner.slot),

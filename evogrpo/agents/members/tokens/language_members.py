@@ -27,6 +27,7 @@ from evogrpo.agents.members.tokens.texts import text_rows, texts_of
 from evogrpo.agents.members.tokens.token_batches import token_batch
 from evogrpo.agents.rollout.conversing import Conversed, converse
 from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.data import Experience, SamplingBatch
 from evogrpo.envs.groups import Conversations, GroupEnvironment, Scores, Split
 from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
@@ -41,7 +42,6 @@ from evogrpo.policies.tokens.models import fingerprint, load_tokenizer
 from evogrpo.policies.tokens.sizing import begun_with, is_tried, tried_size
 from evogrpo.policies.tokens.stored_adapters import StoredAdapter
 from evogrpo.randomness import generator
-from evogrpo.records import Experience, Rows
 from evogrpo.tally import Tally
 
 
@@ -288,8 +288,8 @@ class LanguageMembers:
 
     def _rows(
         self, opened: Conversations, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
-    ) -> Rows:
-        return Rows(
+    ) -> SamplingBatch:
+        return SamplingBatch(
             prompts=tuple(tuple(map(int, prompt)) for prompt in opened.prompts),
             prompt_ids=start_ids,
             member_ids=member_ids,

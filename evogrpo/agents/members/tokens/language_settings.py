@@ -8,6 +8,7 @@ from typing import Any, Self
 from evogrpo.config.loss_types import FULL_KLS
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.data import SamplingOptions
 from evogrpo.hyperparameters import (
     MOST_COUNTED,
     MOST_SEED,
@@ -18,7 +19,6 @@ from evogrpo.hyperparameters import (
     whole_between,
 )
 from evogrpo.policies.devices import MicroBatchTokens
-from evogrpo.records import SamplingOptions
 
 MOST_TOKENS = 10_000_000
 """The most tokens of a completion; beyond any model's context."""

@@ -6,12 +6,12 @@ import torch
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.members import TextRequest
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
+from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.envs.prompts.templates import Tokenizer, check_messages, tokenize
 from evogrpo.randomness import generator
-from evogrpo.records import Rollout, Rows
 
 
-def text_rows(asked: TextRequest, tokenizer: Tokenizer, learner: Learner, settings: LanguageSettings) -> Rows:
+def text_rows(asked: TextRequest, tokenizer: Tokenizer, learner: Learner, settings: LanguageSettings) -> SamplingBatch:
     """Return rows in which a member answers texts or conversations, `n` times each, prompt by prompt.
 
     Raises:
@@ -30,7 +30,7 @@ def text_rows(asked: TextRequest, tokenizer: Tokenizer, learner: Learner, settin
     ids = tokenize(iter([(prompt, {}) for prompt in plain]), tokenizer, "generate")
     count = len(ids) * n
     rng = generator(settings.seed, "generate", learner.index, asked.calls)
-    return Rows(
+    return SamplingBatch(
         prompts=tuple(tuple(prompt) for prompt in ids),
         prompt_ids=torch.arange(len(ids)).repeat_interleave(n),
         member_ids=torch.full((count,), learner.slot),

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.rollout.conversing import Conversed
+from evogrpo.data import Batch, SamplingBatch, TokenInputs
 from evogrpo.envs.groups import Scores
 from evogrpo.functional.reward_shaping import overlong_penalty
-from evogrpo.records import Batch, Rows, TokenInputs
 
 PENALTY = "overlong_penalty"
 
 
 def token_batch(
-    settings: LanguageSettings, rows: Rows, conversed: Conversed, scores: Scores, group_ids: Tensor
+    settings: LanguageSettings, rows: SamplingBatch, conversed: Conversed, scores: Scores, group_ids: Tensor
 ) -> Batch:
     """Put together what members learn from; the overlong penalty joins the rewards here and nowhere else.
 

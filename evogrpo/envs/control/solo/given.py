@@ -7,6 +7,7 @@ from typing import Any
 import gymnasium
 from gymnasium.wrappers import TimeLimit
 
+from evogrpo.data import Actor
 from evogrpo.envs.control.episodes import EpisodeRecord, Played
 from evogrpo.envs.control.gymnasium import StepEpisodes
 from evogrpo.envs.control.making import CUT_OFF, declared_limit, time_limit
@@ -14,7 +15,6 @@ from evogrpo.envs.control.playing import Requested, play_episodes
 from evogrpo.envs.control.solo.windows import WINDOW, window
 from evogrpo.envs.control.solo_lanes import ONLY, SerialLanes
 from evogrpo.envs.groups import Split
-from evogrpo.records import Actor
 
 
 class GivenEnvironment:

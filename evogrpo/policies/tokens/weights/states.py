@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.data import UpdateReport
 from evogrpo.functional.optim import adamw_step_, clip_by_norm_
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import CARRIED_AT_BIRTH
-from evogrpo.records import UpdateReport
 
 
 class LearnerStates:

@@ -5,9 +5,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from evogrpo.data import UpdateReport
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import PolicyVersion
-from evogrpo.records import UpdateReport
 
 
 class View(Protocol):

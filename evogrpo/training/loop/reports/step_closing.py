@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.data import LearnReport
 from evogrpo.history.steps import Example, MemberStep, StepReport
-from evogrpo.records import LearnReport
 from evogrpo.training.completions import examples_of, first_of_each
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.reports.sb3_names import sb3_names

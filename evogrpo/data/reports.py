@@ -1,4 +1,4 @@
-"""What an optimizer step and a learning step did to one member."""
+"""Reports of one optimizer step and of one learning step of a member."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -11,10 +11,10 @@ class UpdateReport:
     """One optimizer step of one member.
 
     Attributes:
-        grad_norm: 2-norm of its gradient before clipping; not finite when the member failed.
+        grad_norm: 2-norm of the gradient before clipping; not finite if the member failed.
         lr: Learning rate used, schedule included.
-        loss: Value of its loss, without the other members'.
-        step: Optimizer steps that its lineage has taken by now, this one included; one that failed does not count.
+        loss: Loss of this member.
+        step: Optimizer steps of the member and its ancestors, this one included. Failed steps do not count.
     """
 
     grad_norm: float
@@ -24,7 +24,7 @@ class UpdateReport:
 
 
 class _Metric:
-    """One metric of a learning report as an attribute; NaN where it was not measured."""
+    """Metric of a learning report as an attribute; NaN if not measured."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -35,26 +35,25 @@ class _Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnReport:
-    """What one `learn` call did to one member; unpacks as `loss, kl = agent.learn(...)`.
+    """Result of one `learn` call for one member; unpacks as `loss, kl = agent.learn(...)`.
 
     Attributes:
-        metrics: Everything measured, under TRL's names where TRL has one: see `NAMES` of
-            `evogrpo.agents.learning.metrics`. What was not measured is missing. Those below are attributes as well, NaN
-            where they are missing.
-        advantages: Of the member's samples, in the order of its rows in the batch; the mean over a sample's actions.
+        metrics: Measured values, under TRL's names where it has one; see `NAMES` of
+            `evogrpo.agents.learning.metrics`. Those below are attributes as well, NaN where missing.
+        advantages: Mean advantage over the actions of each of the member's samples, in the order of its rows.
         optimizer_steps: Steps taken.
-        tokens: Tokens (or environment steps) that the updates processed, passes without gradient included.
-        failed: Why the member must be replaced; None when all is well.
-        samples: How many samples it learnt from, those of others included; None = its own, one for each advantage.
+        tokens: Tokens (or environment steps) processed, passes without gradient included.
+        failed: Reason why the member must be replaced; None = no failure.
+        samples: Number of samples learnt from, other members' included; None = its own, one for each advantage.
         loss: Mean loss over the optimizer steps.
-        kl: Mean estimate of KL(policy || reference) per action in nats; NaN when beta is 0: no reference pass is made.
+        kl: Mean estimate of KL(policy || reference) per action in nats; NaN if beta is 0.
         grad_norm: Mean gradient norm before clipping.
         lr: Learning rate of the last optimizer step, schedule included.
-        clip_ratio: Fraction of actions whose gradient the clip cut off.
+        clip_ratio: Fraction of actions whose gradient was clipped to 0.
         entropy: Mean entropy per action in nats.
         reward: Mean reward.
         reward_std: Mean over groups of the sample standard deviation of rewards.
-        frac_reward_zero_std: Fraction of groups that teach nothing because their rewards are all equal.
+        frac_reward_zero_std: Fraction of groups with equal rewards, which give no learning signal.
         mean_length: Mean number of actions per completion.
     """
 

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.records.transcripts import Transcript, in_one_turn
+from evogrpo.data.rollout import Conversation, single_turn_conversations
 
 parts = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), min_size=1, max_size=7)
 
 
 @given(turns=parts)
 def test_tokens_are_what_was_said_and_heard_in_turns(turns):
-    transcript = Transcript(row=0, start=0, said=tuple(turns[::2]), heard=tuple(turns[1::2]))
+    transcript = Conversation(row=0, start=0, completions=tuple(turns[::2]), replies=tuple(turns[1::2]))
     assert transcript.turns == tuple(turns)
     assert transcript.tokens == sum(turns, ())
     own = [token for token, said in zip(transcript.tokens, transcript.sampled, strict=True) if said]
@@ -21,12 +21,12 @@ def test_tokens_are_what_was_said_and_heard_in_turns(turns):
 @pytest.mark.parametrize(("said", "heard"), [(0, 0), (0, 1), (1, 2), (3, 1)])
 def test_who_does_not_take_turns_is_refused(said, heard):
     with pytest.raises(ValueError, match=f"take turns.*got {said} completions and {heard} replies"):
-        Transcript(row=0, start=0, said=((1,),) * said, heard=((2,),) * heard)
+        Conversation(row=0, start=0, completions=((1,),) * said, replies=((2,),) * heard)
 
 
 def test_one_turn_each():
-    one, other = in_one_turn([4, 0], [[7, 8], []])
-    assert (one.row, one.start, one.said, one.heard) == (0, 4, ((7, 8),), ())
+    one, other = single_turn_conversations([4, 0], [[7, 8], []])
+    assert (one.row, one.start, one.completions, one.replies) == (0, 4, ((7, 8),), ())
     assert (other.row, other.start, other.tokens) == (1, 0, ())
     with pytest.raises(ValueError, match="2 starts for 1 completions"):
-        in_one_turn([0, 1], [[1]])
+        single_turn_conversations([0, 1], [[1]])
