@@ -10,23 +10,23 @@ parts = st.lists(st.lists(st.integers(0, 9), max_size=4).map(tuple), min_size=1,
 
 
 @given(turns=parts)
-def test_tokens_are_what_was_said_and_heard_in_turns(turns):
-    transcript = Conversation(row=0, start=0, completions=tuple(turns[::2]), replies=tuple(turns[1::2]))
-    assert transcript.turns == tuple(turns)
-    assert transcript.tokens == sum(turns, ())
-    own = [token for token, said in zip(transcript.tokens, transcript.sampled, strict=True) if said]
+def test_tokens_are_completions_and_replies_in_turns(turns):
+    conversation = Conversation(row=0, start=0, completions=tuple(turns[::2]), replies=tuple(turns[1::2]))
+    assert conversation.turns == tuple(turns)
+    assert conversation.tokens == sum(turns, ())
+    own = [token for token, said in zip(conversation.tokens, conversation.sampled, strict=True) if said]
     assert own == [token for part in turns[::2] for token in part]
 
 
-@pytest.mark.parametrize(("said", "heard"), [(0, 0), (0, 1), (1, 2), (3, 1)])
-def test_who_does_not_take_turns_is_refused(said, heard):
-    with pytest.raises(ValueError, match=f"take turns.*got {said} completions and {heard} replies"):
-        Conversation(row=0, start=0, completions=((1,),) * said, replies=((2,),) * heard)
+@pytest.mark.parametrize(("completions", "replies"), [(0, 0), (0, 1), (1, 2), (3, 1)])
+def test_completions_and_replies_must_alternate(completions, replies):
+    with pytest.raises(ValueError, match="completions and replies"):
+        Conversation(row=0, start=0, completions=((1,),) * completions, replies=((2,),) * replies)
 
 
-def test_one_turn_each():
+def test_single_turn_conversations_are_numbered_in_order():
     one, other = single_turn_conversations([4, 0], [[7, 8], []])
     assert (one.row, one.start, one.completions, one.replies) == (0, 4, ((7, 8),), ())
     assert (other.row, other.start, other.tokens) == (1, 0, ())
-    with pytest.raises(ValueError, match="2 starts for 1 completions"):
+    with pytest.raises(ValueError, match="starts and completions"):
         single_turn_conversations([0, 1], [[1]])

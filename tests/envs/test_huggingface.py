@@ -159,7 +159,7 @@ def test_a_failing_reward_can_be_excluded(tokenizer, encode):
 @pytest.mark.parametrize(
     ("starts", "completions", "message"),
     [
-        ([0], [], "1 starts for 0 completions"),
+        ([0], [], "starts and completions"),
         ([], [], "at least one conversation, got none"),
         ([2], [[1]], r"\[0, 1\], got \[2\]"),
         ([-1], [[1]], r"got \[-1\]"),
