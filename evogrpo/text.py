@@ -1,11 +1,14 @@
-"""Text for readers: untrusted text made visible, numbers made short."""
+"""Text for readers: untrusted text escaped, numbers and records shortened."""
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 # Control characters, format characters (they reorder text or hide), lone surrogates, private use, line separators.
 _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 _MISSING = "–"
+_MAX_REPR = 60  # characters of a value in a `short_repr`
 
 
 def printable(text: str) -> str:
@@ -88,3 +91,30 @@ def duration_text(seconds: float | None) -> str:
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def short_repr(record: Any) -> str:
+    """Return a dataclass on one line, with arrays as their shape and long values shortened. Used as `__repr__`."""
+    shown = ", ".join(
+        f"{field.name}={_short_value(getattr(record, field.name))}"
+        for field in fields(record)
+        if getattr(record, field.name) is not None
+    )
+    return f"{type(record).__name__}({shown})"
+
+
+def _short_value(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return f"{str(value.dtype).removeprefix('torch.')}{list(shape)}"
+    if is_dataclass(value):
+        return f"{type(value).__name__}(…)"
+    if isinstance(value, str):
+        return repr(value if len(value) <= _MAX_REPR else f"{value[: _MAX_REPR - 1]}…")
+    if isinstance(value, Mapping):
+        inner = "{" + ", ".join(f"{key}: {_short_value(each)}" for key, each in value.items()) + "}"
+        return inner if len(inner) <= _MAX_REPR else f"<{len(value)} entries>"
+    if isinstance(value, Sequence):
+        inner = "(" + ", ".join(map(_short_value, value[:_MAX_REPR])) + ")"
+        return inner if len(inner) <= _MAX_REPR else f"<{len(value)} entries>"
+    return repr(value)

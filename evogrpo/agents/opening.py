@@ -38,7 +38,7 @@ from evogrpo.hyperparameters import (
     whole_between,
 )
 from evogrpo.policies.tokens.stored_adapters import read_adapter
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 OptionsT = TypeVar("OptionsT", Options, TeamOptions)
 
@@ -228,7 +228,7 @@ def chosen_founders(
         )
     founders, moved = like_earlier(given, first, space or HyperparameterConfig(), samples)
     for words in moved:
-        remark(f"founders: {words}")
+        warn(f"founders: {words}")
     return founders
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from evogrpo.outline import outline
+from evogrpo.text import short_repr
 
 R = TypeVar("R")
 
@@ -62,7 +62,7 @@ class Batch:
     def __len__(self) -> int:
         return int(self.actions.shape[0])
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     def select(self, rows: Tensor) -> "Batch":
         """Return rows by index."""
@@ -219,7 +219,7 @@ class TokenInputs:
     min_new_tokens: int = 0
     turn_places: Tensor | None = None
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     def select(self, rows: Tensor) -> "TokenInputs":
         """Return the inputs of rows by index; all prompts stay."""
@@ -264,7 +264,7 @@ class ObservationInputs:
     temperature: Tensor
     action_masks: Any = None
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     def select(self, rows: Tensor) -> "ObservationInputs":
         """Return the inputs of rows by index."""

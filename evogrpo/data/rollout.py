@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from evogrpo.outline import outline
+from evogrpo.text import short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class SamplingBatch:
     kept_rows: Tensor | None = None
     learnt: bool = False
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if self.uniforms is not None:
@@ -162,7 +162,7 @@ class Rollout:
     action_mask: Tensor = None  # type: ignore[assignment]  # set below
     kept: object | None = None
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     def to(self, device: torch.device) -> "Rollout":
         """Return this rollout on a device."""
@@ -193,7 +193,7 @@ class Conversation:
     completions: tuple[tuple[int, ...], ...]
     replies: tuple[tuple[int, ...], ...] = ()
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         if not self.completions or len(self.completions) - len(self.replies) not in (0, 1):
@@ -252,7 +252,7 @@ class Acted:
     actions: NDArray[Any]
     log_probs: NDArray[np.float32]
 
-    __repr__ = outline
+    __repr__ = short_repr
 
 
 class Actor(Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from evogrpo.envs.groups import Fingerprinted, GroupEnvironment
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 
 def fingerprint_of(env: GroupEnvironment) -> dict[str, str] | None:
@@ -32,7 +32,7 @@ def check_same_data(stored: Mapping[str, str] | None, env: GroupEnvironment, *, 
         reason = (
             f"{type(env).__name__} has no fingerprint()" if found is None else "the checkpoint does not say what it was"
         )
-        remark(
+        warn(
             f"whether the run goes on with the questions and rewards (or the environment) that it began with is not "
             f"checked: {reason}"
         )

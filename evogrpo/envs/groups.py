@@ -9,8 +9,8 @@ import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.outline import outline
 from evogrpo.randomness import generator
+from evogrpo.text import short_repr
 
 if TYPE_CHECKING:  # imports torch, which verifier workers do not need
     from evogrpo.data import Conversation
@@ -45,7 +45,7 @@ class Scores:
     columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    __repr__ = outline
+    __repr__ = short_repr
 
 
 REPLY = ">>> "

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from evogrpo.history.checked_fields import JournalFields
-from evogrpo.outline import outline
-from evogrpo.text import number_text
+from evogrpo.text import number_text, short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Example:
     advantage: float | None = None
     truncated: bool = False
 
-    __repr__ = outline
+    __repr__ = short_repr
     columns: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -73,7 +72,7 @@ class MemberStep:
     samples: int
     failed: str | None
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     @property
     def reward(self) -> float | None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from evogrpo.persistence.durable import open_plain
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 try:
     import fcntl
@@ -122,10 +122,10 @@ def _locked(path: Path, folder: Path) -> int:
             raise ValueError(
                 f"{folder} is in use by {holder}: wait until it has ended, stop it, or name another run directory"
             ) from None
-        remark(
+        warn(
             f"this file system cannot lock files ({error.strerror}): make sure that only one process writes into "
             f"{folder}",
-            together=False,
+            rank_zero_only=False,
         )
         return descriptor
     os.close(descriptor)

@@ -15,7 +15,6 @@ from evogrpo.evolution.fitness_config import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.remarks import remark
 from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.display.console import console_for
@@ -27,6 +26,7 @@ from evogrpo.training.memory import check_memory, kept_size
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import LIMITS, Schedule
+from evogrpo.warnings import warn
 
 _RECORDS = ("run_dir", "keep_checkpoints", "checkpoint_steps", "completions", "completions_format")
 _SHOWN = ("strategy", "progress", "allow_memory")
@@ -150,7 +150,7 @@ def resume(
     console = console_for(progress)
     saved = open_run(run_dir, go_on=True)
     for error in saved.skipped:
-        remark(f"skipped what cannot be used: {error}")
+        warn(f"skipped what cannot be used: {error}")
     schedule, chosen = replace(saved.schedule, **limits), saved.strategy(strategy)
     changed = saved.check_data(env, allowed=allow_changed_data)
     population, so_far = saved.restore(actor_network, algorithm=algorithm)

@@ -18,7 +18,6 @@ from evogrpo.persistence.claim import Claim, holds_nothing
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.processes import processes
-from evogrpo.remarks import remark
 from evogrpo.training.configuration.own_strategies import check_resumable
 from evogrpo.training.configuration.reading import override, parse_config, write_config
 from evogrpo.training.configuration.sections import AnyConfig
@@ -31,6 +30,7 @@ from evogrpo.training.loop.run import Evolution
 from evogrpo.training.rundir import JOURNAL, RunDir
 from evogrpo.training.saved import open_run
 from evogrpo.training.schedule import LIMITS, Schedule
+from evogrpo.warnings import warn
 
 
 def free_run_dirs(name: str, folder: Path = Path("runs")) -> Iterator[Path]:
@@ -99,7 +99,7 @@ def rehearse(prepared: PreparedRun) -> None:
         shared=config.experience is not None,
     )
     for message in found.values():
-        remark(message)
+        warn(message)
 
 
 def start(prepared: PreparedRun, run_dir: Path) -> Evolution:

@@ -26,7 +26,6 @@ from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, late
 from evogrpo.persistence.journal import Journal, latest_generations, read_journal
 from evogrpo.persistence.manifest import MANIFEST_NAME
 from evogrpo.persistence.placement import stored_at
-from evogrpo.remarks import remark
 from evogrpo.training.charts import layout
 from evogrpo.training.completions import COMPLETIONS, CompletionsLog
 from evogrpo.training.configuration.own_strategies import strategy_record
@@ -34,6 +33,7 @@ from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.configuration.unchanged import CONFIG_FILE, is_stored
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.schedule import Schedule
+from evogrpo.warnings import warn
 
 if TYPE_CHECKING:  # what TensorBoard needs is imported where it is used
     from evogrpo.training.loop.reports.member_sessions import MemberSessions
@@ -240,7 +240,7 @@ class RunDir:
             yield self.logging.tensorboard and not self._unlogged
         except OSError as error:  # curves are not worth a run
             self._unlogged = True
-            remark(f"nothing more is logged for TensorBoard: {error.strerror or error}", together=False)
+            warn(f"nothing more is logged for TensorBoard: {error.strerror or error}", rank_zero_only=False)
 
     def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:

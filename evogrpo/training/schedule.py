@@ -14,8 +14,8 @@ from evogrpo.hyperparameters import (
     flag,
     whole_between,
 )
-from evogrpo.remarks import remark
 from evogrpo.text import counted
+from evogrpo.warnings import warn
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
     from evogrpo.agents.population import Population
@@ -161,7 +161,7 @@ class Schedule:
                     f"Hold out more ({split}_size){instead}"
                 )
             if wanted is not None and wanted > size:
-                remark(f"{split}_questions asks for {wanted}, and the {split} split holds {size}: these are used")
+                warn(f"{split}_questions asks for {wanted}, and the {split} split holds {size}: these are used")
 
     def block(self, population: "Population") -> int:
         """Return the most prompts that any member can use in a step, whatever evolution does.
@@ -197,4 +197,4 @@ class Schedule:
             shared=shared,
         )
         for message in found.values():
-            remark(message)
+            warn(message)

@@ -14,7 +14,7 @@ from evogrpo.functional.reward_shaping import groups_within, normalise_rewards, 
 from evogrpo.functional.statistics import numbered
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.interruption import before_changes
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 
 def refuse_whole_completions(objective: Objective) -> None:
@@ -166,8 +166,8 @@ def _warn_of_equal_steps(kind: str, batch: Batch) -> None:
     group, count = numbered(batch.group_ids)
     differ = not bool(zero_variance_groups(batch.rewards, group, count).all())
     if differ and len(given) and bool(given.min() == given.max()):
-        remark(
+        warn(
             f"every step earned {float(given[0]):g}, so advantage 'process', which compares single steps, is 0 "
             "everywhere and nothing is learnt: choose 'return_to_go_timestep' or 'outcome'",
-            together=False,
+            rank_zero_only=False,
         )

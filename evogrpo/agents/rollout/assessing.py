@@ -12,7 +12,7 @@ from evogrpo.envs.groups import Excluding, GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.racing import clearly_behind, looks, on_all_questions, rounds, still_racing
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +143,5 @@ def commonly_answered(rewards: NDArray[np.float64], asked: NDArray[np.bool_], sp
                 f"members are compared by the {split} questions that all of them have a reward for, but these are only "
                 f"{left} of {total}: mend the reward function, or let it return a number where it fails"
             )
-        remark(
-            f"{total - left} of {total} {split} questions are left out: not everybody's completion could be rewarded"
-        )
+        warn(f"{total - left} of {total} {split} questions are left out: not everybody's completion could be rewarded")
     return kept

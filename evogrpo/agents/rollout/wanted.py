@@ -13,7 +13,7 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.data import Experience
 from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.groups import Scores, Split
-from evogrpo.outline import outline
+from evogrpo.text import short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Wanted:
     purpose: str
     number: int = 0
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     @property
     def member_ids(self) -> Tensor:
@@ -87,7 +87,7 @@ class WantedRows:
     group_ids: Tensor
     temperature: Tensor
 
-    __repr__ = outline
+    __repr__ = short_repr
 
 
 Observed = Mapping[str, ObservationStatistics]
@@ -123,7 +123,7 @@ class Collected:
     observed: tuple[Observed, ...] = field(default=())
     earned: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     def by_start(self) -> dict[int, dict[int, float]]:
         """Return what `earned` is for these samples as they are."""

@@ -11,7 +11,7 @@ from evogrpo.envs.control.lanes import Stepped
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
 from evogrpo.envs.control.playing import Taken
 from evogrpo.envs.control.trees import Leaves, unflatten
-from evogrpo.outline import outline
+from evogrpo.text import short_repr
 
 _STEPS_AT_ONCE = 64
 
@@ -43,7 +43,7 @@ class Played:
     truncated: NDArray[np.bool_]
     observed: ObservationStatistics | None
 
-    __repr__ = outline
+    __repr__ = short_repr
 
     @property
     def rewards(self) -> NDArray[np.float64]:

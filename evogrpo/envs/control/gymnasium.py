@@ -26,7 +26,7 @@ from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import leaf_spaces
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
 
@@ -321,10 +321,10 @@ class GymnasiumGroups(SeededGroups):
         cut = played.truncated & (played.lengths == self.max_episode_steps)
         if self.cut_off and cut.any() and not self._said_cut_off:
             self._said_cut_off = True
-            remark(
+            warn(
                 f"an episode of {self.name} was cut off after {self.max_episode_steps:,} steps, as neither the "
                 "environment nor anybody else sets a limit: set max_episode_steps to what suits it",
-                together=False,
+                rank_zero_only=False,
             )
         return played
 

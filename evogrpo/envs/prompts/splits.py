@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from evogrpo.envs.groups import SPLITS, Split
 from evogrpo.envs.identity import canonical
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 DEFAULT_SIZES: Mapping[Split, int] = {"validation": 64, "test": 256}
 HELD_OUT = 0.2
@@ -215,4 +215,4 @@ def _warn(filtered: Mapping[Split, Filtered]) -> None:
         for split in SPLITS
         if (counts := told[split]) != Filtered()
     ]
-    remark(f"rows were left out of the prompt datasets ({'; '.join(parts)})")
+    warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})")

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import torch
 
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 Work = Callable[[], None]
 EAGER = 2
@@ -78,7 +78,7 @@ class Replays:
             raise
         except RuntimeError as error:
             del RECORDERS[self._device.type]  # not tried again by this process
-            remark(
+            warn(
                 "tokens are launched operation by operation, which takes longer: what one of them takes could not be "
                 f"recorded as a CUDA graph ({str(error).splitlines()[0]})"
             )

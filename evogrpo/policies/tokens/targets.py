@@ -14,7 +14,7 @@ from evogrpo.policies.tokens.engine.borrowing import frozen
 from evogrpo.policies.tokens.engine.probes import logits_of
 from evogrpo.policies.tokens.exports import as_peft_loads
 from evogrpo.policies.tokens.lora import Target, adapts_all, find_targets
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 STACKED = "no linear layers, but stacks of weights, as fused experts are"
 NOT_LINEAR = "no plain linear layer that sees every token"
@@ -75,7 +75,7 @@ def tell_left_out(trained: Trained, model: nn.Module) -> None:
     told = trained.told(model)
     if told and model not in _TOLD:
         _TOLD.add(model)
-        remark(f"adapters train {told}")
+        warn(f"adapters train {told}")
 
 
 def _in_a_row(targets: Iterable[Target]) -> tuple[Target, ...]:

@@ -16,7 +16,6 @@ from evogrpo.history.schedules import FoundSchedule, found_schedule
 from evogrpo.hyperparameters import MOST_COUNTED, refuse_unknown, whole_between
 from evogrpo.persistence.durable import make_folder, write_synced
 from evogrpo.persistence.journal import read_journal
-from evogrpo.remarks import remark
 from evogrpo.training.configuration.reading import override, parse_config, parse_space
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
@@ -31,6 +30,7 @@ from evogrpo.training.loop.run import Evolution
 from evogrpo.training.memory import check_memory
 from evogrpo.training.rundir import JOURNAL
 from evogrpo.training.schedule import LIMITS
+from evogrpo.warnings import warn
 
 VERSION = 1
 """Of the form of the file."""
@@ -91,7 +91,7 @@ class HyperparameterSchedule:
         found = found_schedule(events)
         began = next(event for event in events if event["event"] == "run")
         if found.networks:
-            remark(
+            warn(
                 f"the network of member #{found.member.index} changed on the way ({'; '.join(found.networks)}), which "
                 "a schedule of hyperparameters does not hold: a replay keeps the network that the run began with"
             )
@@ -173,7 +173,7 @@ class HyperparameterSchedule:
         started = {name: getattr(first, name) for name in space}
         kept = {n: p for n, p in space.items() if started[n] is None or p.closest(started[n]) == started[n]}
         if values.get("experience", "own") != "own":
-            remark(
+            warn(
                 "members of that run learnt from each other's samples, which one agent cannot: a replay learns from "
                 "its own alone"
             )

@@ -19,7 +19,6 @@ from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.interruption import Interrupted, Undo, undone_by
 from evogrpo.policies.bank import State
-from evogrpo.remarks import remark
 from evogrpo.training.loop.assessment.finals import second_set
 from evogrpo.training.loop.assessment.measuring import Measured, measure
 from evogrpo.training.loop.assessment.rollouts import rollouts_of
@@ -29,6 +28,7 @@ from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.shared import sources_of
 from evogrpo.training.loop.stopping import PATIENCE_SECONDS, Stopping
 from evogrpo.training.schedule import Schedule
+from evogrpo.warnings import warn
 
 VALIDATION_SHARE = 0.15
 """The most of a time limit that one evaluation of all members is planned to take."""
@@ -174,7 +174,7 @@ class Acting:
         if questions < 2:
             raise OutOfTime
         if questions < asked:
-            remark(f"the test has {questions} questions instead of {asked}, as there is no time left for more")
+            warn(f"the test has {questions} questions instead of {asked}, as there is no time left for more")
         began = self.clock.now()
         with self._abandonable(leaving=0.0):
             before, after, tokens = self.population.compare(
@@ -239,7 +239,7 @@ class Acting:
 
     def _ask_fewer(self, questions: int, why: str) -> None:
         self.schedule = replace(self.schedule, validation_questions=questions)
-        remark(f"members are compared by {questions} validation questions: {why}")
+        warn(f"members are compared by {questions} validation questions: {why}")
 
     @contextmanager
     def _abandonable(self, *, leaving: float) -> Iterator[None]:

@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 
 from evogrpo.data import LearnReport
-from evogrpo.remarks import remark
 from evogrpo.text import number_text
+from evogrpo.warnings import warn
 
 STEPS = 3
 """Learning steps that are looked at."""
@@ -35,7 +35,7 @@ class EqualRewards:
         self._rewards |= {report.metrics["reward"] for report in reports if "reward" in report.metrics}
         self._left -= 1
         if self._left == 0:
-            remark(self._words())
+            warn(self._words())
 
     def _words(self) -> str:
         steps = "learning step" if self._all == 1 else f"{self._all} learning steps"

@@ -19,7 +19,6 @@ from evogrpo.history.records import GenerationReport, Report, TestReport
 from evogrpo.history.results import Result
 from evogrpo.history.steps import StepReport
 from evogrpo.interruption import Interrupted
-from evogrpo.remarks import remark
 from evogrpo.text import counted
 from evogrpo.training.configuration.own_strategies import check_resumable, check_strategy, strategy_record
 from evogrpo.training.loop.acting import Acting
@@ -45,6 +44,7 @@ from evogrpo.training.loop.shared import check_shared
 from evogrpo.training.loop.stopping import STOPPED, Stopping
 from evogrpo.training.rundir import RunDir
 from evogrpo.training.schedule import Schedule
+from evogrpo.warnings import warn
 
 
 class AllFailedError(RuntimeError):
@@ -189,7 +189,7 @@ class Evolution:
         if self.acting.clock.is_up or self._given_up:
             self._book.save()
             if not self.progress.step:
-                remark(
+                warn(
                     "not one learning step fitted into max_seconds: give it more, or take fewer members or a smaller "
                     f"samples_per_step, now {len(self.population)} and {self.progress.samples_per_step}"
                 )
@@ -241,7 +241,7 @@ class Evolution:
         """End the run amid a generation, without its evaluation."""
         self._given_up = True
         steps = self.progress.step_in_generation
-        remark(f"what the last {counted(steps, 'learning step')} taught was not evaluated, as {why}")
+        warn(f"what the last {counted(steps, 'learning step')} taught was not evaluated, as {why}")
 
     def __iter__(self) -> Iterator[GenerationReport]:
         """Run to the end of the schedule, yielding the generations' reports only."""
@@ -412,7 +412,7 @@ class Evolution:
         try:
             second, cost = self.acting.final([finalists.state(each.key) for each in finalists.seen])
         except OutOfTime:
-            remark("the second set is left out, as no time was left for it: give max_seconds more")
+            warn("the second set is left out, as no time was left for it: give max_seconds more")
             return
         report = self._crown.decide(second, cost)
         self._book.event(report.event, **report.to_json())
@@ -425,7 +425,7 @@ class Evolution:
         try:
             before, after, cost = self.acting.compare(best.state)
         except OutOfTime:
-            remark("the test is left out, as no time was left for it: give max_seconds more")
+            warn("the test is left out, as no time was left for it: give max_seconds more")
             return
         self._tested = test_report(best.index, before, after, measure=self.fitness.asking, cost=cost)
         self._book.test(self._tested)

@@ -29,7 +29,7 @@ from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 
 class NetworkMembers:
@@ -212,10 +212,10 @@ class NetworkMembers:
             masks = [action_mask] if count is None else _rows_of(action_mask, m)
         elif self.masked and not self._said_masked:
             self._said_masked = True
-            remark(
+            warn(
                 "this agent learnt where some actions are illegal, and was told which: without action_masks=info"
                 "['action_mask'] it may choose what it never tried, and does not act as it was tested",
-                together=False,
+                rank_zero_only=False,
             )
         acted = self.networks.act(
             arrays,

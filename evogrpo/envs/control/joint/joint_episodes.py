@@ -12,7 +12,7 @@ from evogrpo.envs.control.joint.assignment import Assignment, Role
 from evogrpo.envs.control.joint.joint_lanes import JointStepped
 from evogrpo.envs.control.playing import Taken
 from evogrpo.envs.control.trees import leaf_spaces, unflatten
-from evogrpo.outline import outline
+from evogrpo.text import short_repr
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class JointPlayed:
     returns: tuple[Mapping[str, float], ...]
     lengths: NDArray[np.int64]
 
-    __repr__ = outline
+    __repr__ = short_repr
 
 
 @dataclass(kw_only=True, eq=False)

@@ -28,7 +28,7 @@ from evogrpo.envs.control.solo.windows import WINDOW, check_shown, window
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 _LANES = 64
 
@@ -262,7 +262,7 @@ class PettingZooGroups(SeededGroups):
             self._warn(
                 f"a joint episode of {self.name} was cut off after {self._last_step:,} steps, as neither the "
                 "environment nor anybody else sets a limit: set max_episode_steps to what suits it",
-                together=False,
+                rank_zero_only=False,
             )
         return played
 
@@ -298,10 +298,10 @@ class PettingZooGroups(SeededGroups):
         if found is not None:
             self._warn(f"in {self.name}, {found.advice(learning=team_credit, fitness=self.scoring.by_default)}")
 
-    def _warn(self, words: str, *, together: bool = True) -> None:
+    def _warn(self, words: str, *, rank_zero_only: bool = True) -> None:
         if words not in self._said:
             self._said.add(words)
-            remark(words, together=together)
+            warn(words, rank_zero_only=rank_zero_only)
 
     def stage(self, **env_kwargs: Any) -> Stage:
         """Return one such environment that a single player plays for all agents.

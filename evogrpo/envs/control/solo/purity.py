@@ -15,7 +15,7 @@ import numpy as np
 from evogrpo.envs.control.solo.refusals import misshapen
 from evogrpo.envs.control.solo.replays import Difference, Moment, first_difference, replay
 from evogrpo.envs.control.solo_lanes import SerialLanes
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 MakeToTry = Callable[[bool], "gymnasium.Env[Any, Any]"]
 """(whether it gets other noise after reset) -> a new environment."""
@@ -96,7 +96,7 @@ def choose_conduct(
     if seen.difference is not None:
         anew = None if remake else _try(make, spaces, True, by_turns, name)
         mended = anew is not None and anew.difference is None
-        remark(_warning(name, seen, mended=mended, given=remake is not None))
+        warn(_warning(name, seen, mended=mended, given=remake is not None))
         if anew is not None and mended and remake is None:
             chosen, seen = True, anew
     return Conduct(remake=chosen, reseed_noise=seen.noisy if reseed_noise is None else reseed_noise)
@@ -123,7 +123,7 @@ def _try(make: MakeToTry, spaces: Spaces, remake: bool, by_turns: bool, name: st
         each = (time.monotonic() - began) / len(first)
         if each >= _SLOW:
             left = each * (_MOST - len(first))
-            remark(
+            warn(
                 f"{name} takes {each:.2g} s a step: before a run {_MOST} steps are tried, to see whether episodes are "
                 f"functions of seeds and actions, which takes {left:.0f} s more; max_seconds counts from then on"
             )

@@ -21,7 +21,7 @@ from evogrpo.envs.prompts.rewards.verifiers.calling import (
     said,
     shown,
 )
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,7 +95,7 @@ def evaluate(
         )
     if failures:
         first = failures[min(failures)]
-        remark(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", together=False)
+        warn(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", rank_zero_only=False)
     return Evaluated(rewards=total, components=components, steps=steps)
 
 

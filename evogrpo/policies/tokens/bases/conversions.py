@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from evogrpo.installing import package_command
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 try:
     import fcntl
@@ -53,7 +53,7 @@ def convert_gguf(path: Path) -> Path:
         fault = _fault(folder)
         if fault is None:
             return folder
-        remark(f"the converted model in {folder} {fault}; converting {path.name} again")
+        warn(f"the converted model in {folder} {fault}; converting {path.name} again")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone(cache_folder()) as alone:
         if folder.is_dir() and _fault(folder) is None:  # another process was at it meanwhile

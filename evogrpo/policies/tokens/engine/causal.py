@@ -34,7 +34,7 @@ from evogrpo.policies.tokens.engine.recording import Given, PassRecording, Recal
 from evogrpo.policies.tokens.engine.token_model import Decoding
 from evogrpo.policies.tokens.weights.low_rank import RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import Route, View
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
 
@@ -119,7 +119,7 @@ class CausalModel:
             self.shares_prefix = self._probe_prefix()
             self._known = self._probe_direct()
         if not self.shares_prefix:
-            remark(
+            warn(
                 f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
                 "again for every completion, and sampling recomputes the whole sequence for every token"
             )
@@ -449,7 +449,7 @@ class CausalModel:
         passes = DirectPasses(parts, self._changed, self._parts)
         if agrees(passes):
             return passes
-        remark(
+        warn(
             f"{type(self.model).__name__} is run by transformers' own passes, which take longer: the direct ones give "
             "other numbers"
         )

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, Fitness
-from evogrpo.remarks import remark
 from evogrpo.text import score_text
 from evogrpo.training.loop.assessment.measuring import Measured
+from evogrpo.warnings import warn
 
 Z = 4.0
 """Standard errors that both means must lie apart: it is looked after every generation."""
@@ -27,7 +27,7 @@ class GreedyBlindness:
         if clearly_less(best[GREEDY], best[ROLLOUTS]):
             self._said = True
             greedy, trained = (score_text(each.mean, each.standard_error) for each in (best[GREEDY], best[ROLLOUTS]))
-            remark(
+            warn(
                 f"the best member in training earns {trained} there, but {greedy} with greedy answers to validation "
                 "questions: where good play is random, greedy fitness is blind to what members learn. Set fitness to "
                 "{sampled: true}, which samples held-out answers as training does"

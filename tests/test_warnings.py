@@ -1,4 +1,4 @@
-"""Warnings name the line of the program that called, and nothing inside."""
+"""Warnings point at the line of the program that called the library."""
 
 import ast
 import warnings
@@ -9,14 +9,14 @@ import torch
 
 import evogrpo
 from evogrpo.processes import processes
-from evogrpo.remarks import remark
+from evogrpo.warnings import warn
 
 PACKAGE = Path(evogrpo.__file__).parent
 
 
-def test_a_warning_names_whoever_called_the_library_through_whatever_lies_between():
-    scope = {"__name__": "evogrpo.somewhere", "remark": remark, "torch": torch}
-    exec("@torch.no_grad()\ndef inner():\n    remark('look')\n\n\ndef outer():\n    inner()", scope)  # noqa: S102
+def test_a_warning_points_at_the_caller_of_the_library():
+    scope = {"__name__": "evogrpo.somewhere", "warn": warn, "torch": torch}
+    exec("@torch.no_grad()\ndef inner():\n    warn('look')\n\n\ndef outer():\n    inner()", scope)  # noqa: S102
     with pytest.warns(UserWarning, match="look") as told:
         scope["outer"]()
     assert [each.filename for each in told] == [__file__]
@@ -30,12 +30,12 @@ def test_all_warnings_go_this_way():
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Attribute) and node.attr == "warn" and getattr(node.value, "id", "") == "warnings"
     ]
-    assert [call.partition(":")[0] for call in calls] == ["remarks.py"]
+    assert [call.partition(":")[0] for call in calls] == ["warnings.py"]
 
 
 @pytest.mark.parametrize(("size", "rank", "told"), [("2", "0", 1), ("2", "1", 0), ("1", "1", 1)])
 def test_a_warning_connects_no_processes_and_one_of_them_tells_it(monkeypatch, size, rank, told):
-    """Whoever warns before the others have come, or in a helper that has a launcher's environment, waits for nobody."""
+    """A warning does not wait for other ranks, which may not have started."""
     monkeypatch.setenv("WORLD_SIZE", size)
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -44,8 +44,8 @@ def test_a_warning_connects_no_processes_and_one_of_them_tells_it(monkeypatch, s
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
-            remark("what all come to")
-            remark("what one finds", together=False)
+            warn("what all come to")
+            warn("what one finds", rank_zero_only=False)
         assert [str(each.message) for each in said] == ["what all come to"] * told + ["what one finds"]
         assert not torch.distributed.is_initialized()
     finally:

@@ -1,0 +1,27 @@
+"""Warnings that point at the user's line."""
+
+import sys
+import warnings
+from types import FrameType
+
+from evogrpo.processes import speaks
+
+
+def warn(message: str, *, rank_zero_only: bool = True) -> None:
+    """Issue a UserWarning that points at the user's line, not at this library.
+
+    Args:
+        message: Text of the warning.
+        rank_zero_only: Warn on rank 0 only. Set to False if a single rank may reach the call.
+    """
+    if rank_zero_only and not speaks():
+        return
+    # The caller is the frame above the outermost one of this library: others, such as torch's, may lie between.
+    caller, level = 1, 1
+    frame: FrameType | None = sys._getframe(0)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.startswith("evogrpo.") and not module.startswith("evogrpo.cli"):
+            caller = level + 1
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=caller)
