@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from evogrpo import load_base
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.functional.products import product
 from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
-from evogrpo.policies.tokens.models import load_base
 
 PARTS = ("sampling", "learning", "both")
 Seconds = dict[str, float]

@@ -18,10 +18,9 @@ from pathlib import Path
 
 def measure(size: int, micro_batch_tokens: int, steps: int) -> dict[str, float]:
     """Train `size` members for so many steps in this process and return its peak memory."""
-    from evogrpo import GRPO, evolve
+    from evogrpo import GRPO, evolve, load_base
     from evogrpo.envs.prompts.builtin import TASKS
     from evogrpo.evolution.strategies import Fixed
-    from evogrpo.policies.tokens.models import load_base
 
     base = load_base("smollm2-135m")
     env = TASKS["two_digit_sums"].build(base.tokenizer, validation_size=16)

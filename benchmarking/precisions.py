@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from evogrpo import GRPO, evolve
+from evogrpo import GRPO, evolve, load_base
 from evogrpo.agents.rollout.collecting import evaluate
 from evogrpo.envs.prompts.builtin import TASKS
 from evogrpo.evolution.strategies import Fixed
-from evogrpo.policies.tokens.models import load_base
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarking.variants import interval

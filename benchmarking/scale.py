@@ -32,9 +32,8 @@ def words(
     members: int, folder: str, samples: int = 16, steps: int = 5, tokens: int = 16, experience: str = "own"
 ) -> None:
     """Train language models on sums, 16 completions of 16 tokens each a step."""
-    from evogrpo import GRPO, HuggingFaceGym, evolve
+    from evogrpo import GRPO, HuggingFaceGym, evolve, load_base
     from evogrpo.evolution import Fixed
-    from evogrpo.policies.tokens.models import load_base
 
     base = load_base("smollm2-135m")
     questions = [

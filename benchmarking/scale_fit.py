@@ -27,8 +27,7 @@ import torch
 from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from evogrpo import GRPO, HuggingFaceGym
-from evogrpo.policies.tokens.models import load_base
+from evogrpo import GRPO, HuggingFaceGym, load_base
 
 ROWS = (4, 16, 48)
 """Rows that are written at once."""

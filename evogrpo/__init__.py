@@ -31,6 +31,7 @@ __all__ = [
     "Tournament",
     "best_hyperparameters",
     "evolve",
+    "load_base",
     "read_run",
     "record_video",
     "replay",
@@ -59,6 +60,7 @@ _HOMES = {
     "Tournament": "evogrpo.evolution.strategies.tournament",
     "best_hyperparameters": "evogrpo.history.survivors",
     "evolve": "evogrpo.training.evolve",
+    "load_base": "evogrpo.policies.tokens.models",
     "read_run": "evogrpo.reporting.told.frames",
     "record_video": "evogrpo.training.video",
     "replay": "evogrpo.training.front.replaying",
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
     from evogrpo.hyperparameters.space import HyperparameterConfig
     from evogrpo.hyperparameters.values import Hyperparameters
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+    from evogrpo.policies.tokens.models import load_base
     from evogrpo.reporting.shown import report
     from evogrpo.reporting.told.frames import read_run
     from evogrpo.training.evolve import evolve, resume

@@ -24,6 +24,7 @@ from evogrpo.hyperparameters import (
     is_integer,
     unknown_name_error,
 )
+from evogrpo.hyperparameters.checks import whole_number
 
 
 @pytest.mark.parametrize("module", ["evogrpo.hyperparameters", "evogrpo.evolution"])
@@ -65,8 +66,8 @@ class TestHyperparameters:
             ("update_epochs", 0),
             ("max_grad_norm", 0),
             ("batch_size", 0),
-            ("group_size", 4.0),
-            ("update_epochs", np.float64(2)),
+            ("group_size", 4.5),
+            ("update_epochs", np.float64(2.5)),
             ("clip_low", 0),
             ("clip_low", 1.01),
             ("clip_high", 0),
@@ -288,7 +289,7 @@ class TestGroupSizeLadder:
         # Divisors pair up as d and n/d, so with 1 put back the ladder maps onto itself.
         assert {1, *ladder} == {samples_per_step // size for size in (1, *ladder)}
 
-    @pytest.mark.parametrize("samples_per_step", [1, 0, -4, 8.0, True])
+    @pytest.mark.parametrize("samples_per_step", [1, 0, -4, 8.5, True])
     def test_a_step_without_a_group_is_refused(self, samples_per_step):
         with pytest.raises(ValueError, match="samples_per_step must be"):
             feasible_group_sizes(samples_per_step)
@@ -322,3 +323,9 @@ class TestGroupSizeLadder:
     def test_a_space_without_group_size_stays_as_it_is(self):
         space = HyperparameterConfig(lr=RLParameter(min=0.1, max=1))
         assert space.for_samples_per_step(7) == space
+
+
+@pytest.mark.parametrize("value", [1e4, np.float64(10_000), np.int64(10_000)])
+def test_a_whole_float_is_a_whole_number(value):
+    assert whole_number("total_timesteps", value) == 10_000
+    assert type(whole_number("total_timesteps", value)) is int

@@ -34,8 +34,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 
-from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, RLParameter, evolve, read_run
-from evogrpo.policies.tokens.models import load_base
+from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, RLParameter, evolve, load_base, read_run
 
 SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
 SIZE, GENERATIONS, STEPS, SAMPLES, TOKENS, HELD_OUT = (2, 1, 1, 4, 4, 2) if SHORT else (4, 5, 3, 32, 12, 64)

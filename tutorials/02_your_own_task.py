@@ -32,9 +32,8 @@ import time
 import matplotlib.pyplot as plt
 import torch
 
-from evogrpo import GRPO, HuggingFaceGym, Population, evolve
+from evogrpo import GRPO, HuggingFaceGym, Population, evolve, load_base
 from evogrpo.evolution import Fixed
-from evogrpo.policies.tokens.models import load_base
 
 SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
 STEPS, SAMPLES, GROUP, HELD_OUT, TOKENS = (1, 4, 2, 2, 4) if SHORT else (8, 32, 8, 48, 16)

@@ -37,9 +37,8 @@ import matplotlib.pyplot as plt
 import reasoning_gym
 import torch
 
-from evogrpo import GRPO, HuggingFaceGym, Population, evolve
+from evogrpo import GRPO, HuggingFaceGym, Population, evolve, load_base
 from evogrpo.evolution import Fixed
-from evogrpo.policies.tokens.models import load_base
 
 SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
 STEPS, SAMPLES, GROUP, HELD_OUT, TOKENS = (4, 4, 2, 2, 2) if SHORT else (24, 64, 8, 64, 12)

@@ -36,9 +36,17 @@ import matplotlib.pyplot as plt
 import torch
 from datasets import Dataset
 
-from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, HyperparameterConfig, Objective, RLParameter, evolve
+from evogrpo import (
+    GRPO,
+    GymnasiumGroups,
+    HuggingFaceGym,
+    HyperparameterConfig,
+    Objective,
+    RLParameter,
+    evolve,
+    load_base,
+)
 from evogrpo.evolution import Fixed, TruncationPBT
-from evogrpo.policies.tokens.models import load_base
 
 SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
 STEPS, PROMPTS, GROUP, TOKENS = (2, 2, 2, 2) if SHORT else (3, 2, 8, 16)

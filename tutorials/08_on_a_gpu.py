@@ -34,9 +34,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from evogrpo import GRPO, HuggingFaceGym, evolve, read_run
+from evogrpo import GRPO, HuggingFaceGym, evolve, load_base, read_run
 from evogrpo.evolution import Fixed
-from evogrpo.policies.tokens.models import load_base
 
 SHORT = os.environ.get("EVOGRPO_TUTORIAL") == "short"  # a quick look whether everything runs; figures then say little
 SIZES, SAMPLES, GROUP, TOKENS = ((1, 2), 4, 2, 2) if SHORT else ((1, 2, 4), 16, 8, 8)

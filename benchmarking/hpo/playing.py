@@ -14,12 +14,11 @@ from peft import LoraConfig
 
 from benchmarking.hpo.arms import ARMS, Arm
 from benchmarking.hpo.tasks import TASKS, Task
-from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, evolve
+from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, evolve, load_base
 from evogrpo.envs import TASKS as BUILTIN
 from evogrpo.evolution import FitnessConfig, Strategy
 from evogrpo.evolution.founders import at
 from evogrpo.hyperparameters import Hyperparameters
-from evogrpo.policies.tokens.models import load_base
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.progress import Best
 

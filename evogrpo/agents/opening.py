@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from gymnasium import spaces
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -37,6 +37,8 @@ from evogrpo.hyperparameters import (
     refuse_unknown,
     whole_between,
 )
+from evogrpo.policies.tokens.engine.probes import check_causal_class
+from evogrpo.policies.tokens.models import BaseModel
 from evogrpo.policies.tokens.stored_adapters import read_adapter
 from evogrpo.warnings import warn
 
@@ -86,18 +88,33 @@ def open_members(
     for name, space in zip(FIRST_ARGUMENTS, given, strict=False):
         if space is not None:
             check_space(name, space)
+    _check_wrapped(actor_network)
     if isinstance(actor_network, PreTrainedModel):
         return _open_language(size, given, actor_network, pad_token_id, options)
     wordless = not any(space is None or isinstance(space, spaces.Sequence) for space in given)
     if wordless and (actor_network is None or isinstance(actor_network, nn.Module)):
         return _open_networks(size, given, actor_network, pad_token_id, options)
     if isinstance(actor_network, type) and issubclass(actor_network, nn.Module):
-        raise ValueError(f"actor_network must be a module, got its class: give {actor_network.__name__}(...)")
+        raise ValueError(f"actor_network must be a module, got its class. Pass {actor_network.__name__}(...).")
     raise ValueError(
-        f"actor_network must be a transformers model, got {type(actor_network).__name__} beside the spaces {given}: "
-        "load one with evogrpo.policies.tokens.models.load_base or AutoModelForCausalLM.from_pretrained; or, for small "
-        "networks, give both observation_space and action_space, and no actor_network or a torch module"
+        f"actor_network must be a transformers model, got {type(actor_network).__name__}. Load one with "
+        "evogrpo.load_base(...).model, or pass observation_space and action_space to train small networks."
     )
+
+
+def _check_wrapped(network: object) -> None:
+    """Refuse a model inside a wrapper and name the model inside it."""
+    remedy = ""
+    if isinstance(network, BaseModel):
+        remedy = "the result of load_base. Pass its model: actor_network=base.model."
+    elif isinstance(network, PeftModel):
+        remedy = "a PeftModel. Pass the plain base model, and adapter='FOLDER' to start from a saved adapter."
+    elif isinstance(getattr(network, "_orig_mod", None), PreTrainedModel):
+        remedy = "a compiled model. Pass the model that was given to torch.compile."
+    elif isinstance(getattr(network, "module", None), PreTrainedModel):
+        remedy = f"a model wrapped in {type(network).__name__}. Pass the model inside it: actor_network.module."
+    if remedy:
+        raise ValueError(f"actor_network is {remedy}")
 
 
 def _open_language(
@@ -109,6 +126,7 @@ def _open_language(
 ) -> tuple[Members, Hyperparameters]:
     values: Mapping[str, Any] = options
     _refuse_other_kind(NETWORKS_ONLY, values, "small networks")
+    check_causal_class(model)
     if pad_token_id is None:
         raise ValueError("pad_token_id must be given, for instance tokenizer.pad_token_id")
     names = LanguageSettings.__dataclass_fields__

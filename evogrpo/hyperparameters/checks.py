@@ -3,6 +3,7 @@
 import difflib
 import math
 import numbers
+import re
 from collections.abc import Iterable
 from typing import TypeVar
 
@@ -54,9 +55,9 @@ def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> 
 def finite_number(what: str, value: object) -> float:
     """Return `value` as a plain int or float, or raise ValueError naming `what` if it is no finite real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        # YAML 1.1 reads 1e-4, without a dot, as text: the commonest way to get here.
-        remedy = ": in YAML write 1.0e-4, with the dot and no quotes" if isinstance(value, str) else ""
-        raise ValueError(f"{what} must be a number, got {value!r} ({type(value).__name__}){remedy}")
+        # YAML 1.1 reads 1e-4, without a dot, as text.
+        remedy = ". In YAML write 1.0e-4, with the dot" if re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", str(value)) else ""
+        raise ValueError(f"{what} must be a number, got {value!r:.80} ({type(value).__name__}){remedy}")
     if isinstance(value, numbers.Integral):
         return whole_number(what, value)
     if not math.isfinite(value):
@@ -73,10 +74,11 @@ def single_number(what: str, value: object) -> float:
 
 
 def whole_number(what: str, value: object) -> int:
-    """Return `value` as a plain int, or raise ValueError naming `what` if it is none (4.0 and True are none)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+    """Return an integer or a whole float such as 1e4 as a plain int; raise ValueError for any other value."""
+    whole = isinstance(value, numbers.Integral) or (isinstance(value, numbers.Real) and float(value).is_integer())
+    if isinstance(value, bool) or not whole:
         raise ValueError(f"{what} must be an integer, got {value!r:.80} ({type(value).__name__})")
-    number = int(value)
+    number: int = int(value)  # type: ignore[call-overload]  # a real number
     if abs(number) > _LARGEST_WHOLE:
         raise ValueError(f"{what} must be at most 10**300 in size, got {number.bit_length()} bits")
     return number

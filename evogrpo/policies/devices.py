@@ -31,13 +31,12 @@ def check_device(device: "str | torch.device") -> None:
     import torch
 
     if device == "auto":
-        raise ValueError("device 'auto' is what is taken where none is named: leave it out")
+        raise ValueError("device 'auto' is the default. Leave device out.")
     try:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # torch asserts that it was built with CUDA
-        reason = (str(error).splitlines() or [""])[0].rstrip(".")
         raise ValueError(
-            f"device {str(device)!r} cannot be used: {reason}. Use 'cpu', or 'cuda' where torch.cuda.is_available()"
+            f"device {str(device)!r:.40} is not available. Use 'cpu', or 'cuda' if torch.cuda.is_available()."
         ) from error
 
 

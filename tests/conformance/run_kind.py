@@ -127,5 +127,5 @@ class RunKindTestCase(ABC):
             assert make_parser().parse_args([str(word) for word in words]).command
 
     def test_a_device_that_is_not_there_is_refused(self, kind, given):
-        with pytest.raises(ValueError, match="'cuda:99' cannot be used"):
+        with pytest.raises(ValueError, match="'cuda:99'"):
             kind.prepare(parse_config({**given, "device": "cuda:99"}))

@@ -267,7 +267,7 @@ class TestFixed(BuiltInTestCase):
     ("settings", "message"),
     [
         ({"size": 0}, "size must be at least 1, got 0"),
-        ({"size": 2.0}, "size must be an integer"),
+        ({"size": 2.5}, "size must be an integer"),
         ({"z": -1}, "z must be at least 0"),
         ({"z": float("nan")}, "z must be finite"),
         ({"elitism": 1}, "elitism must be True or False"),

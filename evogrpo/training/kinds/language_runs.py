@@ -244,7 +244,7 @@ class LanguageKind:
         with suppress(CheckpointError):  # whatever has become of its folder
             source = str(read_record(best, kind="agent")["shared"]["source"])
             if is_path(source):
-                given = f", actor_network=evogrpo.policies.tokens.models.load_base({source!r}).model"
+                given = f", actor_network=evogrpo.load_base({source!r}).model"
         return {"use it": f"evogrpo.GRPO.load({str(best)!r}{given}).generate(prompts)"}
 
     def commands(self, run_dir: Path) -> dict[str, tuple[str | Path, ...]]:

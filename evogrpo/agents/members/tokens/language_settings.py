@@ -99,8 +99,7 @@ class LanguageSettings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eos_token_ids", token_ids("eos_token_ids", self.eos_token_ids))
-        if isinstance(self.pad_token_id, Integral):
-            object.__setattr__(self, "pad_token_id", int(self.pad_token_id))
+        object.__setattr__(self, "pad_token_id", whole_between("pad_token_id", self.pad_token_id, 0))
         for name, least, most in _WHOLE:
             if name != "max_episode_tokens" or self.max_episode_tokens is not None:
                 object.__setattr__(self, name, whole_between(name, getattr(self, name), least, most))

@@ -1,5 +1,6 @@
 """Whether a model gives, of sequences that are padded or run in parts, what it gives of whole ones."""
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -7,9 +8,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from evogrpo.policies.tokens.engine.heads import close
-from evogrpo.policies.tokens.engine.probes import vocabulary_of
+from evogrpo.policies.tokens.engine.probes import context_of, vocabulary_of
 
 PROMPTS, CONTINUED = ((3, 1, 2, 3), (3, 1, 1)), (0, 0, 1)
+BLOCKS = re.compile(r"compress|block_size|stride|attention_chunk_size|attn_chunk_length|window_size")
+LONGEST_PROBE = 1024  # tokens
 FOLLOWING = ((2, 1, 3), (3, 3, 1), (1, 2, 2))
 
 
@@ -23,6 +26,9 @@ def check_padding(
 ) -> None:
     """Refuse a model for which padding on the left changes the hidden states.
 
+    The probe is longer than the blocks that the config names: attention that divides a sequence into blocks counts
+    padding in, which shows from the second block on.
+
     Args:
         run: Returns the hidden states `[1, t, h]` of token ids `[1, t]`, given which positions count, `[1, t]`.
         model: The model.
@@ -33,20 +39,34 @@ def check_padding(
     Raises:
         ValueError: If it changes them, or the model cannot be told what is padding.
     """
-    ids = torch.tensor([[3, 1, 2]], device=next(model.parameters()).device) % vocabulary_of(model)
-    padded = torch.cat([torch.full_like(ids[:, :2], pad_id), ids], dim=1)
+    block = largest_block(model)
+    length, padding = min(3 + 2 * block, LONGEST_PROBE, (context_of(model) or LONGEST_PROBE) - 2), 2 + block
+    pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device).repeat(length // 5 + 1)
+    ids = pattern[None, :length] % vocabulary_of(model)
+    padded = torch.cat([torch.full_like(ids[:, :1], pad_id).expand(1, padding), ids], dim=1)
     mask = torch.ones_like(padded, dtype=torch.bool)
-    mask[:, :2] = False
+    mask[:, :padding] = False
     try:
-        shifted = run(padded, mask)[:, 2:]
+        shifted = run(padded, mask)[:, padding:]
     except TypeError as error:
         remedy = " and position_ids; pass calc_position_embeddings=False" if explicit_positions else ""
         raise ValueError(f"{type(model).__name__} cannot be run with attention_mask{remedy}: {error}") from error
-    if not close(shifted, decoder(input_ids=ids).last_hidden_state):
+    whole = decoder(input_ids=ids).last_hidden_state
+    if not all(close(*rows) for rows in zip(shifted[0], whole[0], strict=True)):
         raise ValueError(
             f"padding on the left changes what {type(model).__name__} computes"
             f"{'' if explicit_positions else ': it needs positions, leave calc_position_embeddings at True'}"
         )
+
+
+def largest_block(model: PreTrainedModel) -> int:
+    """Return the largest block, stride, chunk or compression rate that a config names, in tokens; 0 if none."""
+    sizes = [0]
+    for name, value in model.config.get_text_config().to_dict().items():
+        if BLOCKS.search(name):
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+            sizes += [size for size in values if type(size) is int and size < LONGEST_PROBE]
+    return max(sizes)
 
 
 def continues(

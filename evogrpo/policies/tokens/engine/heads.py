@@ -45,6 +45,7 @@ def find_head(model: PreTrainedModel, decoder: nn.Module) -> Head:
         handle.remove()
     if entered:
         hidden = decoder(input_ids=ids).last_hidden_state
+    if entered and hidden.shape == entered[0].shape:
         natural, enlarged = (x.float() for x in entered)
         # Some models scale hidden states, and not logits, which comes to the same.
         ratio = (hidden.float() * natural).sum() / natural.square().sum().clamp(min=1e-30)

@@ -46,22 +46,28 @@ def choose_precision(wanted: Precision | None, model: PreTrainedModel, device: s
 def speed_up(width_in: int, width_out: int) -> float:
     """Return how many times as fast the CPU's products are in bfloat16 as in float32.
 
-    The quickest of many, by turns: what other work on the machine slows down does not count. About a second at most.
+    Compares the shortest processor times of one thread, measured by turns, so that other work on the machine does not
+    change the result. Takes about a second at most.
     """
     rng = torch.Generator().manual_seed(0)
     x, weight = torch.randn(TOKENS, width_in, generator=rng), torch.randn(width_out, width_in, generator=rng)
     both = [(x.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16)]
-    began, best = time.perf_counter(), [math.inf, math.inf]
-    for number in range(1 + ROUNDS):
-        pair = [_seconds(*each) for each in both]
-        if number:  # the first finds kernels
-            best = [min(each) for each in zip(best, pair, strict=True)]
-            if time.perf_counter() - began > SECONDS:
-                break
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        began, best = time.thread_time(), [math.inf, math.inf]
+        for number in range(1 + ROUNDS):
+            pair = [_seconds(*each) for each in both]
+            if number:  # the first finds kernels
+                best = [min(each) for each in zip(best, pair, strict=True)]
+                if time.thread_time() - began > SECONDS:
+                    break
+    finally:
+        torch.set_num_threads(threads)
     return best[0] / best[1]
 
 
 def _seconds(x: Tensor, weight: Tensor) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()
     product(x, weight)
-    return time.perf_counter() - began
+    return time.thread_time() - began

@@ -18,20 +18,20 @@ def check_causal_class(model: PreTrainedModel) -> None:
     Raises:
         ValueError: If it encodes what it reads before it writes, has no vocabulary head, or carries adapters already.
     """
-    what = ""
+    reason = ""
     if getattr(model.config, "is_encoder_decoder", False):
-        what = "encodes its prompt and decodes the answer"
+        reason = "it is an encoder-decoder"
     elif not model.can_generate() or model.get_output_embeddings() is None:
-        what = "has no head that predicts the next token"
-    if what:
+        reason = "it has no head that predicts the next token"
+    if reason:
         raise ValueError(
-            f"{type(model).__name__} is not a causal language model, it {what}: load one with "
-            "AutoModelForCausalLM.from_pretrained or evogrpo.policies.tokens.models.load_base"
+            f"{type(model).__name__} is not a causal language model: {reason}. Load one with evogrpo.load_base or "
+            "AutoModelForCausalLM.from_pretrained."
         )
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise ValueError(
-            f"{type(model).__name__} carries adapters of PEFT's already: give the plain base, and start from an "
-            "adapter with adapter='folder', or merge it first (merge_and_unload)"
+            f"{type(model).__name__} already has PEFT adapters. Pass the plain base model with adapter='FOLDER', "
+            "or merge the adapters first (merge_and_unload)."
         )
 
 
@@ -128,8 +128,8 @@ def check_causal(model: PreTrainedModel) -> None:
     change = (one - other).abs().amax(1)
     if float(change[:-1].max()) > 0.02 * float(change[-1]):
         raise ValueError(
-            f"{type(model).__name__} is not causal: its prediction of a token depends on tokens that come later. If it "
-            "was built from an encoder's config, set is_decoder=True; otherwise use a causal language model"
+            f"{type(model).__name__} is not causal: its prediction of a token depends on later tokens. "
+            "Use a causal language model."
         )
 
 
