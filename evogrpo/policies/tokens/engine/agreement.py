@@ -39,8 +39,9 @@ def check_padding(
     Raises:
         ValueError: If it changes them, or the model cannot be told what is padding.
     """
-    block = largest_block(model)
-    length, padding = min(3 + 2 * block, LONGEST_PROBE, (context_of(model) or LONGEST_PROBE) - 2), 2 + block
+    width = min(6 + 3 * largest_block(model), LONGEST_PROBE, context_of(model) or LONGEST_PROBE)
+    padding = max(1, width // 3 - 1 | 1)  # odd, so that it shifts tokens within blocks of any size
+    length = width - padding
     pattern = torch.tensor([3, 1, 2, 1, 0], device=next(model.parameters()).device).repeat(length // 5 + 1)
     ids = pattern[None, :length] % vocabulary_of(model)
     padded = torch.cat([torch.full_like(ids[:, :1], pad_id).expand(1, padding), ids], dim=1)
