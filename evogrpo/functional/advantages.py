@@ -228,7 +228,7 @@ def whiten(values: Tensor, mask: Tensor, member_ids: Tensor) -> Tensor:
 
 
 def zero_variance_groups(rewards: Tensor, groups: Tensor, count: int) -> Tensor:
-    """Tell which groups teach nothing: all rewards that apply are equal, or fewer than two apply.
+    """Return a mask of groups without learning signal: rewards are all equal, or fewer than two apply.
 
     Args:
         rewards: `[n]` one scalar per completion; NaN = does not apply.

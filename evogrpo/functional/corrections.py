@@ -1,4 +1,4 @@
-"""Which actions count how much: correction of samplers that differ from the trainer, and high-entropy actions."""
+"""Weights of actions: importance correction for samplers that differ from the trainer, and high-entropy masks."""
 
 import math
 from typing import NamedTuple
@@ -51,7 +51,7 @@ def importance_weights(
 
 
 class Mismatch(NamedTuple):
-    """How far a sampler's log-probabilities lie from the trainer's, over counted actions.
+    """Difference between the sampler's and the trainer's log-probabilities, over counted actions.
 
     Attributes:
         mean_difference: Mean of |old - sampler|, in nats.
@@ -71,7 +71,7 @@ class Mismatch(NamedTuple):
 
 
 def mismatch(old_log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor) -> Mismatch:
-    """Measure how the sampler differs from the trainer, over what `importance_weights` takes.
+    """Measure the difference between sampler and trainer over the actions of `importance_weights`.
 
     If no action counts, the measures are those of equal policies.
     """
@@ -117,7 +117,7 @@ def effective_share(log_ratios: Tensor, sources: Tensor, count: int) -> Tensor:
 
 
 def high_entropy_mask(entropies: Tensor, mask: Tensor, member_ids: Tensor, quantile: float) -> Tensor:
-    """Tell which actions belong to the share of a member's actions with the highest entropy.
+    """Return a mask of each member's actions with the highest entropy.
 
     The policy loss of the others is left out, while every denominator goes on counting them.
 

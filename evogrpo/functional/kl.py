@@ -1,4 +1,4 @@
-"""The divergence from the reference policy: estimates from the actions alone, closed forms; and their coefficient."""
+"""KL divergence from the reference policy: estimates from sampled actions, closed forms, adaptive coefficient."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from evogrpo.config.loss_types import ACTION_KLS
 
 
 def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    r"""Estimate KL(policy || reference) at the taken actions, with d = log_probs - ref_log_probs.
+    r"""Estimate KL(policy || reference) from sampled actions, with d = log_probs - ref_log_probs.
 
     - "k1": d. Unbiased, any sign. As a loss its gradient is 0 on average: use it in rewards.
     - "k2": d^2 / 2. Biased but never negative; as a loss, the gradient of KL(policy || reference) on average.
@@ -16,7 +16,7 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
       average, which is the same to first order around the reference.
     - "abs": |d|.
 
-    Unbiased means: on average over actions drawn from the policy. d is clamped to +-20 before the exponential.
+    Unbiased: in expectation over actions sampled from the policy. d is clamped to +-20 before the exponential.
 
     Args:
         kind: One of `ActionKl`.
@@ -37,6 +37,7 @@ def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     if kind == "k2":
         return difference**2 / 2
     if kind == "k3":
+        # E[exp(-d)] = sum_a p(a) q(a) / p(a) = 1, so exp(-d) - 1 has mean 0 and only lowers the variance of d.
         difference = difference.clamp(-20.0, 20.0)
         return torch.exp(-difference) + difference - 1.0
     if kind == "abs":
@@ -48,7 +49,7 @@ def categorical_kl(first: Tensor, second: Tensor) -> Tensor:
     r"""Return KL(first || second) = sum_a p(a) (log p(a) - log q(a)) of categorical distributions.
 
     Args:
-        first: Logits of p, `[..., v]`; those of values that are ruled out are large negative numbers in both.
+        first: Logits of p, `[..., v]`; excluded values have large negative logits in both.
         second: Logits of q, `[..., v]`.
 
     Returns:
@@ -59,7 +60,7 @@ def categorical_kl(first: Tensor, second: Tensor) -> Tensor:
 
 
 def bernoulli_kl(first: Tensor, second: Tensor) -> Tensor:
-    """Return KL(first || second) of independent bits with logits `[..., b]`, summed over them, `[...]` in nats."""
+    """Return KL(first || second) of independent bits with logits `[..., b]`, summed over bits: `[...]` in nats."""
     high = torch.sigmoid(first) * (logsigmoid(first) - logsigmoid(second))
     low = torch.sigmoid(-first) * (logsigmoid(-first) - logsigmoid(-second))
     return (high + low).sum(-1)
@@ -77,6 +78,7 @@ def gaussian_kl(mean: Tensor, log_std: Tensor, other_mean: Tensor, other_log_std
     Returns:
         `[...]` in nats.
     """
+    # With r = log(s / s'): (exp(2 r) - 1) / 2 - r = log(s' / s) + s^2 / (2 s'^2) - 1/2, exact near r = 0 by expm1.
     narrower = log_std - other_log_std
     distance = (mean - other_mean) * torch.exp(-other_log_std)
     return ((torch.expm1(2 * narrower) + distance.square()) / 2 - narrower).sum(-1)
@@ -86,11 +88,11 @@ def adaptive_kl(value: Tensor, kl: Tensor, target: float, horizon: int, n: int) 
     r"""Move the KL coefficient towards a target divergence: value (1 + clip(kl / target - 1, +-0.2) n / horizon).
 
     Args:
-        value: Coefficients (or factors of them), any shape.
+        value: Coefficients, or factors of them, any shape.
         kl: Measured divergence in nats, the same shape.
-        target: Wanted divergence in nats, above 0.
-        horizon: Samples over which the coefficient can change by a fifth, at least 1.
-        n: Samples the measurement was taken over.
+        target: Target divergence in nats, above 0.
+        horizon: Number of samples over which the coefficient changes by at most a fifth, at least 1.
+        n: Number of samples in the measurement.
 
     Returns:
         The new coefficients.

@@ -1,4 +1,4 @@
-"""Per-action losses and the weights that reduce them; every reduction is a weighted sum, so any split adds up."""
+"""Losses per action, and the weights that reduce them: every reduction is a weighted sum, so micro-batches add up."""
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ def clipped_actions(
     clip_high: Coefficient,
     cispo_clip_low: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Tell for which actions the lower and the upper clip bind; their means are the clip fractions.
+    """Return the actions at which the lower and the upper clip bind; their means are the clip fractions.
 
     A bound ratio gives no gradient where the clip cuts it off; "cispo" goes on learning at the bound, so its clips
     bind whatever the sign of the advantage. "sapo" has no clip. Actions without advantage are never counted. The
@@ -213,7 +213,7 @@ def _differences(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tens
 
 
 def _ratios(facts: LossFacts, difference: Tensor, mask: Tensor) -> Tensor:
-    """Return the ratios: one for all actions of a completion, or each action's own."""
+    """Return probability ratios: one per completion, or one per action."""
     return _exp(_sequence_mean(difference, mask) if facts.ratio == "completion" else difference)
 
 

@@ -1,8 +1,8 @@
-"""Products with frozen weights, by whichever of torch's libraries is quicker at them on this CPU.
+"""Products with frozen weights, by the faster of MKL and oneDNN on this CPU.
 
-In float32 torch multiplies with MKL, which is Intel's. On AMD's CPUs with AVX-512 oneDNN, which comes with torch too,
-is quicker: a tenth where there are many tokens, three times and more where few tokens meet many weights. It writes a
-program for every shape of a product, half a megabyte each, so it is not asked for any number of tokens.
+In float32 torch multiplies with MKL. On AMD CPUs with AVX-512, oneDNN is faster: 10 % with many tokens, 3 times and
+more with few tokens and many weights. oneDNN compiles a kernel of half a megabyte for every shape, so numbers of tokens
+are padded to few values.
 """
 
 import platform
@@ -14,21 +14,21 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 LEAST = 1 << 18
-"""Numbers in the larger matrix from which on oneDNN is asked: what smaller ones gain is less than asking takes."""
+"""Minimum number of elements of the larger matrix for which oneDNN is used; below it the call outweighs the gain."""
 
 FEW, WHOLE, EIGHT = 128, 32, 8
-"""oneDNN is asked for products of few tokens, and of more where these are a multiple of `WHOLE`.
+"""oneDNN is used for at most `FEW` tokens, and for more if they are a multiple of `WHOLE`.
 
-Passes see to it that it is asked for few shapes: tokens are filled up to a multiple of `WHOLE`, or few ones of `EIGHT`.
+Callers pad tokens to a multiple of `WHOLE`, or of `EIGHT` up to `FEW`, so that few shapes occur.
 """
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x W^T + b `[m, out]` of tokens `[m, in]`; where gradients are recorded MKL is asked, as oneDNN gives none.
+    """Return x W^T + b, `[m, out]`. Uses MKL if gradients are recorded: the oneDNN operator has none.
 
     Args:
         x: `[m, in]`.
-        weight: `[out, in]`, in any order in memory.
+        weight: `[out, in]`, with any strides.
         bias: `[out]`.
     """
     if torch.is_grad_enabled() or not by_onednn(len(x), x, weight):
@@ -37,15 +37,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def add_product(into: Tensor, x: Tensor, weight: Tensor) -> None:
-    """Add x W^T to `[m, out]`, in place; see `product`."""
+    """Add x W^T to `into` `[m, out]` in place; see `product`."""
     if by_onednn(len(x), x, weight):
         into += _onednn(x, weight)
     else:
-        into.addmm_(x, weight.T)  # rounded once
+        into.addmm_(x, weight.T)  # fused, so rounded once
 
 
 def product_of_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return W x + b `[out, n]` of tokens as columns `[in, n]`, without gradients.
+    """Return W x + b, `[out, n]`, for tokens as columns, without gradients.
 
     Args:
         weight: `[out, in]`.
@@ -59,13 +59,13 @@ def product_of_columns(weight: Tensor, x: Tensor, bias: Tensor | None = None) ->
 
 
 def lacking(tokens: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Return how many rows of zeros make so many tokens a number that oneDNN is asked for, where it multiplies."""
+    """Return the number of zero rows that pad `tokens` for oneDNN; 0 where it is not used."""
     asked = device.type == "cpu" and (dtype == torch.bfloat16 or (dtype == torch.float32 and onednn_is_quicker()))
     return _short_of(tokens) if asked else 0
 
 
 def filled_up(rows: int) -> int:
-    """Return how many rows are written together where there are so many, lest products come in many shapes."""
+    """Return `rows` padded to a number that limits the shapes of products."""
     return rows if rows < EIGHT else rows + _short_of(rows)
 
 
@@ -74,7 +74,7 @@ def _short_of(tokens: int) -> int:
 
 
 def by_onednn(tokens: int, x: Tensor, weight: Tensor) -> bool:
-    """Tell whether oneDNN is asked for a product in float32."""
+    """Return True if oneDNN computes this product in float32."""
     return (
         x.dtype == torch.float32
         and x.device.type == "cpu"
@@ -86,7 +86,7 @@ def by_onednn(tokens: int, x: Tensor, weight: Tensor) -> bool:
 
 @cache
 def onednn_is_quicker() -> bool:
-    """Tell whether this is an AMD CPU with AVX-512, and torch has what is asked of oneDNN."""
+    """Return True on AMD CPUs with AVX-512 if torch has the oneDNN operator."""
     capable = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and torch.backends.mkldnn.is_available()
     return capable and hasattr(torch.ops.mkldnn, "_linear_pointwise") and _made_by_amd()
 
@@ -95,11 +95,11 @@ def _made_by_amd() -> bool:
     try:
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        told = platform.processor()  # where there is no such file, as on Windows
+        told = platform.processor()  # no such file, as on Windows
     return "AuthenticAMD" in told
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    own = None if bias is None else bias.contiguous()  # it reads them as if they were
+    own = None if bias is None else bias.contiguous()  # the operator ignores strides
     made: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, own, "none", [], "")
     return made

@@ -28,7 +28,7 @@ def returns_to_go(step_rewards: Tensor, mask: Tensor, gamma: Coefficient = 1.0) 
 
 
 def _carried_returns(step_rewards: Tensor, mask: Tensor, gamma: Coefficient) -> Tensor:
-    """Return G_t in float64, `[n, t]`: between counted actions that of the next one, after the last one 0."""
+    """Return G_t in float64, `[n, t]`: at uncounted actions that of the next counted one, 0 after the last."""
     totals = torch.where(mask & ~step_rewards.isnan(), step_rewards.double(), 0.0)
     discount = torch.as_tensor(gamma, dtype=torch.float64, device=mask.device)
     decays = torch.where(mask, discount, 1.0)
@@ -124,5 +124,5 @@ def return_to_go_timestep(
 
 
 def _rewarded(step_rewards: Tensor, mask: Tensor) -> Tensor:
-    """Tell which rows hold at least one reward, `[n, 1]`."""
+    """Return a mask `[n, 1]` of rows with at least one reward."""
     return (mask & ~step_rewards.isnan()).any(1, keepdim=True)

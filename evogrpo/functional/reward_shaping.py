@@ -1,4 +1,4 @@
-"""What happens to rewards between the reward function and the advantage, one small function each."""
+"""Transformations of rewards between the reward function and the advantage."""
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def normalise_rewards(
 
 
 def groups_within(rewards: Tensor, group_ids: Tensor, low: float | None, high: float | None) -> Tensor:
-    """Tell which completions are in a group that is neither too hard nor too easy: low < mean reward < high.
+    """Return a mask of completions in groups that are neither too hard nor too easy: low < mean reward < high.
 
     Args:
         rewards: `[n]`; NaN = does not apply, and is left out of the mean.
@@ -143,7 +143,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:
 
 
 def place_on_actions(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Give each completion's reward at its last counted action.
+    """Place each completion's reward on its last counted action.
 
     Args:
         rewards: `[n]`.

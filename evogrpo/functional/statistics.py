@@ -1,4 +1,4 @@
-"""Counts, means and sample deviations of values by group; values that are all equal deviate by exactly 0."""
+"""Counts, means and sample standard deviations by group; the deviation of equal values is exactly 0."""
 
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ class GroupStatistics(NamedTuple):
     """Statistics of the values of each group, all float64 `[k]` for k groups.
 
     Attributes:
-        amount: How many values apply.
-        mean: Their mean; exactly the common value when all are equal, 0 when none applies.
-        square: Sum of squared distances from the mean; exactly 0 when all are equal.
+        amount: Number of values that apply.
+        mean: Their mean; exactly the common value if all are equal, 0 if none applies.
+        square: Sum of squared distances from the mean; exactly 0 if all are equal.
     """
 
     amount: Tensor
@@ -21,24 +21,24 @@ class GroupStatistics(NamedTuple):
 
     @property
     def std(self) -> Tensor:
-        """`[k]` sample deviation (n - 1), in the unit of the values; 0 where fewer than two apply."""
+        """`[k]` sample standard deviation (n - 1), in the unit of the values; 0 where fewer than two apply."""
         return (self.square / (self.amount - 1).clamp(min=1)).sqrt()
 
 
 def group_statistics(values: Tensor, applies: Tensor, groups: Tensor, count: int) -> GroupStatistics:
-    """Take the statistics of values by group.
+    """Compute the statistics of values by group.
 
-    Equality is tested by comparing a group's extremes: a mean of eight 0.1s can miss 0.1, and the remainder divided
-    by a small number would teach noise.
+    Equality is tested on a group's minimum and maximum: the mean of eight 0.1s can differ from 0.1 by rounding, and
+    that difference divided by a small standard deviation would be noise.
 
     Args:
-        values: Any shape; those that do not apply may hold anything.
-        applies: The same shape, booleans: takes part.
-        groups: The same shape: group numbers from 0 to `count - 1`.
+        values: Any shape; values that do not apply are not read.
+        applies: True for values that count, same shape.
+        groups: Group numbers from 0 to `count - 1`, same shape.
         count: Number of groups.
 
     Returns:
-        The statistics of the groups 0 to `count - 1`.
+        Statistics of groups 0 to `count - 1`.
     """
     values, groups = values[applies].double(), groups[applies]
     zeros = torch.zeros(count, dtype=torch.float64, device=values.device)
@@ -57,20 +57,20 @@ def numbered(ids: Tensor) -> tuple[Tensor, int]:
         ids: Any shape, integers.
 
     Returns:
-        The numbers, in the shape of `ids`, and how many different ones there are.
+        The numbers, in the shape of `ids`, and the number of distinct ids.
     """
     different, numbers = torch.unique(ids, return_inverse=True)
     return numbers, len(different)
 
 
 def numbered_groups(group_ids: Tensor) -> tuple[Tensor, int]:
-    """Number groups consecutively from 0, and see to it that each can be compared.
+    """Number groups consecutively from 0; refuse groups of one.
 
     Args:
         group_ids: `[n]` integers.
 
     Returns:
-        `[n]` the numbers, and how many groups there are.
+        `[n]` group numbers, and the number of groups.
 
     Raises:
         ValueError: If a group has fewer than 2 completions.

@@ -1,16 +1,16 @@
-"""Sampling from less than the whole distribution: penalties on repetition, and tokens that are ruled out."""
+"""Truncated sampling: repetition penalty, top-k, top-p and min-p."""
 
 import torch
 from torch import Tensor
 
 
 def penalise_repetition(logits: Tensor, said: Tensor, penalty: float) -> Tensor:
-    """Make tokens that have been read or said less likely: positive logits are divided, others multiplied.
+    """Make tokens that occur already less likely: divide positive logits by the penalty, multiply others.
 
     Args:
         logits: `[k, v]`.
-        said: `[k, w]` token ids, prompts included; ids may repeat.
-        penalty: Above 0; 1 changes nothing, and below 1 repetition is favoured.
+        said: `[k, w]` ids of the tokens that occur, prompts included; ids may repeat.
+        penalty: Above 0; 1 changes nothing, below 1 favours repetition.
 
     Returns:
         `[k, v]` new logits, float32.
@@ -23,24 +23,25 @@ def penalise_repetition(logits: Tensor, said: Tensor, penalty: float) -> Tensor:
 
 
 def truncate(scaled: Tensor, *, top_k: int, top_p: float, min_p: float) -> Tensor:
-    """Rule tokens out, one rule after another in this order; the most likely token always stays.
+    """Exclude tokens by top-k, then top-p, then min-p; the most likely token always stays.
 
     Args:
-        scaled: `[k, v]` logits over temperature; -inf = ruled out already.
-        top_k: Only so many of the most likely tokens stay, and those as likely as the last of them; 0 = all.
-        top_p: Only the most likely tokens stay that together have at least this probability; in (0, 1], 1 = all.
-        min_p: Only tokens stay that are at least this many times as likely as the most likely one; in [0, 1), 0 = all.
+        scaled: `[k, v]` logits divided by temperature; -inf = excluded already.
+        top_k: Number of most likely tokens to keep, with ties of the last; 0 = all.
+        top_p: Keep the most likely tokens that together have at least this probability; in (0, 1], 1 = all.
+        min_p: Keep tokens at least this many times as likely as the most likely one; in [0, 1), 0 = all.
 
     Returns:
-        `[k, v]`, -inf where a token is ruled out; rows do not depend on each other.
+        `[k, v]`, -inf where a token is excluded. Rows are independent.
 
-    Sources: Fan et al. (arXiv:1805.04833) for k; nucleus sampling (arXiv:1904.09751) for p; arXiv:2407.01082 for the
-    least; order and ties are those of transformers.
+    Sources: Fan et al. (arXiv:1805.04833) for top-k; nucleus sampling (arXiv:1904.09751) for top-p; arXiv:2407.01082
+    for min-p. Order and ties are those of transformers.
     """
     if 0 < top_k < scaled.shape[1]:
         last = scaled.topk(top_k, dim=1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < last, -torch.inf)
     if top_p < 1.0:
+        # Drop the tail whose cumulative probability, from the least likely token up, is at most 1 - p.
         ascending, order = scaled.sort(dim=1, stable=True)
         out = ascending.softmax(1).cumsum(1) <= 1.0 - top_p
         out[:, -1] = False
