@@ -1,14 +1,21 @@
 """Text for readers: untrusted text escaped, numbers and records shortened."""
 
+import os
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 # Control characters, format characters (they reorder text or hide), lone surrogates, private use, line separators.
 _UNSAFE_CATEGORIES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 _MISSING = "–"
 _MAX_REPR = 60  # characters of a value in a `short_repr`
+
+
+def relative_path(path: Path) -> str:
+    """Return a path as the user would type it here: relative to the working directory if it lies inside."""
+    return os.path.relpath(path) if path.is_absolute() and path.is_relative_to(Path.cwd()) else str(path)
 
 
 def printable(text: str) -> str:

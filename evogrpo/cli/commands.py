@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TypeAlias
 
-from evogrpo.cli.exit_codes import MOST_STATUS, OK
+from evogrpo.cli.exit_codes import MOST_STATUS
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -42,7 +42,7 @@ def _add_runs(commands: Commands) -> None:
     train.usage = (
         "evogrpo train [-h] [--seed N] [--generations N] [--run-dir DIR]\n"
         "                     [--go-on] [--dry-run] [--allow-memory]\n"
-        "                     [--stopped-status N] [--preset] [--wrapper MODULE:CLASS]\n"
+        "                     [--exit-code-on-stop N] [--preset] [--wrapper MODULE:CLASS]\n"
         "                     [--traceback]\n"
         "                     (CONFIG | --env ID | --parallel-env MODULE) [KEY=VALUE ...]"
     )
@@ -148,22 +148,18 @@ def _running(parser: argparse.ArgumentParser) -> None:
         "--allow-memory", action="store_true", help="go on although more memory is estimated to be needed than is there"
     )
     parser.add_argument(
-        "--stopped-status",
+        "--exit-code-on-stop",
         type=_status,
-        default=OK,
         metavar="N",
-        help="exit code of a run that SIGTERM, SIGHUP or SIGUSR1 has stopped, once it is saved (default 0): another "
-        "one, such as 143, tells a scheduler that it is not done",
+        help="exit code after a stop by SIGTERM, SIGHUP or SIGUSR1 "
+        "(default: 128 + the signal's number, 143 for SIGTERM)",
     )
 
 
 def _status(text: str) -> int:
     """Read an exit code."""
     if not re.fullmatch(r"\d{1,3}", text) or int(text) > MOST_STATUS:
-        raise argparse.ArgumentTypeError(
-            f"an exit code is a whole number from 0 to {MOST_STATUS}, got {text!r:.40}: 143, say, is that of a program "
-            "which SIGTERM has ended"
-        )
+        raise argparse.ArgumentTypeError(f"an exit code must be an integer from 0 to {MOST_STATUS}, got {text!r:.40}")
     return int(text)
 
 

@@ -14,7 +14,7 @@ from evogrpo.persistence.journal import read_journal
 from evogrpo.reporting.family import Ancestor, ancestors, winner
 from evogrpo.reporting.html import write_html
 from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.text import changes_text, number_text, origin_text, printable, score_text
+from evogrpo.text import changes_text, number_text, origin_text, printable, relative_path, score_text
 from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.schedule import Schedule
 
@@ -25,29 +25,18 @@ def command(*words: str | Path) -> str:
     """Return a command line to copy, quoted for the shell."""
     # Inside a virtual environment that was not activated, the bare name would not be found.
     program = "evogrpo" if shutil.which("evogrpo") else f"{sys.executable} -m evogrpo"
-    return f"{program} {shlex.join(map(str, words))}"
+    return f"{program} {shlex.join(relative_path(word) if isinstance(word, Path) else word for word in words)}"
 
 
 def show_lineage(console: Console, summary: RunSummary) -> None:
     """Print how the best member came to be: every ancestor with what changed at its birth."""
     best = winner(summary)
-    chain = () if best is None else ancestors(summary, best)
-    if not chain:
+    if best is None:
         return
-    console.print(Text(f"How #{best} came to be", "bold"))
-    for ancestor in chain[:-1]:
+    console.print(Text(f"How #{best.index} came to be", "bold"))
+    for ancestor in ancestors(summary, best):
         console.print(_stage(ancestor, ancestor.result, summary))
-    # What is kept of the winner is its state at its best evaluation, whatever it learned afterwards.
-    lived = [each for each in results(summary, chain[-1].index) if each.fitness is not None]
-    console.print(
-        _stage(chain[-1], max(lived, key=lambda each: each.fitness or 0.0, default=chain[-1].result), summary)
-    )
     console.print()
-
-
-def results(summary: RunSummary, index: int) -> list[MemberReport]:
-    """Return a member's results, one per generation that it lived through."""
-    return [member for generation in summary.generations for member in generation.members if member.index == index]
 
 
 def _stage(ancestor: Ancestor, result: MemberReport, summary: RunSummary) -> Text:

@@ -74,7 +74,7 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         with working(console, "making the population"):
             evolution = start(prepared, run_dir)
         with fitting_threads(one=prepared.one_thread):
-            return _go(console, evolution, run_dir, chosen.stopped_status)
+            return _go(console, evolution, run_dir, chosen.exit_code_on_stop)
 
 
 def go_on(chosen: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def go_on(chosen: argparse.Namespace) -> int:
         for change in evolution.changed_data:
             say_warning(f"changed since the run began: {change}")
         with fitting_threads(one=prepared.one_thread):
-            return _go(console, evolution, run_dir, chosen.stopped_status)
+            return _go(console, evolution, run_dir, chosen.exit_code_on_stop)
 
 
 def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
@@ -119,8 +119,9 @@ def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
         check_memory(need, allowed=chosen.allow_memory, remedy="--allow-memory")
 
 
-def _go(console: Console, evolution: Evolution, run_dir: Path, stopped_status: int) -> int:
+def _go(console: Console, evolution: Evolution, run_dir: Path, on_stop: int | None) -> int:
     """Run to the end, to a signal or to an error, and say how to go on."""
+    run_dir = run_dir.absolute()  # user code may change the working directory
     display = RunDisplay(console, evolution)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -152,7 +153,10 @@ def _go(console: Console, evolution: Evolution, run_dir: Path, stopped_status: i
     display.say_end()
     if not evolution.result.complete:
         _show_way_on(console, run_dir)
-        return INTERRUPTED if evolution.stopping.signal == signal.SIGINT else stopped_status
+        number = evolution.stopping.signal
+        if number is None:
+            return OK
+        return 128 + number if number == signal.SIGINT or on_stop is None else on_stop
     if not processes().leads:
         return OK
     console.print()

@@ -21,6 +21,10 @@ _BUSY = (errno.EACCES, errno.EAGAIN)
 _held: "weakref.WeakValueDictionary[tuple[int, int], Claim]" = weakref.WeakValueDictionary()
 
 
+class ClaimLostError(OSError):
+    """The folder of a claim is no longer there, or no longer this process's."""
+
+
 class Claim:
     """The sole right to write into a folder, until it is released or dropped, or the process ends.
 
@@ -31,7 +35,7 @@ class Claim:
         folder: An existing folder; a file `.lock` is made in it, which stays.
 
     Attributes:
-        folder: As given.
+        folder: As given, as an absolute path.
         lost: Whether the right has been released or passed on.
 
     Raises:
@@ -40,6 +44,7 @@ class Claim:
     """
 
     def __init__(self, folder: Path) -> None:
+        folder = folder.absolute()  # the program may change its working directory
         self.folder, self.lost = folder, False
         path = folder / LOCK
         earlier = _held_by_this_process(path)
@@ -56,15 +61,26 @@ class Claim:
             os.pwrite(self._descriptor, json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode(), 0)
 
     def check(self) -> None:
-        """Refuse to write once the right is lost.
+        """Check before every write that this process still holds the lock of this very folder.
 
         Raises:
-            ValueError: If it was passed on or released.
+            ValueError: If the claim was passed on or released.
+            ClaimLostError: If the folder or its lock was removed, renamed or replaced, or this process is a fork.
         """
         if self.lost:
-            raise ValueError(
-                f"this run no longer writes into {self.folder}, which was opened again since: go on with the run that "
-                "was opened last"
+            raise ValueError(f"This run no longer writes into {self.folder}: it was opened again. Use the newer run.")
+        if self._pid != os.getpid():
+            raise ClaimLostError(
+                f"{self.folder} belongs to process {self._pid}; its fork {os.getpid()} must not write."
+            )
+        try:
+            found = _identity((self.folder / LOCK).lstat())
+        except OSError:
+            found = None
+        if found != _identity(os.fstat(self._descriptor)):
+            raise ClaimLostError(
+                f"{self.folder} was moved, deleted or replaced, or its {LOCK} was removed, while the run was writing. "
+                "Nothing more is written; resume from the newest checkpoint."
             )
 
     def release(self) -> None:

@@ -1,5 +1,6 @@
 """Files that are on disk, whole, when the call returns: sync, write, replace; and files that are opened as such."""
 
+import glob
 import os
 import re
 import stat
@@ -51,13 +52,26 @@ def write_synced(path: Path, content: bytes) -> None:
 def replace_file(path: Path, content: bytes) -> None:
     """Give a file new content in one step: a reader, or a kill, meets the old bytes or the new, never a mixture."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")  # as `sweep` finds it
-    temporary.unlink(missing_ok=True)
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.temporary"):  # left by processes that were killed
+        if stale == temporary or not _is_alive(stale.suffixes[-2][1:]):
+            stale.unlink(missing_ok=True)
     try:
         write_synced(temporary, content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def _is_alive(pid: str) -> bool:
+    """Return whether a process of that number runs, as far as can be known."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def sweep(folder: Path) -> None:

@@ -21,6 +21,7 @@ from evogrpo.persistence.manifest import (
 
 # Serialising takes twice as much again: small beside any model that is trained, and hundreds of files hold gigabytes.
 FILE_BYTES = 16 * 2**20
+LARGE_HEADER = 2**20  # bytes; a forged header may name hundreds of thousands of empty tensors
 
 
 def write_tensors(folder: Path, kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, FileEntry]:
@@ -71,6 +72,9 @@ def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
 def _read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
     # Parsed from the very bytes that were checked: a file that changes in between cannot slip through.
     content = read_checked(path, entry)
+    header = int.from_bytes(content[:8], "little")
+    if len(content) > header > max(LARGE_HEADER, len(content) - header):
+        raise damaged(path, "must hold more bytes of tensors than of their names")
     try:
         return load_tensors(content)
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:

@@ -100,42 +100,24 @@ def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
     return found
 
 
-def winner(summary: RunSummary) -> int | None:
-    """Return the index of the run's best member: the tested one, else that of the finals, else the best of any.
-
-    Args:
-        summary: The run.
-
-    Returns:
-        The index; of equally good members the one that was best first, which is the one that was kept.
-    """
-    if summary.test is not None:
-        return summary.test.index
-    if summary.finals is not None:
-        return summary.finals.index
-    best = winner_of(summary.generations)
-    return None if best is None else best.index
-
-
-def champion(summary: RunSummary) -> MemberReport | None:
-    """Return the run's best member as it was when it became that; None if nobody was evaluated."""
+def winner(summary: RunSummary) -> MemberReport | None:
+    """Return the run's best member, as it was when it was stored as the best; None if no member was evaluated."""
     return winner_of(summary.generations, None if summary.test is None else summary.test.index, summary.finals)
 
 
-def ancestors(summary: RunSummary, index: int) -> tuple[Ancestor, ...]:
-    """Follow a member back to its founder.
+def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancestor, ...]:
+    """Return the ancestors of a member as it was after one generation.
 
     Args:
         summary: The run.
-        index: The member.
+        member: The member's report of that generation; None = no member.
 
     Returns:
-        The founder first, the member itself last; empty if the journal has no result of that member.
+        The founder first, the member itself last.
     """
     lines = {line.index: line for line in lineage_lines(summary)}
     chain: list[Ancestor] = []
-    line = lines.get(index)
-    last = line.results[-1] if line else None
+    line, last = (None, None) if member is None else (lines.get(member.index), member)
     while line is not None and last is not None:
         first = line.results[0]
         chain.append(

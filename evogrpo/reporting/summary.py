@@ -105,7 +105,10 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     last = {event["event"]: event for event in events}
     runs = [event for event in events if event["event"] == "run"]
     if not runs:
-        raise ValueError("the journal has no run event: this run was stopped before it began, start it again")
+        raise ValueError(
+            "The journal has no run event, so there is nothing to report. If RUN_DIR/checkpoints is not empty, "
+            "`evogrpo resume RUN_DIR` goes on, and GRPO.load('RUN_DIR/best') loads the best member."
+        )
     evolvable = JournalFields(runs[0], "the run event").inner("evolvable")
     refuse_unknown("hyperparameter in evolvable of the run event", evolvable.values, HYPERPARAMETER_NAMES)
     resumed_last = max((place for place, event in enumerate(events) if event["event"] == "resumed"), default=-1)
@@ -115,6 +118,9 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
     generations = tuple(GenerationReport.from_json(event) for event in latest_generations(events))
     finals = FinalsReport.from_json(ending["finals"]) if "finals" in ending else None
     test = TestReport.from_json(ending["test"]) if "test" in ending else None
+    stopped = JournalFields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None
+    if stopped is None and test is not None:  # killed between the test and the last event
+        stopped = "the test is done"
     return RunSummary(
         facts={name: value for name, value in runs[0].items() if name != "event"},
         evolvable={name: evolvable.inner(name).values for name in evolvable.values},
@@ -122,7 +128,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         generations=generations,
         test=test,
         resumes=sum(event["event"] == "resumed" for event in events),
-        stopped=JournalFields(ending["stopped"], "the stopped event").text("reason") if "stopped" in ending else None,
+        stopped=stopped,
         changed_data=tuple(_changed_data(events)),
         curves=read_curves(events),
         decisions=read_decisions(events),

@@ -166,6 +166,8 @@ def resume(
         changed_data=changed,
         experience=saved.experience,
     )
+    if run.finished():
+        warn(f"The run in {run_dir} has finished ({run.ended()}). To train further, pass a higher limit.")
     return _shown(run, console)
 
 

@@ -186,7 +186,7 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
         step=progress.step,
         skipped=saved.skipped,
         ignored=ignored,
-        cut_off=_last_event(run_dir) not in (None, "stopped"),
+        cut_off=_last_event(run_dir) not in (None, "stopped", "test"),
         ended=ended if tested and progress.generation > 0 and progress.step_in_generation == 0 else None,
     )
 

@@ -60,7 +60,7 @@ class RunDir:
         config: The run's configuration as plain values, if it has one: kept in its checkpoints.
 
     Attributes:
-        path: As given.
+        path: As given, as an absolute path.
         run_id: Names the run in everything that is written, so that files of another run are told from its own.
         logging: As given; saved, so that a resumed run leaves the same records.
         completions: Writes them.
@@ -77,7 +77,7 @@ class RunDir:
     ) -> None:
         if not isinstance(path, str | PathLike):
             raise ValueError(f"run_dir must be the path of a folder, got {path!r:.80} ({type(path).__name__})")
-        self.path = Path(path)
+        self.path = Path(path).absolute()  # the program may change its working directory
         self.run_id = run_id or uuid.uuid4().hex
         self._claim, self._config = claim, config
         self.logging = logging or LoggingConfig()
@@ -124,8 +124,9 @@ class RunDir:
             self._claim.release()
         if self._journal is not None:
             self._journal.close()
-        if self._writer is not None:
-            self._writer.close()
+        with self._logging():
+            if self._writer is not None:
+                self._writer.close()
 
     def journal(self, event: str, **fields: Any) -> None:
         """Append one event."""
@@ -235,12 +236,13 @@ class RunDir:
 
     @contextmanager
     def _logging(self) -> Iterator[bool]:
-        """Tell whether to log for TensorBoard; where that fails, nothing more is logged."""
+        """Yield whether to log for TensorBoard; after a failure nothing more is logged."""
         try:
             yield self.logging.tensorboard and not self._unlogged
-        except OSError as error:  # curves are not worth a run
+        except Exception as error:  # noqa: BLE001  # TensorBoard's own; curves are not worth a run
             self._unlogged = True
-            warn(f"nothing more is logged for TensorBoard: {error.strerror or error}", rank_zero_only=False)
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            warn(f"TensorBoard logging stopped: {reason}", rank_zero_only=False)
 
     def _add_scalars(self, step: int, values: Mapping[str, float]) -> None:
         if self._writer is None:

@@ -12,6 +12,7 @@ from evogrpo.agents.agent import Agent
 from evogrpo.agents.checkpoints.saving import learnt, restore_population
 from evogrpo.agents.classes import algorithm_class
 from evogrpo.agents.kept_states import KeptStates
+from evogrpo.agents.members.by_kind import MEMBERS
 from evogrpo.agents.population import Population
 from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
@@ -19,6 +20,7 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy
+from evogrpo.hyperparameters import unknown_name_error
 from evogrpo.hyperparameters.declared import declared_fields
 from evogrpo.persistence.checkpoint import read_checkpoint, read_record
 from evogrpo.persistence.claim import Claim
@@ -151,16 +153,17 @@ def open_run(path: str | Path, *, go_on: bool = False) -> Saved:
         CheckpointError: If there is no run, or none of its checkpoints is complete and its own.
         ValueError: If it is to go on, and another process has claimed it.
     """
+    path = Path(path).absolute()
     crew, found = processes(), []
     if not go_on or crew.size == 1:
-        return _opened(Path(path), go_on=go_on)
+        return _opened(path, go_on=go_on)
 
     def lead() -> None:
         if crew.leads:
-            found.append(_opened(Path(path), go_on=True))
+            found.append(_opened(path, go_on=True))
 
     crew.together(lead)
-    return found[0] if crew.leads else _opened(Path(path), go_on=False)
+    return found[0] if crew.leads else _opened(path, go_on=False)
 
 
 def _opened(folder: Path, *, go_on: bool) -> Saved:
@@ -218,6 +221,8 @@ def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
 
 def _check_settings(record: Mapping[str, Any]) -> None:
     """Read, once and before anything is built, what the properties of `Saved` read."""
+    if (kind := record["population"]["shared"]["kind"]) not in MEMBERS:
+        raise unknown_name_error("kind of members", kind, MEMBERS)
     Schedule(**record["schedule"])
     FitnessConfig.stored(record.get("fitness"))
     shared_experience(record.get("experience"))

@@ -55,7 +55,7 @@ def wait_for_step(run_dir: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "options", "code"), [(signal.SIGINT, ("--stopped-status", "9"), 130), (signal.SIGTERM, (), 0)]
+    ("number", "options", "code"), [(signal.SIGINT, ("--exit-code-on-stop", "9"), 130), (signal.SIGTERM, (), 143)]
 )
 def test_a_signal_stops_the_run_and_resuming_equals_never_stopping(
     project, here, slow, uninterrupted, number, options, code, capsys
@@ -73,7 +73,11 @@ def test_a_signal_stops_the_run_and_resuming_equals_never_stopping(
     assert sum(event["event"] == "step" for event in events) < 9
 
     Path("hurry").touch()
-    words = ("resume", "run") if code else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--go-on")
+    words = (
+        ("resume", "run")
+        if number == signal.SIGINT
+        else ("train", str(project / "tiny.yaml"), "--run-dir", "run", "--go-on")
+    )
     assert main(words) == 0
     assert "resuming run after generation" in capsys.readouterr().out
     assert story(here / "run") == uninterrupted

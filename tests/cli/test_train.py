@@ -248,7 +248,7 @@ def test_token_bounds_hold_and_are_not_idle(finished, project):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("model=./missing", "cannot be loaded"),
+        ("model=./missing", "missing"),
         ("device=cuda:99", "device 'cuda:99'"),
         ("task.dataset.train=missing.jsonl", "cannot read the dataset"),
         ("task.dataset.train=rows.txt", "must end in"),

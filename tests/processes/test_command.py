@@ -81,9 +81,9 @@ def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("number", "to", "options", "status"),
     [
-        (signal.SIGUSR1, (1,), (), 0),
-        (signal.SIGTERM, (0, 1, 0, 1), ("--stopped-status", "143"), 143),
-        (signal.SIGINT, (1,), ("--stopped-status", "143"), 130),
+        (signal.SIGUSR1, (1,), ("--exit-code-on-stop", "0"), 0),
+        (signal.SIGTERM, (0, 1, 0, 1), (), 143),
+        (signal.SIGINT, (1,), (), 130),
     ],
 )
 def test_a_signal_to_any_process_ends_all_with_one_status(
@@ -107,7 +107,7 @@ def test_a_signal_to_any_process_ends_all_with_one_status(
     assert (last["event"], last["reason"]) == ("stopped", f"stopped by {by}")
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
 def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, status: int, tmp_path: Path) -> None:
     """Where the loop is, and not with what follows it; each says where the run goes on."""
     ends = launch(2, tmp_path / "logs", looped, str(tmp_path / "run"), int(number)).ended(60)

@@ -75,9 +75,10 @@ def test_journal_terminal_table_and_report_say_where_a_member_went_back_to(whole
     assert (line.origin.index, line.origin.generation) == (child.parent, 1)
     reports_of_line = line_of(summary.generations, member)
     assert [(each.index, each.generation) for each in reports_of_line] == [(child.parent, 1), (child.index, 3)]
-    founder, last = ancestors(summary, child.index)
+    founder, last = ancestors(summary, member)
     assert (founder.generations, last.generations[0], last.back_to) == ((1, 1), 3, 1)
     console = Console(record=True, width=200, file=io.StringIO())
-    show_lineage(console, replace(summary, test=replace(summary.test, index=child.index)))
+    last_report = replace(summary.generations[-1], best_ever=(child.index, 3))
+    show_lineage(console, replace(summary, finals=None, generations=(*summary.generations[:-1], last_report)))
     assert said in console.export_text()
     assert f"#{child.parent} of generation 1" in write_html(folder).read_text(encoding="utf-8")

@@ -151,7 +151,7 @@ def test_a_loop_in_python_that_gets_a_signal_is_saved_before_it_ends(tmp_path, n
         assert process.returncode in (1, -signal.SIGINT, 130)
         assert "KeyboardInterrupt: stopped after learning step 0; evogrpo.resume('run', ...) goes on" in errors
     else:
-        assert process.returncode == 0
+        assert process.returncode == 128 + number
         assert "stopped after learning step 0; evogrpo.resume('run', ...) goes on\n" in errors
     stopped = read_journal(tmp_path / "run" / "journal.jsonl")[-1]
     name = "the user" if number == signal.SIGINT else "SIGTERM"
@@ -162,7 +162,7 @@ def test_a_function_of_the_users_that_waits_is_broken_off(tmp_path):
     process = training(tmp_path, 10_000, 0.5)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=100)
-    assert process.returncode == 0
+    assert process.returncode == 143
     assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["reason"] == "stopped by SIGTERM"
 
 
@@ -196,7 +196,7 @@ def test_code_that_catches_everything_is_broken_off_again_and_ended_in_the_end(
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     last = read_journal(tmp_path / "run" / "journal.jsonl")[-1]
     if swallows == 2:  # the third time it is listened to
-        assert status == 0
+        assert status == 128 + number
         assert last["reason"] == f"stopped by {number.name}"
     else:
         assert status == 128 + signal.SIGTERM

@@ -20,12 +20,11 @@ _Rows = list[tuple[str, Sequence[Any]]]
 def ancestry(summary: RunSummary) -> str:
     """Return how the best member came to be; nothing before there is one."""
     best = winner(summary)
-    chain = () if best is None else ancestors(summary, best)
-    if not chain:
+    if best is None:
         return ""
     names = list(summary.evolvable)
     rows: _Rows = []
-    for ancestor in chain:
+    for ancestor in ancestors(summary, best):
         cells = [
             f"#{ancestor.index}",
             _parent(ancestor),
@@ -35,9 +34,9 @@ def ancestry(summary: RunSummary) -> str:
             score_text(ancestor.result.fitness, ancestor.result.standard_error),
             ancestor.reason,
         ]
-        rows.append(("best" if ancestor.index == best else "", cells))
+        rows.append(("best" if ancestor.index == best.index else "", cells))
     heads = ["member", "parent", "generations", "changed at birth", *names, "fitness at the end", "reason"]
-    return section(f"How member #{best} came to be", "", table(heads, rows))
+    return section(f"How member #{best.index} came to be", "", table(heads, rows))
 
 
 def members(summary: RunSummary) -> str:
@@ -45,7 +44,8 @@ def members(summary: RunSummary) -> str:
     lines = lineage_lines(summary)
     if not lines:
         return ""
-    best, last, names = winner(summary), summary.generations[-1].generation, list(summary.evolvable)
+    won, last, names = winner(summary), summary.generations[-1].generation, list(summary.evolvable)
+    best = None if won is None else won.index
     retired = {index: each.generation for each in summary.decisions for index in each.retired.values()}
     rows: _Rows = [
         ("best" if line.index == best else "", _life(line, names, last, retired)) for line in lines[-_MOST_LINES:]

@@ -10,7 +10,7 @@ from evogrpo.history.descent import standing_of
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.words import processed, verdict
 from evogrpo.markup import bar, escape, section, table
-from evogrpo.reporting.family import ancestors, winner
+from evogrpo.reporting.family import winner
 from evogrpo.reporting.summary import RunSummary
 from evogrpo.text import count_text, counted, duration_text, score_text, share_text, shorten
 
@@ -35,10 +35,10 @@ def outcome(summary: RunSummary) -> str:
             _card(f"{words.untrained}, {summary.baseline_split}", _estimate(summary.baseline.fitness), questions)
         )
     best = winner(summary)
-    chain = () if best is None else ancestors(summary, best)
-    earned = standing_of(chain[-1].result) if chain else None
-    if earned is not None:
-        cards.append(_card(f"member #{best}, {summary.baseline_split}", _estimate(earned), questions, best=True))
+    earned = None if best is None else standing_of(best)
+    if best is not None and earned is not None:
+        title = f"member #{best.index} after generation {best.generation}, {summary.baseline_split}"
+        cards.append(_card(title, _estimate(earned), questions, best=True))
     if summary.test is not None:
         tested = f"{summary.test.questions} {words.questions}"
         cards.append(_card(f"{words.untrained}, test", _estimate(summary.test.before), tested))

@@ -81,12 +81,11 @@ def drawing(summary: RunSummary) -> Drawing:
         The lines, the best member's lineage and the slots.
     """
     lines, best = lineage_lines(summary), winner(summary)
-    chain = () if best is None else ancestors(summary, best)
     return Drawing(
         summary=summary,
         lines=lines,
-        best=best,
-        lineage={ancestor.index: ancestor.generations[1] for ancestor in chain},
+        best=None if best is None else best.index,
+        lineage={ancestor.index: ancestor.generations[1] for ancestor in ancestors(summary, best)},
         slots=tuple(sorted({line.results[0].slot for line in lines})),
     )
 

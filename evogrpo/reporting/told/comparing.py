@@ -11,7 +11,7 @@ from evogrpo.history.descent import standing_of
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.records import MemberReport, TestReport
 from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.family import champion
+from evogrpo.reporting.family import winner
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.reporting.told.winning import interval, told_test
 
@@ -141,7 +141,7 @@ def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, 
         ComparedRun(
             path=folder,
             summary=summary,
-            best=champion(summary),
+            best=winner(summary),
             settings=dict(_flat({name: value for name, value in values.items() if name not in _NO_SETTINGS})),
         )
         for folder, summary, values in zip(folders, summaries, told, strict=True)

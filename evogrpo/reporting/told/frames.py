@@ -13,7 +13,7 @@ from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical,
 from evogrpo.installing import extra_command
 from evogrpo.markup import card, sparkline
 from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.family import champion, fitness_before, winner
+from evogrpo.reporting.family import fitness_before, winner
 from evogrpo.reporting.steps import counted_steps
 from evogrpo.reporting.summary import RunSummary, summarise
 from evogrpo.reporting.told.births import ToldBirth, told_births
@@ -163,13 +163,18 @@ def read_run(run_dir: str | Path) -> RunFrames:
         "evaluations": (list(_evaluations(summary)), set()),
     }
     frames = {name: _frame(pd, name, *each) for name, each in rows.items()}
+    best = winner(summary)
     return RunFrames(
-        facts=summary.facts, best=winner(summary), stopped=summary.stopped, resumes=summary.resumes, **frames
+        facts=summary.facts,
+        best=None if best is None else best.index,
+        stopped=summary.stopped,
+        resumes=summary.resumes,
+        **frames,
     )
 
 
 def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
-    won, before = champion(summary), fitness_before(summary)
+    won, before = winner(summary), fitness_before(summary)
     way = () if won is None else line_of(summary.generations, won)
     states = {(member.index, member.generation) for member in way}
     for generation in summary.generations:
@@ -219,7 +224,7 @@ def _births(births: Sequence[ToldBirth], summary: RunSummary) -> Iterator[dict[s
             "founder": founders[birth.index],
             "last": max((member.generation for member in lived), default=None),
             "best_fitness": max((m.fitness for m in lived if m.fitness is not None), default=None),
-            "winner": birth.index == best,
+            "winner": best is not None and birth.index == best.index,
             **birth.hyperparameters.to_json(),
         }
 

@@ -7,7 +7,7 @@ from typing import Any
 from evogrpo.history.checked_fields import REMEDY
 from evogrpo.history.descent import line_of
 from evogrpo.history.records import MemberReport
-from evogrpo.reporting.family import champion
+from evogrpo.reporting.family import winner
 from evogrpo.reporting.summary import summarise
 from evogrpo.reporting.told.births import ToldBirth, told_births
 
@@ -78,12 +78,12 @@ def family_tree(events: Sequence[Mapping[str, Any]]) -> FamilyTree:
     for generation in summary.generations:
         for member in generation.members:
             lives.setdefault(member.index, []).append(member)
-    winner = champion(summary)
-    line = () if winner is None else line_of(summary.generations, winner)
+    best = winner(summary)
+    line = () if best is None else line_of(summary.generations, best)
     return FamilyTree(
         births=births,
         lives={index: tuple(own) for index, own in lives.items()},
-        winner=winner,
+        winner=best,
         path=tuple(dict.fromkeys(report.index for report in line)),
     )
 

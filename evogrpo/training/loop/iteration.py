@@ -12,6 +12,7 @@ from evogrpo.history.results import Result
 from evogrpo.hyperparameters import whole_between
 from evogrpo.markup import card, sparkline
 from evogrpo.policies.devices import fitting_threads
+from evogrpo.text import relative_path
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.loop.assessment.crowning import as_agent
 from evogrpo.training.loop.run import Evolution
@@ -39,7 +40,7 @@ class Run(Iterator[GenerationReport]):
 
     def __repr__(self) -> str:
         progress, run_dir = self.evolution.progress, self.evolution.recorded_in
-        where = "" if run_dir is None else f", in {str(run_dir.path)!r}"
+        where = "" if run_dir is None else f", in {relative_path(run_dir.path)!r}"
         return f"Run(after generation {progress.generation}, learning step {progress.step}{where})"
 
     def _repr_html_(self) -> str:
@@ -137,7 +138,11 @@ class Run(Iterator[GenerationReport]):
         number = received[0] if received else self.evolution.stopping.signal  # which another process may have got
         if number is not None:
             run_dir, step = self.evolution.recorded_in, self.evolution.progress.step
-            where = "nothing was recorded" if run_dir is None else f"evogrpo.resume({str(run_dir.path)!r}, ...) goes on"
+            where = (
+                "nothing was recorded"
+                if run_dir is None
+                else f"evogrpo.resume({relative_path(run_dir.path)!r}, ...) goes on"
+            )
             leave(number, f"stopped after learning step {step}; {where}")
         if report is None:
             raise StopIteration

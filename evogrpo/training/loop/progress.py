@@ -83,6 +83,7 @@ class Progress:
         samples: How many samples each slot collects instead; None = samples_per_step each.
         block: Length of a step's block of starts, which never shrinks; likewise.
         unplanned: Whether the last generation has been evaluated but its plan has not been carried out.
+        threads: Threads that torch computes with, which decide how sums round; 0 before the run began.
         seconds: Wall-clock time spent, over all parts of the run.
         out_of_time: The longest time limit that has ended a part of the run; 0 = none has.
         tokens: Tokens processed by all members.
@@ -117,6 +118,7 @@ class Progress:
     samples: list[int] | None = None
     block: int = 0
     unplanned: bool = False
+    threads: int = 0
     seconds: float = 0.0
     out_of_time: float = 0.0
     tokens: int = 0

@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeGuard
 
+import torch
+
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.data import LearnReport
@@ -282,9 +284,16 @@ class Evolution:
     def _open(self) -> None:
         """Record the start: the untrained base's fitness and a checkpoint of the founders, or that the run resumed."""
         progress = self.progress
+        before, progress.threads = progress.threads, torch.get_num_threads()
         if progress.begun:
+            if before != progress.threads:
+                warn(
+                    f"The run began with {counted(before, 'thread')} and goes on with {progress.threads}, so results "
+                    f"are not bit-equal. Set OMP_NUM_THREADS={before} to make them so."
+                )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
-            self._book.event("resumed", generation=progress.generation, step=progress.step, **changed)
+            threads = {"threads": progress.threads} if before != progress.threads else {}
+            self._book.event("resumed", generation=progress.generation, step=progress.step, **threads, **changed)
             return
         self._book.save()
         self._book.event(
@@ -294,6 +303,7 @@ class Evolution:
             strategy=strategy_record(self.strategy),
             experience="own" if self.experience is None else self.experience.to_json(),
             data=self._data,
+            threads=progress.threads,
         )
         if not self.fitness.asks:  # the first learning step will tell
             return

@@ -174,14 +174,14 @@ def stop_reason(number: int) -> str:
 
 
 def leave(number: int, said: str) -> NoReturn:
-    """Leave the program as a signal asks, now that everything is saved.
+    """Leave the program after a stop by a signal, once everything is saved.
 
     Raises:
-        KeyboardInterrupt: For Ctrl-C, with what is to be said.
-        SystemExit: For any other signal, with status 0: what a scheduler asked for has been done.
+        KeyboardInterrupt: For Ctrl-C, with the message. Python ends with status 130 unless the caller catches it.
+        SystemExit: For any other signal, with status 128 + `number`: the run has not finished.
     """
     if number == signal.SIGINT:
         raise KeyboardInterrupt(said)
     if speaks():
         sys.stderr.write(f"{said}\n")
-    raise SystemExit(0)
+    raise SystemExit(128 + number)

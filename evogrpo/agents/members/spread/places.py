@@ -34,7 +34,7 @@ class Places:
         if 0 < len(living) < self.processes:
             squads = _dealt(range(self.processes), len(living))
             return tuple((slot,) for slot, squad in zip(living, squads, strict=True) for _ in squad)
-        staying = tuple(tuple(slot for slot in share if slot in living) for share in self._at_first)
+        staying = tuple(tuple(slot for slot in share if slot not in self.vacant) for share in self._at_first)
         loads = [len(share) for share in staying]
         return staying if max(loads) - min(loads) <= 1 else _dealt(living, self.processes)
 

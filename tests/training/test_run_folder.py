@@ -1,0 +1,226 @@
+"""Run folders that are moved, emptied or shared while a run writes into them, and programs that are stopped."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from evogrpo import GRPO, GymnasiumGroups, evolve, resume
+from evogrpo.persistence.checkpoint import read_record
+from evogrpo.persistence.claim import LOCK
+from evogrpo.persistence.durable import replace_file
+from evogrpo.persistence.generations import generation_folder
+from evogrpo.persistence.journal import read_journal
+from evogrpo.persistence.manifest import CheckpointError, FileEntry
+from evogrpo.persistence.tensor_files import _read
+from evogrpo.reporting.family import winner
+from evogrpo.reporting.summary import summarise
+from evogrpo.training.saved import open_run
+
+SHORT = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
+PROGRAM = """
+from evogrpo import GRPO, GymnasiumGroups, evolve
+env = GymnasiumGroups("CartPole-v1", validation_size=2, test_size=2)
+population = GRPO.population(
+    2, observation_space=env.observation_space, action_space=env.action_space, group_size=4
+)
+for _ in evolve(population, env, generations=10_000, steps_per_generation=1, samples_per_step=8, run_dir="run"):
+    print("generation", flush=True)
+"""
+
+
+def env():
+    return GymnasiumGroups("CartPole-v1", validation_size=2, test_size=2)
+
+
+def run_in(folder, **schedule):
+    here = env()
+    population = GRPO.population(
+        2, observation_space=here.observation_space, action_space=here.action_space, group_size=4
+    )
+    return evolve(population, here, run_dir=folder, **(SHORT | schedule))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    list(run_in(folder))
+    return folder
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    shutil.copytree(finished, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_relative_run_directory_stays_where_it_was_when_the_program_changes_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run = run_in("run")
+    next(run)
+    os.chdir(elsewhere)
+    list(run)
+    assert list(elsewhere.iterdir()) == []
+    assert read_journal(tmp_path / "run" / "journal.jsonl")[-1]["event"] == "stopped"
+    assert (tmp_path / "run" / "best").is_dir()
+    assert generation_folder(tmp_path / "run", 2).is_dir()
+
+
+def moved(folder):
+    folder.rename(folder.with_name("moved"))
+
+
+def deleted(folder):
+    shutil.rmtree(folder)
+
+
+def replaced(folder):
+    moved(folder)
+    shutil.copytree(folder.with_name("moved"), folder)
+
+
+def unlocked(folder):
+    (folder / LOCK).unlink()
+
+
+@pytest.mark.parametrize("change", [moved, deleted, replaced, unlocked])
+def test_a_run_whose_folder_is_taken_away_ends_at_the_next_write(change, tmp_path):
+    run = run_in(tmp_path / "run", generations=3)
+    next(run)
+    change(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(OSError, match="run"):
+        list(run)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_copy_of_the_program_does_not_write(tmp_path):
+    run = run_in(tmp_path / "run", generations=3)
+    next(run)
+    if (child := os.fork()) == 0:
+        try:
+            list(run)
+        except OSError:
+            os._exit(17)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+    list(run)
+    numbers = [event["generation"] for event in read_journal(tmp_path / "run" / "journal.jsonl") if "plan" in event]
+    assert numbers == [1, 2, 3]
+
+
+def test_a_run_that_was_killed_after_its_test_counts_as_complete(copy):
+    journal = copy / "journal.jsonl"
+    lines = journal.read_text().splitlines(keepends=True)
+    assert json.loads(lines[-1])["event"] == "stopped"
+    journal.write_text("".join(lines[:-1]))
+    summary = summarise(read_journal(journal))
+    assert summary.test is not None
+    assert summary.stopped is not None
+
+
+def test_an_emptied_journal_names_what_is_left(copy):
+    (copy / "journal.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"GRPO\.load"):
+        summarise(read_journal(copy / "journal.jsonl"))
+    assert GRPO.load(copy / "best").predict([0.0, 0.0, 0.0, 0.0])[0] in (0, 1)
+
+
+def test_resuming_a_finished_run_warns_and_goes_on_with_a_higher_limit(copy):
+    with pytest.warns(UserWarning, match="finished"):
+        assert list(resume(copy, env())) == []
+    assert [report.generation for report in resume(copy, env(), generations=3)] == [3]
+
+
+def test_resuming_with_other_threads_warns(copy):
+    before = torch.get_num_threads()
+    assert read_record(generation_folder(copy, 2))["progress"]["threads"] == before
+    torch.set_num_threads(before + 1)
+    try:
+        with pytest.warns(UserWarning, match="OMP_NUM_THREADS"):
+            list(resume(copy, env(), generations=3))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_report_shows_the_stored_state_of_the_best_member(finished):
+    events = read_journal(finished / "journal.jsonl")
+    best = winner(summarise(events))
+    assert best.fitness == max(member["fitness"] for e in events if "plan" in e for member in e["members"])
+    assert [best.index, best.generation] == [e["best_ever"] for e in events if "plan" in e][-1]
+
+
+def forge(folder, change):
+    """Change a checkpoint's record so that its hashes are right."""
+    checkpoint = generation_folder(folder, 2)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    name = next(name for name in manifest["files"] if name.endswith(".json"))
+    record = json.loads((checkpoint / name).read_text())
+    change(record)
+    content = json.dumps(record).encode()
+    (checkpoint / name).write_bytes(content)
+    manifest["files"][name] |= {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    shutil.rmtree(generation_folder(folder, 1), ignore_errors=True)
+
+
+@pytest.mark.parametrize("kind", ["robot", "", None, 7])
+def test_a_forged_kind_of_members_is_a_checkpoint_error(kind, copy):
+    forge(copy, lambda record: record["population"]["shared"].update(kind=kind))
+    with pytest.raises(CheckpointError):
+        open_run(copy)
+
+
+def test_a_header_of_many_empty_tensors_is_refused_before_it_is_parsed(tmp_path):
+    names = {f"empty {number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(50_000)}
+    header = json.dumps(names).encode()
+    content = len(header).to_bytes(8, "little") + header
+    (tmp_path / "x.safetensors").write_bytes(content)
+    entry = FileEntry(size=len(content), sha256=hashlib.sha256(content).hexdigest())
+    with pytest.raises(CheckpointError, match="names"):
+        _read(tmp_path / "x.safetensors", entry)
+    whole = save({"weights": torch.zeros(4)})
+    (tmp_path / "y.safetensors").write_bytes(whole)
+    entry = FileEntry(size=len(whole), sha256=hashlib.sha256(whole).hexdigest())
+    assert _read(tmp_path / "y.safetensors", entry)["weights"].shape == (4,)
+
+
+def test_what_a_killed_write_left_is_removed_by_the_next_one(tmp_path):
+    ended = subprocess.run(
+        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True, check=True
+    )
+    stale = tmp_path / f".report.png.{int(ended.stdout)}.temporary"
+    other = tmp_path / f".report.png.{os.getppid()}.temporary"
+    stale.write_bytes(b"half")
+    other.write_bytes(b"being written")
+    replace_file(tmp_path / "report.png", b"whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([other.name, "report.png"])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+def test_a_stopped_program_does_not_end_with_success(number, status, tmp_path):
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "generation\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors
+    assert "evogrpo.resume" in errors
