@@ -241,7 +241,7 @@ class TestHyperparameterConfig:
             ("group_size", RLParameter(choices=[1, 2])),
             ("group_size", RLParameter(min=2.5, max=8)),
             ("update_epochs", RLParameter(choices=[1, 1.5])),
-            ("lr", (0.1, 0.2)),
+            ("lr", 0.1),
             ("lr", RLParameter(choices=["fast", "slow"])),
             ("loss_type", RLParameter(choices=["grpo", "ppo"])),
             ("loss_type", RLParameter(choices=[1, 2])),

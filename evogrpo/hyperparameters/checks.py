@@ -37,7 +37,7 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
         return ValueError(f"unknown {kind} {name!r}: it is called {own!r} here")
     if said is not None:
         return ValueError(f"unknown {kind} {name!r}: {said}")
-    close = difflib.get_close_matches(str(name), names, n=1)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
     known = f"Valid names: {', '.join(names) or '(none)'}"
     if close:
         known = f"did you mean {close[0]!r}?" + (f" {known}" if len(names) <= MOST_LISTED else "")

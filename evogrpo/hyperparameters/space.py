@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from evogrpo.hyperparameters.checks import refuse_unknown, whole_between
 from evogrpo.hyperparameters.parameter import RLParameter
+from evogrpo.hyperparameters.ranges import NETWORK_RANGES
 from evogrpo.hyperparameters.values import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
 
 MOST_MEMBERS = 100_000
@@ -15,25 +16,39 @@ MOST_SAMPLES = 10_000_000
 """The most samples of a learning step: each has random numbers, a reward and an advantage of its own."""
 
 
+def _parameter(name: str, value: Any) -> RLParameter:
+    """Return the parameter that a value of `HyperparameterConfig` describes."""
+    if isinstance(value, RLParameter):
+        return value
+    if isinstance(value, list) or hasattr(value, "choices"):  # Optuna's CategoricalDistribution
+        return RLParameter(choices=value if isinstance(value, list) else list(value.choices))
+    usual = NETWORK_RANGES.get(name, RLParameter(min=0, max=1)).scale
+    if isinstance(value, tuple) and len(value) == 2:
+        return RLParameter(min=value[0], max=value[1], scale=usual)
+    if hasattr(value, "low") and hasattr(value, "high"):  # Optuna's FloatDistribution, IntDistribution
+        return RLParameter(min=value.low, max=value.high, scale="log" if getattr(value, "log", False) else "linear")
+    raise ValueError(f"{name} must be an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
+
+
 class HyperparameterConfig(Mapping[str, RLParameter]):
     """The hyperparameters that evolve and the values each may take; what is left out stays fixed.
 
     An immutable mapping from name to `RLParameter`, always in the order of the fields of `Hyperparameters`.
 
     Args:
-        parameters: One `RLParameter` per evolving hyperparameter, by name; none at all is allowed. A first member's own
-            value, where it is given, lies among them; where it is not, it is the nearest to the default (see `first`).
+        values: By name, the values of each evolving hyperparameter: an `RLParameter`, a pair of numbers for a range
+            (on the scale that is usual for it, such as log for lr), a list of choices, or an Optuna distribution. The
+            first member's own value must be among them; without one it is the nearest to the default (see `first`).
 
     Raises:
         ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or one counts only in
             a circle or where another has a value that it never takes.
     """
 
-    def __init__(self, **parameters: RLParameter) -> None:
-        refuse_unknown("hyperparameter", parameters, HYPERPARAMETER_NAMES)
+    def __init__(self, **values: Any) -> None:
+        refuse_unknown("hyperparameter", values, HYPERPARAMETER_NAMES)
+        parameters = {name: _parameter(name, value) for name, value in values.items()}
         for name, parameter in parameters.items():
-            if not isinstance(parameter, RLParameter):
-                raise ValueError(f"{name} must be an RLParameter, got {parameter!r}")
             if parameter.choices is None and is_categorical(name):
                 raise ValueError(f"{name} must have choices, got a range: names have no order")
             if name == "group_size" and parameter.founders is not None:

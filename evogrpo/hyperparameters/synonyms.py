@@ -44,7 +44,6 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "normalise_observations": (
         *("normalize_observations", "normalize_observation", "normalize", "normalise", "norm_obs"),
     ),
-    "optimizer": (*("cosine_lr_schedule_config", "lr_scheduler_type", "optim", "optimizer_kwargs", "optimizer_class"),),
     "hp_config": ("hyperparameter_config", "HP_CONFIG"),
     "lora_config": ("peft_config",),
     "lora": ("lora_config", "peft_config"),
@@ -61,15 +60,36 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "max": ("high", "maximum"),
     "choices": ("values",),
     "strategy": ("tournament", "selection"),
+    "truncation_pbt": ("pbt", "PBT", "population_based_training", "PopulationBasedTraining", "pb2", "PB2"),
+    "successive_halving": ("asha", "ASHA", "hyperband", "sha"),
+    "random_search": ("random",),
+    "fixed": ("none", "no_evolution"),
+    "mask_truncated": ("mask_truncated_completions",),
+    "max_prompt_length": ("prompt_length", "max_input_length"),
+    "reward_funcs": ("reward_func", "reward_functions", "rewards"),
+    "reward_fn": ("reward_function",),
+    "train_dataset": ("dataset",),
     # runs
     "generations": ("num_generations", "max_generations"),
     "steps_per_generation": ("evo_steps", "EVO_STEPS"),
     "samples_per_step": ("generation_batch_size", "rollout_batch_size"),
-    "total_timesteps": ("max_timesteps", "n_timesteps", "num_timesteps", "timesteps", "MAX_STEPS"),
-    "max_timesteps": ("total_timesteps", "n_timesteps", "num_timesteps", "timesteps", "MAX_STEPS"),
+    "total_timesteps": ("max_timesteps", "n_timesteps", "num_timesteps", "timesteps"),
+    "max_timesteps": ("total_timesteps", "n_timesteps", "num_timesteps", "timesteps"),
+    "checkpoint_steps": ("save_steps", "save_freq", "checkpoint_interval", "CHECKPOINT"),
+    "keep_checkpoints": ("save_total_limit", "num_to_keep"),
+    "completions": ("num_completions_to_print",),
     "target_fitness": ("target", "TARGET_SCORE", "reward_threshold"),
     "reward_threshold": ("target_fitness", "callback_on_new_best"),
-    "run_dir": ("tensorboard_log", "tb_log_name", "log_dir", "log_path", "save_path", "exp_name"),
+    "run_dir": (
+        "tensorboard_log",
+        "tb_log_name",
+        "log_dir",
+        "log_path",
+        "save_path",
+        "exp_name",
+        "output_dir",
+        "storage_path",
+    ),
     "progress": ("progress_bar", "verbose"),
     # environments
     "env": ("env_id", "environment"),
@@ -126,7 +146,41 @@ _REMARKS: Mapping[str, str] = {
     "verbose progress_bar": "give progress to evolve, resume or train",
     "tensorboard_log tb_log_name log_path": "give run_dir to evolve or train: TensorBoard's logs are part of it",
     "n_envs num_envs": "episodes are played side by side in any case: see lanes of GymnasiumGroups",
-    "target_kl": "epochs are not cut short: beta holds a policy to its reference, and Objective's kl_target adapts it",
+    "max_steps MAX_STEPS num_train_epochs total_episodes num_episodes": (
+        "a run takes generations * steps_per_generation learning steps; give these two"
+    ),
+    "logging_steps logging_strategy logging_first_step report_to run_name log_completions": (
+        "every learning step is recorded in run_dir: leave it out"
+    ),
+    "eval_strategy eval_steps do_eval eval_on_start": "fitness is measured after every generation: leave it out",
+    "save_strategy save_only_model": "a checkpoint is written after every generation; see checkpoint_steps",
+    "lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio cosine_lr_schedule_config": (
+        "give optimizer=Optimizer(schedule='cosine', warmup_steps=..., total_steps=...)"
+    ),
+    "weight_decay adam_beta1 adam_beta2 adam_epsilon adam_eps optim optimizer_kwargs optimizer_class": (
+        "give optimizer=Optimizer(weight_decay=..., betas=..., eps=...)"
+    ),
+    "scale_rewards": "give objective=Objective(advantage=...): 'outcome', 'batch_std' or, for False, 'mean_only'",
+    "gradient_accumulation_steps gradient_checkpointing per_device_eval_batch_size": (
+        "give batch_size, the samples of an optimizer step; it is split by memory into micro-batches"
+    ),
+    "bf16 fp16 tf32 torch_dtype model_init_kwargs load_in_4bit load_in_8bit": (
+        "load the model with evogrpo.load_base(..., dtype='bfloat16'), or give precision on the command line"
+    ),
+    "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": (
+        "give objective=Objective(reference='snapshot', reference_sync_steps=..., reference_mixing=...)"
+    ),
+    "mask_truncated_completions": "give objective=Objective(mask_truncated=True)",
+    "importance_sampling_level": "give objective=Objective(loss_type='gspo') for one ratio per completion",
+    "use_liger_kernel use_liger_loss use_flash_attention": "leave it out",
+    "vllm_mode vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size": (
+        "for an engine of your own see Population.sample_with"
+    ),
+    "max_prompt_length": "give it to the environment: HuggingFaceGym(..., max_prompt_length=...)",
+    "train_dataset eval_dataset reward_funcs reward_weights reward_fn": (
+        "give it to the environment: HuggingFaceGym(...)"
+    ),
+    "target_kl": "epochs are not cut short: see beta, and kl_target of Objective",
     "normalize_advantage norm_adv": "see advantage, which says how a group's episodes are compared",
     "norm_reward": "rewards are compared within a group: leave it out, or see reward_norm of Objective",
     "deterministic": "training draws actions: leave it out; predict(..., deterministic=True) takes the likeliest",

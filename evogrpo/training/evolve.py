@@ -16,6 +16,7 @@ from evogrpo.evolution.shared_experience import SharedExperience, shared_experie
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
 from evogrpo.training.completions import CompletionsFormat
+from evogrpo.training.configuration.own_strategies import chosen_strategy
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
@@ -38,7 +39,7 @@ def evolve(
     population: Population,
     env: GroupEnvironment,
     *,
-    strategy: Strategy | None = None,
+    strategy: Strategy | type[Strategy] | str | None = None,
     experience: SharedExperience | str = "own",
     fitness: FitnessConfig | FitnessBy | Mapping[str, Any] = "validation",
     run_dir: str | Path | None = None,
@@ -59,7 +60,8 @@ def evolve(
     Args:
         population: The members; changed in place.
         env: Where they act.
-        strategy: The rule of selection and mutation; `Tournament()` by default. With a `run_dir`, one of your own must
+        strategy: The rule of selection and mutation: a strategy, its class, or the name of a built-in one such as
+            "narrowing"; `Tournament()` by default. With a `run_dir`, one of your own must
             be of a class that a module other than the program itself defines, so that the run can be resumed.
         experience: "own" lets every member learn from its own samples; "shared", or a `SharedExperience` with settings,
             from those of others as well.
@@ -93,7 +95,7 @@ def evolve(
     )
     planned, shared = Schedule(**schedule), shared_experience(experience)
     measured = FitnessConfig.of(fitness)
-    chosen = Tournament() if strategy is None else strategy
+    chosen = Tournament() if strategy is None else chosen_strategy(strategy)
     _check_memory(population, env, planned, chosen, shared, allowed=allow_memory)
     if isinstance(env, Tried):
         env.preflight()

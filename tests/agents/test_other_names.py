@@ -49,7 +49,7 @@ def test_every_argument_of_theirs_is_known():
         ("vf_coef", "there is no critic"),
         ("gae_lambda", "there is no critic"),
         ("n_steps", "samples_per_step"),
-        ("target_kl", "beta holds a policy to its reference"),
+        ("target_kl", "kl_target"),
         ("policy", "the network follows from the spaces"),
         ("buffer_size", "there is no replay buffer"),
         ("callback", "the body of a loop over evolve"),
@@ -131,5 +131,5 @@ def test_what_their_load_and_their_devices_take_is_answered(tmp_path):
     with pytest.raises(ValueError, match="unknown argument of load 'env': an agent is made for spaces"):
         GRPO.load(tmp_path / "saved", env="CartPole-v1")
     for call in (lambda: step_agent(device="auto"), lambda: train("CartPole-v1", 100, device="auto")):
-        with pytest.raises(ValueError, match="device 'auto' is what is taken where none is named: leave it out"):
+        with pytest.raises(ValueError, match="device 'auto'"):
             call()

@@ -37,13 +37,21 @@ def named_strategy(values: Mapping[str, Any]) -> Strategy:
     return strategy
 
 
+def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
+    """Return a strategy given as such, as a class without arguments, or by the name of a built-in one.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(strategy, str | Mapping):
+        return strategy_from_json({"name": strategy} if isinstance(strategy, str) else strategy)
+    made = strategy() if isinstance(strategy, type) else strategy
+    check_strategy(made)
+    return made
+
+
 def check_strategy(strategy: object) -> None:
     """Refuse what lacks a part of a strategy, before a run begins that would miss it."""
-    if isinstance(strategy, str | Mapping):
-        raise ValueError(
-            f"a strategy is an object, such as evogrpo.evolution.Tournament(), got {strategy!r:.200}: names are for "
-            "configurations"
-        )
     missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
     if missing or isinstance(strategy, type):
         raise ValueError(

@@ -136,7 +136,8 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     if values.get("fitness") is not None:
         parsed["fitness"] = _refused("fitness", lambda: FitnessConfig.of(values["fitness"]))
     if values.get("strategy") is not None:
-        strategy = mapping(values["strategy"], "strategy")
+        given = values["strategy"]
+        strategy = {"name": given} if isinstance(given, str) else mapping(given, "strategy")
         parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
     from evogrpo.training.kinds.registry import kind_of, parse_task
 

@@ -20,6 +20,7 @@ from evogrpo.hyperparameters import (
 from evogrpo.references import reference_to
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
+from evogrpo.training.configuration.own_strategies import chosen_strategy
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import AnyConfig, LoggingConfig, PopulationConfig
 from evogrpo.training.configuration.typed import plain
@@ -165,7 +166,8 @@ def _configured(
     if settings.get("fitness") is not None:
         values["fitness"] = FitnessConfig.of(settings["fitness"]).to_json()
     config = parse_config(values)
-    return replace(config, strategy=settings["strategy"]) if settings.get("strategy") is not None else config
+    strategy = settings.get("strategy")
+    return config if strategy is None else replace(config, strategy=chosen_strategy(strategy))
 
 
 def _named(wrapper: object) -> object:

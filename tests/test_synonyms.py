@@ -1,0 +1,179 @@
+"""What users of TRL, AgileRL and Stable-Baselines3 type first is answered with the right name, or with none."""
+
+import pytest
+
+from evogrpo import (
+    GRPO,
+    GymnasiumGroups,
+    HyperparameterConfig,
+    Hyperparameters,
+    Objective,
+    RLParameter,
+    Tournament,
+    evolve,
+)
+from evogrpo.agents.options import Options
+from evogrpo.evolution.strategies import BUILT_IN, Narrowing
+from evogrpo.hyperparameters import unknown_name_error
+from evogrpo.training.configuration.reading import parse_config
+from evogrpo.training.schedule import Schedule
+
+AGENT = list(Options.__annotations__)
+SCHEDULE = [*Schedule.__dataclass_fields__, "run_dir", "checkpoint_steps", "keep_checkpoints", "strategy", "progress"]
+OBJECTIVE = list(Objective.__dataclass_fields__)
+RIGHT = [
+    (AGENT, "learning_rate", "lr"),
+    (AGENT, "epsilon", "clip_coef"),
+    (AGENT, "clip_range", "clip_coef"),
+    (AGENT, "epsilon_high", "clip_high"),
+    (AGENT, "num_generations", "group_size"),
+    (AGENT, "kl_coef", "beta"),
+    (AGENT, "num_iterations", "update_epochs"),
+    (AGENT, "n_epochs", "update_epochs"),
+    (AGENT, "per_device_train_batch_size", "batch_size"),
+    (AGENT, "ent_coef", "entropy_coef"),
+    (AGENT, "max_completion_length", "max_output_tokens"),
+    (AGENT, "max_new_tokens", "max_output_tokens"),
+    (AGENT, "peft_config", "lora_config"),
+    (AGENT, "net_arch", "network"),
+    (AGENT, "discount", "gamma"),
+    (AGENT, "grad_clip", "max_grad_norm"),
+    (SCHEDULE, "output_dir", "run_dir"),
+    (SCHEDULE, "tensorboard_log", "run_dir"),
+    (SCHEDULE, "save_steps", "checkpoint_steps"),
+    (SCHEDULE, "save_total_limit", "keep_checkpoints"),
+    (SCHEDULE, "total_timesteps", "max_timesteps"),
+    (SCHEDULE, "evo_steps", "steps_per_generation"),
+    (SCHEDULE, "generation_batch_size", "samples_per_step"),
+    (SCHEDULE, "reward_threshold", "target_fitness"),
+    (SCHEDULE, "verbose", "progress"),
+    (OBJECTIVE, "mask_truncated_completions", "mask_truncated"),
+    (list(BUILT_IN), "pbt", "truncation_pbt"),
+    (list(BUILT_IN), "asha", "successive_halving"),
+    (list(BUILT_IN), "torunament", "tournament"),
+    (AGENT, "groupsize", "group_size"),
+]
+EXPLAINED = [
+    (AGENT, "lr_scheduler_type", "Optimizer"),
+    (AGENT, "weight_decay", "Optimizer"),
+    (AGENT, "adam_beta1", "Optimizer"),
+    (AGENT, "warmup_ratio", "Optimizer"),
+    (AGENT, "optim", "Optimizer"),
+    (AGENT, "scale_rewards", "advantage"),
+    (AGENT, "gradient_accumulation_steps", "batch_size"),
+    (AGENT, "gradient_checkpointing", "batch_size"),
+    (AGENT, "bf16", "load_base"),
+    (AGENT, "fp16", "load_base"),
+    (AGENT, "torch_dtype", "load_base"),
+    (AGENT, "model_init_kwargs", "load_base"),
+    (AGENT, "mask_truncated_completions", "Objective"),
+    (AGENT, "sync_ref_model", "reference"),
+    (AGENT, "ref_model_sync_steps", "reference"),
+    (AGENT, "importance_sampling_level", "gspo"),
+    (AGENT, "max_prompt_length", "HuggingFaceGym"),
+    (AGENT, "reward_funcs", "HuggingFaceGym"),
+    (AGENT, "train_dataset", "HuggingFaceGym"),
+    (AGENT, "use_vllm", "sample_with"),
+    (AGENT, "vllm_mode", "sample_with"),
+    (AGENT, "vf_coef", "critic"),
+    (AGENT, "gae_lambda", "critic"),
+    (AGENT, "buffer_size", "replay"),
+    (AGENT, "n_steps", "samples_per_step"),
+    (AGENT, "INIT_HP", "by name"),
+    (SCHEDULE, "max_steps", "generations"),
+    (SCHEDULE, "num_train_epochs", "generations"),
+    (SCHEDULE, "logging_steps", "recorded"),
+    (SCHEDULE, "report_to", "recorded"),
+    (SCHEDULE, "eval_strategy", "generation"),
+    (SCHEDULE, "eval_steps", "generation"),
+    (SCHEDULE, "save_strategy", "checkpoint"),
+]
+
+
+@pytest.mark.parametrize(("valid", "typed", "name"), RIGHT)
+def test_a_name_of_another_library_is_answered_with_the_name_here(valid, typed, name):
+    assert f"{name!r}" in str(unknown_name_error("argument", typed, valid))
+
+
+@pytest.mark.parametrize(("valid", "typed", "word"), EXPLAINED)
+def test_a_setting_without_a_counterpart_is_explained(valid, typed, word):
+    said = str(unknown_name_error("argument", typed, valid))
+    assert word in said
+    assert "did you mean" not in said
+    assert "is called" not in said
+
+
+@pytest.mark.parametrize("typed", ["wandb_project", "zeta", "foo", "reward_model", "trainer"])
+def test_a_name_that_is_like_no_other_gets_no_hint(typed):
+    assert "did you mean" not in str(unknown_name_error("argument", typed, AGENT))
+
+
+# ---- values in other forms
+
+
+class Float:
+    """As optuna.distributions.FloatDistribution."""
+
+    low, high, log = 1e-5, 1e-3, True
+
+
+class Categorical:
+    """As optuna.distributions.CategoricalDistribution."""
+
+    choices = ("grpo", "dapo")
+
+
+def test_a_search_space_takes_pairs_lists_and_optuna_distributions():
+    space = HyperparameterConfig(
+        lr=(1e-5, 1e-3), clip_low=Float(), gamma=(0.9, 1.0), group_size=[4, 8], loss_type=Categorical()
+    )
+    assert space == HyperparameterConfig(
+        lr=RLParameter(min=1e-5, max=1e-3, scale="log"),
+        clip_low=RLParameter(min=1e-5, max=1e-3, scale="log"),
+        gamma=RLParameter(min=0.9, max=1.0),
+        group_size=RLParameter(choices=[4, 8]),
+        loss_type=RLParameter(choices=["grpo", "dapo"]),
+    )
+
+
+def test_optuna_distributions_are_ranges():
+    distributions = pytest.importorskip("optuna").distributions
+    space = HyperparameterConfig(
+        lr=distributions.FloatDistribution(1e-5, 1e-3, log=True),
+        update_epochs=distributions.IntDistribution(1, 4),
+        group_size=distributions.CategoricalDistribution([4, 8]),
+    )
+    assert (space["lr"].scale, space["update_epochs"].max, space["group_size"].choices) == ("log", 4, (4, 8))
+
+
+@pytest.mark.parametrize("value", [1e-4, (1e-4,), (1, 2, 3), "1e-4", {"min": 1, "max": 2}, None])
+def test_a_search_space_refuses_other_values_by_name(value):
+    with pytest.raises(ValueError, match="lr"):
+        HyperparameterConfig(lr=value)
+
+
+@pytest.mark.parametrize("given", ["narrowing", Narrowing, Narrowing()])
+def test_a_strategy_may_be_a_name_a_class_or_an_object(given):
+    env = GymnasiumGroups("CartPole-v1", validation_size=2, test_size=2)
+    spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+    population = GRPO.population(2, **spaces, group_size=4, hp_config=HyperparameterConfig(lr=(1e-4, 1e-2)))
+    schedule = {"generations": 1, "steps_per_generation": 1, "samples_per_step": 4, "test_questions": 0}
+    run = evolve(population, env, strategy=given, **schedule)
+    assert isinstance(run.evolution.strategy, Narrowing)
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest_name():
+    env = GymnasiumGroups("CartPole-v1", validation_size=2, test_size=2)
+    spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+    with pytest.raises(ValueError, match="tournament"):
+        evolve(GRPO.population(2, **spaces), env, strategy="tournamnet", generations=1)
+
+
+def test_a_strategy_may_be_a_name_in_yaml():
+    values = {"task": {"env": "CartPole-v1"}, "strategy": "tournament"}
+    assert isinstance(parse_config(values).strategy, Tournament)
+
+
+def test_a_whole_float_is_accepted_where_a_number_is_counted():
+    assert Schedule(max_timesteps=1e4).max_timesteps == 10_000
+    assert Hyperparameters(group_size=8.0).group_size == 8
