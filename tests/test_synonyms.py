@@ -1,5 +1,8 @@
 """What users of TRL, AgileRL and Stable-Baselines3 type first is answered with the right name, or with none."""
 
+import inspect
+import pydoc
+
 import pytest
 
 from evogrpo import (
@@ -7,10 +10,13 @@ from evogrpo import (
     GymnasiumGroups,
     HyperparameterConfig,
     Hyperparameters,
+    MultiAgentGRPO,
     Objective,
     RLParameter,
     Tournament,
     evolve,
+    resume,
+    train,
 )
 from evogrpo.agents.options import Options
 from evogrpo.evolution.strategies import BUILT_IN, Narrowing
@@ -172,6 +178,24 @@ def test_an_unknown_strategy_is_refused_with_the_nearest_name():
 def test_a_strategy_may_be_a_name_in_yaml():
     values = {"task": {"env": "CartPole-v1"}, "strategy": "tournament"}
     assert isinstance(parse_config(values).strategy, Tournament)
+
+
+@pytest.mark.parametrize(
+    ("function", "defaults"),
+    [
+        (GRPO, {"lr": 1e-4, "group_size": 8, "beta": 0.0, "max_output_tokens": 128, "hp_config": None}),
+        (GRPO.population, {"size": None, "lr": 1e-4, "loss_type": None, "top_p": 1.0}),
+        (MultiAgentGRPO, {"lr": 1e-4, "policies": "shared", "agent_ids": False}),
+        (evolve, {"generations": None, "steps_per_generation": 8, "samples_per_step": 64}),
+        (resume, {"generations": None, "target_fitness": None}),
+        (train, {"lr": 1e-4, "steps_per_generation": 8, "target_fitness": None}),
+    ],
+)
+def test_help_lists_every_option_with_its_default(function, defaults):
+    parameters = inspect.signature(function).parameters
+    assert {name: parameters[name].default for name in defaults} == defaults
+    assert not any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    assert "lr=" in pydoc.render_doc(GRPO)
 
 
 def test_a_whole_float_is_accepted_where_a_number_is_counted():

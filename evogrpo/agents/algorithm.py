@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.agilerl import AgileRLAgent
 from evogrpo.agents.checkpoints.saving import load_agent, read_agent, save_agent
+from evogrpo.agents.members.control.network_settings import NetworkSettings
 from evogrpo.agents.members.devices import check_one_process
 from evogrpo.agents.members.members import TextRequest
 from evogrpo.agents.members.spread.spread_members import check_together, places_of, spread_out
+from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.opening import checked_size, chosen_founders, founders_samples, open_members, with_space
 from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
@@ -27,6 +29,7 @@ from evogrpo.agents.rollout.testing import tested_in
 from evogrpo.data import LearnReport
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, flag, refuse_unknown
+from evogrpo.hyperparameters.declared import lists_options
 
 
 class EvolvableAlgorithm(AgileRLAgent):
@@ -52,6 +55,7 @@ class EvolvableAlgorithm(AgileRLAgent):
 
     kinds: ClassVar[tuple[str, ...]] = ("language", "networks")
 
+    @lists_options(Options.__annotations__, Hyperparameters, LanguageSettings, NetworkSettings)
     def __init__(
         self,
         observation_space: spaces.Space[Any] | None = None,
@@ -66,6 +70,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         super().__init__(members, 0, options.get("index", 0), first)
 
     @classmethod
+    @lists_options(Options.__annotations__, Hyperparameters, LanguageSettings, NetworkSettings)
     def population(
         cls,
         size: int | None = None,

@@ -5,6 +5,7 @@ from typing import Any, Unpack
 
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.grpo import GRPO
+from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.spread.spread_members import places_of, spread_out
 from evogrpo.agents.opening import checked_size, chosen_founders, founders_samples, open_team, with_space
 from evogrpo.agents.options import TeamOptions
@@ -14,6 +15,7 @@ from evogrpo.agents.rollout.wanted import Collected
 from evogrpo.envs.control.joint.assignment import AgentSpaces
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.hyperparameters import Hyperparameters, flag
+from evogrpo.hyperparameters.declared import lists_options
 
 
 class MultiAgentGRPO(GRPO):
@@ -41,6 +43,7 @@ class MultiAgentGRPO(GRPO):
 
     kinds = ("joint",)
 
+    @lists_options(TeamOptions.__annotations__, Hyperparameters, TeamSettings)
     def __init__(
         self,
         observation_spaces: AgentSpaces | None = None,
@@ -51,6 +54,7 @@ class MultiAgentGRPO(GRPO):
         Agent.__init__(self, members, 0, options.get("index", 0), first)
 
     @classmethod
+    @lists_options(TeamOptions.__annotations__, Hyperparameters, TeamSettings)
     def population(  # type: ignore[override]  # spaces by agent
         cls,
         size: int | None = None,

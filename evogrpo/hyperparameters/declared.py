@@ -1,13 +1,15 @@
 """Records from plain values that anybody may have written: each field is of the type that it is declared with."""
 
 import dataclasses
+import inspect
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from evogrpo.hyperparameters.checks import refuse_unknown
 
+F = TypeVar("F", bound=Callable[..., Any])
 MOST_WHOLE, LARGEST = 2**63 - 1, 1e150  # what its square can still be computed of
 
 
@@ -70,3 +72,30 @@ def _all_fit(arguments: Sequence[Any], value: object) -> bool:
 @cache
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
+
+
+def lists_options(names: Iterable[str], *records: type) -> Callable[[F], F]:
+    """Return a decorator that lists options by name, in place of `**options`, in a function's signature.
+
+    `help` and the documentation then show each option with its default.
+
+    Args:
+        names: The options.
+        records: Dataclasses; the first that has a field of an option's name gives its default. None otherwise.
+    """
+    found = {
+        field.name: field.default
+        for record in reversed(records)
+        for field in dataclasses.fields(record)
+        if field.default is not dataclasses.MISSING
+    }
+
+    def decorate(function: F) -> F:
+        signature, kind = inspect.signature(function), inspect.Parameter.KEYWORD_ONLY
+        own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        taken = {each.name for each in own}
+        listed = [inspect.Parameter(name, kind, default=found.get(name)) for name in names if name not in taken]
+        function.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+        return function
+
+    return decorate

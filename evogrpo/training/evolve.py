@@ -15,6 +15,7 @@ from evogrpo.evolution.fitness_config import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.hyperparameters import refuse_unknown
+from evogrpo.hyperparameters.declared import lists_options
 from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.own_strategies import chosen_strategy
 from evogrpo.training.configuration.sections import LoggingConfig
@@ -35,6 +36,7 @@ _EVOLVE = ("population", "env", "experience", "fitness", *_SHOWN, *_RECORDS)
 _RESUME = ("run_dir", "env", *_SHOWN, "actor_network", "algorithm", "allow_changed_data")
 
 
+@lists_options(Schedule.__dataclass_fields__, Schedule)
 def evolve(
     population: Population,
     env: GroupEnvironment,
@@ -111,6 +113,7 @@ def evolve(
     return _shown(run, console)
 
 
+@lists_options(LIMITS)
 def resume(
     run_dir: str | Path,
     env: GroupEnvironment,

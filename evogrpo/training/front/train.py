@@ -17,6 +17,7 @@ from evogrpo.hyperparameters import (
     refuse_unknown,
     whole_between,
 )
+from evogrpo.hyperparameters.declared import lists_options
 from evogrpo.references import reference_to
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
@@ -59,6 +60,15 @@ _SPACE = "HyperparameterConfig(lr=RLParameter(min=1e-3, max=1e-2))"
 _KNOWN = (*_OWN, *_OTHERS, *sorted(frozenset().union(*_SECTIONS.values())))
 
 
+@lists_options(
+    [name for name in _KNOWN if name not in _OWN],
+    Hyperparameters,
+    Schedule,
+    PopulationConfig,
+    NetworkAgent,
+    EnvironmentTask,
+    LoggingConfig,
+)
 def train(
     env: "str | MakesEnv | GymnasiumGroups",
     total_timesteps: int | None = None,
