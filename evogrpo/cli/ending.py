@@ -93,6 +93,7 @@ def show_ending(console: Console, run_dir: Path, generations: int, schedule: Sch
         generations: Generations done so far, for the command that asks for more.
         schedule: What ended the run.
     """
+    run_dir = Path(relative_path(run_dir))
     summary = summarise(read_journal(run_dir / "journal.jsonl"))
     show_lineage(console, summary)
     show_files(console, run_dir, summary.facts.get("kind"))

@@ -37,7 +37,8 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
         return ValueError(f"unknown {kind} {name!r}: it is called {own!r} here")
     if said is not None:
         return ValueError(f"unknown {kind} {name!r}: {said}")
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
+    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.66)
+    close = close or [each for each in names if each.startswith(f"{name}_")]
     known = f"Valid names: {', '.join(names) or '(none)'}"
     if close:
         known = f"did you mean {close[0]!r}?" + (f" {known}" if len(names) <= MOST_LISTED else "")

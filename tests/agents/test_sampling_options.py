@@ -65,7 +65,7 @@ def test_options_are_saved_and_read_from_a_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("options", "rule"),
     [
-        ({"top_k": 2.0}, "top_k must be an integer"),
+        ({"top_k": 2.5}, "top_k must be an integer"),
         ({"top_k": -1}, "top_k must be at least 0, got -1: 0 keeps all"),
         ({"top_p": 0.0}, "top_p must lie in"),
         ({"top_p": "0.9"}, "top_p must be a number"),

@@ -64,7 +64,7 @@ def test_the_tokenizer_comes_from_where_the_base_came_from(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     base = type(tiny_model()).from_pretrained(tmp_path)
     agent = GRPO(actor_network=base, pad_token_id=0, max_output_tokens=4)
-    with pytest.raises(ValueError, match=r"the base model .* cannot be loaded"):
+    with pytest.raises(ValueError, match=r"base model .* cannot be loaded"):
         agent.generate(TEXTS)
     shared_tokenizer().save_pretrained(tmp_path)
     assert agent.generate(TEXTS) == agent.generate(TEXTS, shared_tokenizer())

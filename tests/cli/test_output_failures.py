@@ -79,4 +79,4 @@ def draw_curves() -> None:
 
 def test_curves_that_cannot_be_written_are_left_out(here):
     output, errors = Forked(draw_curves, cwd=here, file_bytes=100).communicate(timeout=100)
-    assert "1 nothing more is logged for TensorBoard: File too large" in output, errors
+    assert "1 TensorBoard logging stopped: File too large" in output, errors

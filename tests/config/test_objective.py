@@ -75,7 +75,7 @@ def test_no_number_takes_what_is_none(name, value):
 @pytest.mark.parametrize("name", WHOLE)
 def test_counts_are_whole(name):
     with pytest.raises(ValueError, match=f"^{name} must be an integer"):
-        Objective(**{name: 2.0})
+        Objective(**{name: 2.5})
 
 
 @pytest.mark.parametrize(

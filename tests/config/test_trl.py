@@ -213,7 +213,7 @@ def test_a_warm_up_ratio_needs_the_run_length_and_gives_way_to_warmup_steps():
         ({"scale_rewards": "std"}, "scale_rewards"),
         ({"multi_objective_aggregation": "sum"}, "multi_objective_aggregation"),
         ({"mask_truncated_completions": 1}, "mask_truncated_completions"),
-        ({"num_iterations": 1.0}, "TRL field num_iterations"),
+        ({"num_iterations": 1.5}, "TRL field num_iterations"),
         ({"beta": "small"}, "TRL field beta"),
         ({"reward_weights": 3}, "TRL field reward_weights"),
         ({"num_generations": 1}, "group_size"),

@@ -58,7 +58,7 @@ def test_a_config_goes_through_json_and_through_bytes():
     ("fields", "match"),
     [
         ({"hidden": (8, 0)}, "from 1 to 65,536"),
-        ({"hidden": (8.0,)}, "integer"),
+        ({"hidden": (8.5,)}, "integer"),
         ({"hidden": 64}, "sequence"),
         ({"hidden": "64"}, "sequence"),
         ({"activation": "gelu"}, "tanh, relu, elu"),

@@ -65,7 +65,7 @@ def test_a_change_that_is_allowed_is_noted(begun):
     assert "before step 1: reward generous: none -&gt; weight 1" in page
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # what was allowed is now what the run goes on with
-        resume(begun, tiny_env(reward_fn=generous), actor_network=tiny_model())
+        resume(begun, tiny_env(reward_fn=generous), actor_network=tiny_model(), generations=9)
 
 
 class Silent:
@@ -82,7 +82,7 @@ def test_an_environment_that_says_nothing_is_told_of_once(tmp_path):
     assert open_run(tmp_path).record["data"] is None
     for env, reason in ((Silent(tiny_env()), "Silent has no fingerprint"), (tiny_env(), "checkpoint does not say")):
         with pytest.warns(UserWarning, match=f"not checked: .*{reason}") as told:
-            resume(tmp_path, env, actor_network=tiny_model())
+            resume(tmp_path, env, actor_network=tiny_model(), generations=9)
         assert [each.filename for each in told] == [__file__]
 
 

@@ -166,7 +166,7 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ),
         ("seed", True, "seed must be an integer"),
         ("seed", -1, "seed must be at least 0"),
-        ("schedule.generations", 2.0, "schedule.generations must be an integer"),
+        ("schedule.generations", 2.5, "schedule.generations must be an integer"),
         ("schedule.generations", 0, "schedule: generations must be at least 1"),
         ("schedule.max_seconds", "1 h", "schedule.max_seconds must be a number"),
         ("hyperparameters.lr", "fast", "hyperparameters: lr must be a number"),
