@@ -16,19 +16,31 @@ __all__ = [
     "ArchitectureLimits",
     "EvalCallback",
     "EvolvableAlgorithm",
+    "FitnessConfig",
+    "Fixed",
     "GymnasiumGroups",
     "HuggingFaceGym",
     "HyperparameterConfig",
     "Hyperparameters",
     "MultiAgentGRPO",
+    "MultiFrequency",
     "MultiTurnGym",
+    "MutationOnly",
+    "Narrowing",
     "NetworkConfig",
     "Objective",
     "PettingZooGroups",
     "Population",
     "RLParameter",
+    "RandomSearch",
+    "Replay",
+    "SelectionOnly",
+    "SharedExperience",
     "StepRewards",
+    "Strategy",
+    "SuccessiveHalving",
     "Tournament",
+    "TruncationPBT",
     "best_hyperparameters",
     "evolve",
     "load_base",
@@ -44,20 +56,32 @@ _HOMES = {
     "ArchitectureLimits": "evogrpo.policies.control.architecture",
     "EvalCallback": "evogrpo.training.front.eval_callback",
     "EvolvableAlgorithm": "evogrpo.agents.algorithm",
+    "FitnessConfig": "evogrpo.evolution.fitness_config",
+    "Fixed": "evogrpo.evolution.strategies.controls.fixed",
     "GRPO": "evogrpo.agents.grpo",
     "GymnasiumGroups": "evogrpo.envs.control.gymnasium",
     "HuggingFaceGym": "evogrpo.envs.prompts.huggingface",
     "HyperparameterConfig": "evogrpo.hyperparameters.space",
     "Hyperparameters": "evogrpo.hyperparameters.values",
     "MultiAgentGRPO": "evogrpo.agents.multi_agent",
+    "MultiFrequency": "evogrpo.evolution.strategies.multi_frequency",
     "MultiTurnGym": "evogrpo.envs.prompts.conversations",
+    "MutationOnly": "evogrpo.evolution.strategies.controls.mutation_only",
+    "Narrowing": "evogrpo.evolution.strategies.narrowing",
     "NetworkConfig": "evogrpo.policies.control.architecture",
     "Objective": "evogrpo.config.objective",
     "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
     "Population": "evogrpo.agents.population",
     "RLParameter": "evogrpo.hyperparameters.parameter",
+    "RandomSearch": "evogrpo.evolution.strategies.controls.random_search",
+    "Replay": "evogrpo.evolution.strategies.replay",
+    "SelectionOnly": "evogrpo.evolution.strategies.controls.selection_only",
+    "SharedExperience": "evogrpo.evolution.shared_experience",
     "StepRewards": "evogrpo.envs.prompts.rewards.step_rewards",
+    "Strategy": "evogrpo.evolution.strategies.strategy",
+    "SuccessiveHalving": "evogrpo.evolution.strategies.successive_halving",
     "Tournament": "evogrpo.evolution.strategies.tournament",
+    "TruncationPBT": "evogrpo.evolution.strategies.truncation_pbt",
     "best_hyperparameters": "evogrpo.history.survivors",
     "evolve": "evogrpo.training.evolve",
     "load_base": "evogrpo.policies.tokens.models",
@@ -80,7 +104,19 @@ if TYPE_CHECKING:
     from evogrpo.envs.prompts.conversations import MultiTurnGym
     from evogrpo.envs.prompts.huggingface import HuggingFaceGym
     from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
+    from evogrpo.evolution.fitness_config import FitnessConfig
+    from evogrpo.evolution.shared_experience import SharedExperience
+    from evogrpo.evolution.strategies.controls.fixed import Fixed
+    from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
+    from evogrpo.evolution.strategies.controls.random_search import RandomSearch
+    from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
+    from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
+    from evogrpo.evolution.strategies.narrowing import Narrowing
+    from evogrpo.evolution.strategies.replay import Replay
+    from evogrpo.evolution.strategies.strategy import Strategy
+    from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
     from evogrpo.evolution.strategies.tournament import Tournament
+    from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
     from evogrpo.history.survivors import best_hyperparameters
     from evogrpo.hyperparameters.parameter import RLParameter
     from evogrpo.hyperparameters.space import HyperparameterConfig

@@ -109,9 +109,21 @@ def test_a_setting_without_a_counterpart_is_explained(valid, typed, word):
     assert "is called" not in said
 
 
-@pytest.mark.parametrize("typed", ["wandb_project", "foo", "reward_model", "trainer", "x"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *("wandb_project", "foo", "reward_model", "trainer", "x", "generation_kwargs", "num_generations_eval", "state"),
+        *("resume_from_checkpoint", "checkpoint_path", "sapo_temperature_pos", "overwrite_checkpoints", "wrap"),
+    ],
+)
 def test_a_name_that_is_like_no_other_gets_no_hint(typed):
-    assert "did you mean" not in str(unknown_name_error("argument", typed, AGENT))
+    for names in (AGENT, SCHEDULE, OBJECTIVE):
+        assert "did you mean" not in str(unknown_name_error("argument", typed, names))
+
+
+@pytest.mark.parametrize("typed", ["sise", "siez", "szie", "siize", "sie", "ize", "size_"])
+def test_one_slip_of_the_keyboard_is_answered(typed):
+    assert "did you mean 'size'" in str(unknown_name_error("argument", typed, ["size", "seed", "beta"]))
 
 
 # ---- values in other forms

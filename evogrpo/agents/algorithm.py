@@ -27,9 +27,9 @@ from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import commonly_scored, evaluate
 from evogrpo.agents.rollout.testing import tested_in
 from evogrpo.data import LearnReport
-from evogrpo.envs.groups import GroupEnvironment, Split
+from evogrpo.envs.groups import SPLITS, GroupEnvironment, Split
 from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, flag, refuse_unknown
-from evogrpo.hyperparameters.declared import lists_options
+from evogrpo.hyperparameters.declared import lists_options, names_unknown
 
 
 class EvolvableAlgorithm(AgileRLAgent):
@@ -195,6 +195,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         self._predictions += 1
         return actions, state
 
+    @names_unknown
     def generate(
         self,
         prompts: Sequence[Any],
@@ -291,6 +292,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         """
         if loop < 1:
             raise ValueError(f"loop must be at least 1, got {loop}")
+        refuse_unknown("split", [split], SPLITS)
         check_together(self.members, "test")  # whose questions are shared out as well: it would wait for the others
         base = self._evaluated == "base"
         with tested_in(env, episodes=episodes, render=render) as (shown, count):

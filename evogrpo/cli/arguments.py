@@ -62,7 +62,7 @@ def _carry_out(chosen: argparse.Namespace, module: str, name: str) -> int:
         if chosen.traceback:
             raise
         say_error(str(error))
-        return USAGE
+        return FAILED if getattr(chosen, "training", False) else USAGE
     except OSError as error:
         if chosen.traceback:
             raise

@@ -74,7 +74,7 @@ def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:
         with working(console, "making the population"):
             evolution = start(prepared, run_dir)
         with fitting_threads(one=prepared.one_thread):
-            return _go(console, evolution, run_dir, chosen.exit_code_on_stop)
+            return _go(console, evolution, run_dir, chosen)
 
 
 def go_on(chosen: argparse.Namespace) -> int:
@@ -109,7 +109,7 @@ def go_on(chosen: argparse.Namespace) -> int:
         for change in evolution.changed_data:
             say_warning(f"changed since the run began: {change}")
         with fitting_threads(one=prepared.one_thread):
-            return _go(console, evolution, run_dir, chosen.exit_code_on_stop)
+            return _go(console, evolution, run_dir, chosen)
 
 
 def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
@@ -119,8 +119,9 @@ def _check_memory(prepared: PreparedRun, chosen: argparse.Namespace) -> None:
         check_memory(need, allowed=chosen.allow_memory, remedy="--allow-memory")
 
 
-def _go(console: Console, evolution: Evolution, run_dir: Path, on_stop: int | None) -> int:
+def _go(console: Console, evolution: Evolution, run_dir: Path, chosen: argparse.Namespace) -> int:
     """Run to the end, to a signal or to an error, and say how to go on."""
+    chosen.training = True  # from here on an error is a failed run, not a wrong setting
     run_dir = run_dir.absolute()  # user code may change the working directory
     display = RunDisplay(console, evolution)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as shells start jobs in the background
@@ -156,6 +157,7 @@ def _go(console: Console, evolution: Evolution, run_dir: Path, on_stop: int | No
         number = evolution.stopping.signal
         if number is None:
             return OK
+        on_stop: int | None = chosen.exit_code_on_stop
         return 128 + number if number == signal.SIGINT or on_stop is None else on_stop
     if not processes().leads:
         return OK

@@ -37,12 +37,21 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
         return ValueError(f"unknown {kind} {name!r}: it is called {own!r} here")
     if said is not None:
         return ValueError(f"unknown {kind} {name!r}: {said}")
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.66)
-    close = close or [each for each in names if each.startswith(f"{name}_")]
+    close = [each for each in names if is_one_edit(str(name), each)]
+    close = close or difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
     known = f"Valid names: {', '.join(names) or '(none)'}"
     if close:
         known = f"did you mean {close[0]!r}?" + (f" {known}" if len(names) <= MOST_LISTED else "")
     return ValueError(f"unknown {kind} {name!r}: {known}")
+
+
+def is_one_edit(typed: str, name: str) -> bool:
+    """Return whether one letter was changed, added or left out, or two neighbouring letters were swapped."""
+    start = next((place for place, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None)
+    start = min(len(typed), len(name)) if start is None else start
+    rest, other = typed[start:], name[start:]
+    swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
+    return swapped or rest[1:] == other[1:] or rest == other[1:] or rest[1:] == other
 
 
 def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> None:

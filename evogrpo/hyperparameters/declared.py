@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, wraps
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from evogrpo.hyperparameters.checks import refuse_unknown
@@ -99,3 +99,17 @@ def lists_options(names: Iterable[str], *records: type) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+def names_unknown(function: F) -> F:
+    """Decorate a function so that an unknown keyword is answered with a ValueError that names the one meant."""
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name not in ("self", "cls")]
+    title = function.__qualname__.removesuffix(".__init__")
+
+    @wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        refuse_unknown(f"argument of {title}", options, known)
+        return function(*args, **options)
+
+    return checked  # type: ignore[return-value]  # the same signature

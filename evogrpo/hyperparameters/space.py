@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from evogrpo.hyperparameters.checks import refuse_unknown, whole_between
-from evogrpo.hyperparameters.parameter import RLParameter
+from evogrpo.hyperparameters.parameter import RLParameter, Scale
 from evogrpo.hyperparameters.ranges import NETWORK_RANGES
 from evogrpo.hyperparameters.values import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
 
@@ -16,18 +16,17 @@ MOST_SAMPLES = 10_000_000
 """The most samples of a learning step: each has random numbers, a reward and an advantage of its own."""
 
 
-def _parameter(name: str, value: Any) -> RLParameter:
-    """Return the parameter that a value of `HyperparameterConfig` describes."""
+def _parameter(value: Any, usual: Scale) -> RLParameter:
+    """Return the parameter that a value of `HyperparameterConfig` describes; pairs have the usual scale."""
     if isinstance(value, RLParameter):
         return value
     if isinstance(value, list) or hasattr(value, "choices"):  # Optuna's CategoricalDistribution
         return RLParameter(choices=value if isinstance(value, list) else list(value.choices))
-    usual = NETWORK_RANGES.get(name, RLParameter(min=0, max=1)).scale
     if isinstance(value, tuple) and len(value) == 2:
         return RLParameter(min=value[0], max=value[1], scale=usual)
     if hasattr(value, "low") and hasattr(value, "high"):  # Optuna's FloatDistribution, IntDistribution
         return RLParameter(min=value.low, max=value.high, scale="log" if getattr(value, "log", False) else "linear")
-    raise ValueError(f"{name} must be an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
+    raise ValueError(f"must be an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):
@@ -47,7 +46,12 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
     def __init__(self, **values: Any) -> None:
         refuse_unknown("hyperparameter", values, HYPERPARAMETER_NAMES)
-        parameters = {name: _parameter(name, value) for name, value in values.items()}
+        parameters = {}
+        for name, value in values.items():
+            try:
+                parameters[name] = _parameter(value, NETWORK_RANGES.get(name, RLParameter(min=0, max=1)).scale)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         for name, parameter in parameters.items():
             if parameter.choices is None and is_categorical(name):
                 raise ValueError(f"{name} must have choices, got a range: names have no order")

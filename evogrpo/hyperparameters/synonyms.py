@@ -70,7 +70,7 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "reward_fn": ("reward_function",),
     "train_dataset": ("dataset",),
     # runs
-    "generations": ("num_generations", "max_generations"),
+    "generations": ("max_generations", "n_generations"),
     "steps_per_generation": ("evo_steps", "EVO_STEPS"),
     "samples_per_step": ("generation_batch_size", "rollout_batch_size"),
     "total_timesteps": ("max_timesteps", "n_timesteps", "num_timesteps", "timesteps"),

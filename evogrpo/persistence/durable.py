@@ -67,7 +67,7 @@ def _is_alive(pid: str) -> bool:
     """Return whether a process of that number runs, as far as can be known."""
     try:
         os.kill(int(pid), 0)
-    except (ValueError, ProcessLookupError):
+    except (ValueError, OverflowError, ProcessLookupError):
         return False
     except OSError:
         return True

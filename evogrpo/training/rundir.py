@@ -128,6 +128,12 @@ class RunDir:
             if self._writer is not None:
                 self._writer.close()
 
+    @property
+    def described(self) -> bool:
+        """Whether the journal holds the run event, which it loses if it is emptied."""
+        path = self.path / JOURNAL
+        return path.exists() and any(event["event"] == "run" for event in read_journal(path))
+
     def journal(self, event: str, **fields: Any) -> None:
         """Append one event."""
         self._check_claim()

@@ -226,7 +226,7 @@ def test_a_warm_up_ratio_needs_the_run_length_and_gives_way_to_warmup_steps():
         ({"generation_batch_size": 10, "steps_per_generation": 4}, "generation_batch_size"),
         (
             {"max_steps": 9, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"cycles": 1}},
-            "lr_scheduler_kwargs.*'cycles'.*'num_cycles'",
+            "lr_scheduler_kwargs.*'cycles'",
         ),
         ({"max_steps": 9, "lr_scheduler_kwargs": 3}, "lr_scheduler_kwargs"),
         ({"max_steps": 9, "lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}}, "power"),

@@ -160,7 +160,8 @@ def test_a_reward_is_tried_on_a_made_up_completion_of_a_training_question(tokeni
         return 0.5
 
     trial = preflight(tokenizer, reward)
-    ((completion, answer, question),) = seen
+    (completion, answer, question), other = seen
+    assert other[0] != completion
     assert completion == "This is a made-up completion: 42."
     assert question == f"{answer}?"
     assert trial.rewards == {"reward": 0.5}

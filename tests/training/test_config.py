@@ -126,7 +126,7 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, content, message):
         ("evolve.clip_coeff", "unknown key in evolve 'clip_coeff': did you mean 'clip_coef'"),
         ("evolve.lr.mim", "unknown key in evolve.lr 'mim': did you mean 'min'"),
         ("agent.lora.rank", "unknown key in agent.lora 'rank'"),
-        ("agent.objective.loss", "unknown key in agent.objective 'loss': did you mean 'loss_type'"),
+        ("agent.objective.loss", "unknown key in agent.objective 'loss'"),
         ("agent.optimizer.beta", "unknown key in agent.optimizer 'beta': did you mean 'betas'"),
         ("task.validation", "unknown key in task 'validation': did you mean 'validation_size'"),
         ("strategy.sise", "strategy: unknown setting of tournament 'sise': did you mean 'size'"),

@@ -26,6 +26,7 @@ from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import leaf_spaces
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
+from evogrpo.hyperparameters.declared import names_unknown
 from evogrpo.warnings import warn
 
 Vectorization = Literal["auto", "native", "serial", "processes"]
@@ -159,6 +160,7 @@ class GymnasiumGroups(SeededGroups):
         ValueError: If an argument does not fit, a space is not supported, or no native environment is equal.
     """
 
+    @names_unknown
     def __init__(
         self,
         env: "str | Callable[..., gymnasium.Env[Any, Any]]",

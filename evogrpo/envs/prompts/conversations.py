@@ -9,11 +9,14 @@ from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import code_hash
 from evogrpo.envs.prompts.opened import OpenedPrompts
 from evogrpo.envs.prompts.questions import TEMPLATE_OPTIONS, QuestionGroups
+from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
+from evogrpo.envs.prompts.rewards.verifiers.calling import torch_settings_kept
 from evogrpo.envs.prompts.rewards.verifiers.printing import visible_prints
 from evogrpo.envs.prompts.tables import AnyTable, split_tables
 from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_messages
 from evogrpo.hyperparameters import whole_number
+from evogrpo.hyperparameters.declared import names_unknown
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
 """(dataset row, the conversation so far as messages) -> what the user says next; None ends the conversation."""
@@ -96,7 +99,7 @@ class OpenedConversations(OpenedPrompts):
     def _reply(self, transcript: Conversation) -> tuple[int, ...] | None:
         row = self.rows[transcript.start]
         prompt = check_messages(row["prompt"], "prompt")
-        with visible_prints():
+        with visible_prints(), torch_settings_kept():
             said = self.reply(row, [*prompt, *as_messages(self._spoken(transcript))])
         if said is None:
             return None
@@ -161,6 +164,7 @@ class MultiTurnGym(QuestionGroups):
         ValueError: If an argument, a column, a split or the chat template does not fit.
     """
 
+    @names_unknown
     def __init__(
         self,
         train_dataset: AnyTable,
@@ -211,6 +215,25 @@ class MultiTurnGym(QuestionGroups):
     def fingerprint(self) -> dict[str, str]:
         """Return also who replies; see `Fingerprinted`."""
         return {**super().fingerprint(), "reply": code_hash(self._reply), "max_turns": str(self._max_turns)}
+
+    def preflight(self) -> Preflight:
+        """Try the reward functions, see `QuestionGroups.preflight`, and one reply.
+
+        Raises:
+            RewardError: If a reward function fails, or returns something that is no reward.
+            ValueError: If `reply` fails, or returns neither a text nor None.
+        """
+        tried = super().preflight()
+        row = self._splits["train"].table[self._splits["train"].rows[0]]
+        messages = [*check_messages(row["prompt"], "prompt"), {"role": "assistant", "content": MADE_UP[0]}]
+        try:
+            with visible_prints(), torch_settings_kept():
+                said = self._reply(row, messages)
+        except Exception as error:
+            raise ValueError(f"reply(row, messages) failed on a made-up completion: {error!r:.200}") from error
+        if said is not None and not isinstance(said, str):
+            raise ValueError(f"reply must return a text, or None to end the conversation, got {said!r:.200}")
+        return tried
 
     def open(self, split: Split, starts: Sequence[int]) -> OpenedConversations:
         """Open questions of a split, each in [0, size(split)).

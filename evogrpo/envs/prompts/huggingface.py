@@ -14,6 +14,7 @@ from evogrpo.envs.prompts.reasoning import reasoning_tables
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
 from evogrpo.envs.prompts.tables import AnyTable, split_tables
 from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_template
+from evogrpo.hyperparameters.declared import names_unknown
 
 
 class HuggingFaceGym(QuestionGroups):
@@ -75,6 +76,7 @@ class HuggingFaceGym(QuestionGroups):
         ValueError: If an argument, a column or a split does not fit, with the rule, what was found and what to do.
     """
 
+    @names_unknown
     def __init__(
         self,
         train_dataset: AnyTable,

@@ -24,7 +24,7 @@ from evogrpo.envs.prompts.templates import (
     fill_template,
     tokenize,
 )
-from evogrpo.hyperparameters.checks import whole_between, whole_number
+from evogrpo.hyperparameters.checks import refuse_unknown, whole_between, whole_number
 
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """The column in which a row may bring keyword arguments of the chat template of its own, as in TRL."""
@@ -111,6 +111,7 @@ class QuestionGroups:
 
     def size(self, split: Split) -> int:
         """Return the number of distinct questions of a split."""
+        refuse_unknown("split", [split], SPLITS)
         return len(self._splits[split].rows)
 
     def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
@@ -149,7 +150,9 @@ class QuestionGroups:
         self._pace.step, self._pace.most = step, most
 
     def preflight(self) -> Preflight:
-        """Try every reward function on a made-up completion of the first training question.
+        """Try every reward function on two made-up completions of the first training question.
+
+        Two, so that rewards of another number than completions are noticed.
 
         Raises:
             RewardError: If one fails, or returns something that is no reward.
@@ -157,9 +160,9 @@ class QuestionGroups:
         questions = self._splits["train"]
         row, prompt = questions.table[questions.rows[0]], questions.prompts[0].tolist()
         answers = Answers(
-            rows=[row],
-            texts=[MADE_UP],
-            token_ids=[self.tokenizer([MADE_UP], add_special_tokens=False)["input_ids"][0]],
+            rows=[row, row],
+            texts=list(MADE_UP),
+            token_ids=self.tokenizer(list(MADE_UP), add_special_tokens=False)["input_ids"],
             training=Logged().offered(self._pace, here=self._runner.here) if self._rewards[0].batched else {},
         )
         return Preflight(
@@ -207,6 +210,13 @@ class QuestionGroups:
             asked = row[asks]
             if _missing(asked):
                 raise ValueError(f"row {number} of {where} must have a {asks}, got {asked!r}: leave the row out")
+            for name in self._columns:
+                if isinstance(row[name], bytes | bytearray):
+                    raise ValueError(f"{name} in row {number} of {where} must be text, got bytes: decode it first")
+                if name == "answer" and row[name] != "" and _missing(row[name]):
+                    raise ValueError(
+                        f"row {number} of {where} must have an answer, got {row[name]!r}: leave the row out"
+                    )
             contents.append(Content.of(asked, row))
             yield self._prompt(row, f"prompt {number} of {where}"), self._template_options(row, number, where)
 

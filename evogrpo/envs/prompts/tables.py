@@ -19,7 +19,7 @@ def split_tables(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
         test: Likewise.
 
     Raises:
-        ValueError: If a split is given twice.
+        ValueError: If a split is given twice, or there is no training dataset.
     """
     given: dict[Split, Any] = {"train": train, "validation": validation, "test": test}
     if isinstance(train, Mapping) and "train" in train:
@@ -29,6 +29,8 @@ def split_tables(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
                     f"train_dataset holds a {split} split, and {split}_dataset is given as well: leave one of them out"
                 )
         given |= {split: train[split] for split in SPLITS if split in train}
+    if given["train"] is None:
+        raise ValueError("train_dataset must be given: rows such as [{'question': ..., 'answer': ...}], got None.")
     return {split: _rows(table) for split, table in given.items()}
 
 

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from evogrpo.hyperparameters.checks import refuse_unknown
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython", "environment", "documents")
 Message = dict[str, Any]
 Prompt = str | list[Message]
 Options = Mapping[str, Any]
@@ -91,6 +94,7 @@ def check_messages(messages: object, where: str) -> list[Message]:
             fields.setdefault("content", "")
         if not all(isinstance(fields.get(key), str) for key in ("role", "content")):
             raise ValueError(f"{rule}, got the message {message!r:.200}")
+        refuse_unknown(f"role in {where}:", [fields["role"]], ROLES)
         plain.append(fields)
     return plain
 

@@ -1,5 +1,6 @@
 """Small networks whose members are stacked on a leading axis: the default one, and any nn.Module of the caller's."""
 
+import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from itertools import pairwise
@@ -18,6 +19,7 @@ from evogrpo.policies.control.encoding import Encoding, Image, leaves, zero_obse
 from evogrpo.policies.control.layers import FloatArray, HiddenLayers, convolve, orthogonal
 from evogrpo.randomness import generator
 from evogrpo.spaces import preprocess_observation
+from evogrpo.warnings import warn
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -236,6 +238,10 @@ class ModuleNetwork:
                 f"{self.name} must return [batch, {outputs}] for this action space, "
                 f"got {list(tried.shape)} for a batch of one observation"
             )
+        if outputs > 1 and bool((tried >= 0).all()) and math.isclose(float(tried.sum()), 1.0, abs_tol=1e-5):
+            warn(
+                f"{self.name} returns probabilities, but its outputs are used as logits. Remove the softmax at its end."
+            )
 
     @property
     def words(self) -> str:
@@ -276,4 +282,6 @@ class ModuleNetwork:
         outputs: Tensor = functional_call(
             self._module, parameters, (preprocess_observation(observations, self._space, device),)
         )
+        if not isinstance(outputs, Tensor):
+            raise TypeError(f"it must return a tensor, got {type(outputs).__name__}")
         return outputs.float()

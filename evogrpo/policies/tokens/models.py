@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from evogrpo.hyperparameters import unknown_name_error, whole_between
+from evogrpo.hyperparameters.declared import names_unknown
 from evogrpo.installing import package_command
 from evogrpo.policies.devices import check_device
 from evogrpo.policies.tokens.bases.conversions import convert_gguf, quietly
@@ -44,6 +45,7 @@ class BaseModel:
     source: str
 
 
+@names_unknown
 def load_base(
     source: str | Path | PreTrainedModel,
     *,

@@ -114,7 +114,7 @@ class LanguageForecast:
         written, form = config.logging.completions, config.logging.completions_format
         return {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {_ids(self.trial.tokens)}",
-            "rewards": f"{_earned(self.trial)} for {MADE_UP!r}",
+            "rewards": f"{_earned(self.trial)} for {MADE_UP[0]!r}",
             "samples": samples_row(config, "completions"),
             "groups": self.rounds.groups_row(),
             "optimizer": f"{steps} per member and learning step, in micro-batches of "

@@ -51,6 +51,11 @@ class Book:
         if self.folder is not None:
             self.folder.close()
 
+    @property
+    def begun(self) -> bool:
+        """Whether the journal, if there is one, describes the run already."""
+        return self.folder is None or self.folder.described
+
     def event(self, event: str, **fields: Any) -> None:
         """Write one event into the journal."""
         if self.folder is not None:

@@ -293,18 +293,12 @@ class Evolution:
                 )
             changed = {"changed_data": self.changed_data} if self.changed_data else {}
             threads = {"threads": progress.threads} if before != progress.threads else {}
+            if not self._book.begun:
+                self._begin()
             self._book.event("resumed", generation=progress.generation, step=progress.step, **threads, **changed)
             return
         self._book.save()
-        self._book.event(
-            "run",
-            **self._description,
-            **description_of(self.population, self.schedule, self.fitness),
-            strategy=strategy_record(self.strategy),
-            experience="own" if self.experience is None else self.experience.to_json(),
-            data=self._data,
-            threads=progress.threads,
-        )
+        self._begin()
         if not self.fitness.asks:  # the first learning step will tell
             return
         try:
@@ -315,6 +309,18 @@ class Evolution:
         self.acting.clock.tick()
         self._book.report(baseline_report(progress.baseline, measure=self.fitness.asking, cost=progress.evaluation))
         self._book.save()
+
+    def _begin(self) -> None:
+        """Write the event that describes the run."""
+        self._book.event(
+            "run",
+            **self._description,
+            **description_of(self.population, self.schedule, self.fitness),
+            strategy=strategy_record(self.strategy),
+            experience="own" if self.experience is None else self.experience.to_json(),
+            data=self._data,
+            threads=self.progress.threads,
+        )
 
     def finished(self) -> bool:
         """Tell whether no further generation is to be started; the test split may still wait for its answers."""

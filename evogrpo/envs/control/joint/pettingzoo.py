@@ -28,6 +28,7 @@ from evogrpo.envs.control.solo.windows import WINDOW, check_shown, window
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
+from evogrpo.hyperparameters.declared import names_unknown
 from evogrpo.warnings import warn
 
 _LANES = 64
@@ -141,6 +142,7 @@ class PettingZooGroups(SeededGroups):
         ValueError: If an argument does not fit, or the callable makes something else.
     """
 
+    @names_unknown
     def __init__(
         self,
         env: "Callable[..., ParallelEnv[Any, Any, Any]]",

@@ -1,4 +1,4 @@
-"""One call of every reward function on a made-up completion, before anything expensive."""
+"""One call of every reward function on made-up completions, before anything expensive."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError
 from evogrpo.envs.prompts.rewards.scoring import evaluate
 from evogrpo.envs.prompts.rewards.verifiers.calling import Runner
 
-MADE_UP = "This is a made-up completion: 42."
+MADE_UP = ("This is a made-up completion: 42.", "This is another one.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Preflight:
     Attributes:
         prompt: The first training prompt as the model reads it; untrusted text.
         tokens: Its token ids.
-        rewards: What the made-up completion earned, by reward function; None where it does not apply or failed.
+        rewards: What the first made-up completion earned, by reward function; None where it does not apply or failed.
     """
 
     prompt: str
@@ -29,11 +29,11 @@ class Preflight:
 def tried(
     rewards: Sequence[Reward], answers: Answers, on_error: OnRewardError, runner: Runner
 ) -> dict[str, float | None]:
-    """Return what each reward function gives for one made-up completion.
+    """Return what each reward function gives for the first made-up completion.
 
     Args:
         rewards: The reward functions.
-        answers: The completion.
+        answers: The completions.
         on_error: With "exclude" a function may fail, but what it returns has to be a reward all the same.
         runner: Calls them.
 
@@ -48,7 +48,7 @@ def tried(
             if on_error == "exclude" and error.__cause__ is not None:
                 earned[reward.name] = None
                 continue
-            text = f"before anything is trained, every reward function is tried on a made-up completion: {error}"
+            text = f"before anything is trained, every reward function is tried on made-up completions: {error}"
             raise RewardError(text) from error.__cause__
         earned[reward.name] = None if math.isnan(value) else value
     return earned

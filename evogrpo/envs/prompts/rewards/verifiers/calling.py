@@ -9,8 +9,9 @@ import concurrent.futures
 import contextlib
 import inspect
 import math
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +24,24 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 GRACE_SECONDS = 1.0  # between asking a call to end and giving up on what does not listen
+
+
+@contextlib.contextmanager
+def torch_settings_kept() -> Iterator[None]:
+    """Restore torch's default data type and device, and whether gradients are computed, after user code."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    dtype, device, grad = torch.get_default_dtype(), torch.get_default_device(), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        if torch.get_default_dtype() != dtype:
+            torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
+        torch.set_grad_enabled(grad)
 
 
 class CallFailedError(Exception):
@@ -270,7 +289,7 @@ class InProcess:
     def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
         """Make the calls of plain functions, and wait for the others; see `Runner.finish`."""
         try:
-            with exits_answered():
+            with exits_answered(), torch_settings_kept():
                 for each in sorted(begun, key=lambda each: each.future is not None):
                     each.ended(self._outcome(each, stop_at_first=stop_at_first))
                     if stop_at_first and each.failed:

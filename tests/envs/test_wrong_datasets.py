@@ -1,0 +1,129 @@
+"""Wrong datasets, conversations, networks and arguments are refused before anything is trained."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, MultiTurnGym, load_base
+from tests.tiny_models import tiny_tokenizer
+from tests.tiny_steps import cart_pole, step_agent
+from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, variety
+
+
+def asking(*rows):
+    return HuggingFaceGym([*QUESTIONS, *rows], tokenizer=tiny_tokenizer(), reward_fn=variety)
+
+
+@pytest.mark.parametrize("answer", [None, float("nan"), np.nan])
+def test_an_answer_that_is_missing_is_refused_by_its_row(answer):
+    with pytest.raises(ValueError, match=r"row 100 .*answer"):
+        asking({"question": "1+1", "answer": answer})
+
+
+@pytest.mark.parametrize("row", [{"question": b"1+1", "answer": "2"}, {"question": "1+1", "answer": b"2"}])
+def test_bytes_are_refused_by_their_row(row):
+    with pytest.raises(ValueError, match=r"row 100 .*bytes"):
+        asking(row)
+
+
+@pytest.mark.parametrize("dataset", [None, {"train": None}])
+def test_a_missing_training_dataset_is_named(dataset):
+    with pytest.raises(ValueError, match="train_dataset"):
+        HuggingFaceGym(dataset, tokenizer=tiny_tokenizer(), reward_fn=variety)
+
+
+def talking(reply=lambda row, messages: "again", role="user", **options):
+    rows = [{"prompt": [{"role": role, "content": str(number)}]} for number in range(40)]
+    options = {"reward_funcs": lambda completions, **_: [0.0 for _ in completions], "max_turns": 2} | options
+    return MultiTurnGym(rows, tokenizer=tiny_tokenizer(), reply=reply, **options)
+
+
+@pytest.mark.parametrize(("role", "near"), [("usr", "user"), ("asistant", "assistant"), ("sytem", "system")])
+def test_an_unknown_role_is_refused_with_the_nearest_one(role, near):
+    with pytest.raises(ValueError, match=f"role.*{near}"):
+        talking(role=role)
+
+
+@pytest.mark.parametrize(
+    "reply", [lambda row: "again", lambda row, messages: 7, lambda row, messages: row["missing"], lambda *_: ["a"]]
+)
+def test_a_reply_that_cannot_work_is_found_by_the_preflight(reply):
+    with pytest.raises(ValueError, match="reply"):
+        talking(reply).preflight()
+
+
+@pytest.mark.parametrize(
+    "rewards", [lambda completions, **_: [0.5], lambda completions, **_: None, lambda completions, **_: 0.5]
+)
+def test_rewards_of_another_number_than_completions_are_found_by_the_preflight(rewards):
+    rows = [{"prompt": str(number)} for number in range(40)]
+    with pytest.raises(ValueError, match="reward"):
+        HuggingFaceGym(rows, tokenizer=tiny_tokenizer(), reward_funcs=rewards).preflight()
+
+
+@pytest.mark.parametrize("split", ["val", "valid", "eval", None])
+def test_an_unknown_split_is_refused(split):
+    with pytest.raises(ValueError, match="split"):
+        tiny_agent().test(tiny_env(), split=split)
+    with pytest.raises(ValueError, match="split"):
+        step_agent().test(cart_pole(), split=split)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: HuggingFaceGym(QUESTIONS, tokenizer=tiny_tokenizer(), reward_func=variety), "reward_funcs"),
+        (lambda: HuggingFaceGym(dataset=QUESTIONS, tokenizer=tiny_tokenizer(), reward_fn=variety), "train_dataset"),
+        (lambda: GymnasiumGroups("CartPole-v1", num_envs=8), "lanes"),
+        (lambda: GymnasiumGroups("CartPole-v1", time_limit=8), "max_episode_steps"),
+        (lambda: tiny_agent().generate(["1+1"], max_new_tokens=4), "max_output_tokens"),
+        (lambda: load_base("smollm2-135m", dtyp="float32"), "dtype"),
+        (lambda: talking(max_turn=3), "max_turns"),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_the_one_meant(call, name):
+    with pytest.raises(ValueError, match=name):
+        call()
+
+
+def test_a_reward_may_not_change_how_torch_computes():
+    def careless(completion, answer, question):
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_grad_enabled(False)
+        return 0.0
+
+    tiny_env(reward_fn=careless).preflight()
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.zeros(1).device.type == "cpu"
+    assert torch.is_grad_enabled()
+
+
+BOX, LEFT_RIGHT = gymnasium.spaces.Box(-1, 1, (4,)), gymnasium.spaces.Discrete(2)
+
+
+def test_a_network_that_ends_in_softmax_is_warned_of():
+    network = nn.Sequential(nn.Linear(4, 2), nn.Softmax(-1))
+    with pytest.warns(UserWarning, match="logits"):
+        GRPO(BOX, LEFT_RIGHT, network)
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x), None
+
+
+def test_a_network_that_returns_a_tuple_is_refused():
+    with pytest.raises(ValueError, match="tuple"):
+        GRPO(BOX, LEFT_RIGHT, Pair())
+
+
+def test_several_agents_are_sent_to_their_class():
+    with pytest.raises(ValueError, match="MultiAgentGRPO"):
+        GRPO(BOX, gymnasium.spaces.Dict({"a": LEFT_RIGHT, "b": LEFT_RIGHT}))
