@@ -29,6 +29,7 @@ __all__ = [
     "Narrowing",
     "NetworkConfig",
     "Objective",
+    "Optimizer",
     "PettingZooGroups",
     "Population",
     "RLParameter",
@@ -70,6 +71,7 @@ _HOMES = {
     "Narrowing": "evogrpo.evolution.strategies.narrowing",
     "NetworkConfig": "evogrpo.policies.control.architecture",
     "Objective": "evogrpo.config.objective",
+    "Optimizer": "evogrpo.config.optimizer",
     "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
     "Population": "evogrpo.agents.population",
     "RLParameter": "evogrpo.hyperparameters.parameter",
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
     from evogrpo.agents.multi_agent import MultiAgentGRPO
     from evogrpo.agents.population import Population
     from evogrpo.config.objective import Objective
+    from evogrpo.config.optimizer import Optimizer
     from evogrpo.envs.control.gymnasium import GymnasiumGroups
     from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
     from evogrpo.envs.prompts.conversations import MultiTurnGym

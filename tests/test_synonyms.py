@@ -121,6 +121,22 @@ def test_a_name_that_is_like_no_other_gets_no_hint(typed):
         assert "did you mean" not in str(unknown_name_error("argument", typed, names))
 
 
+@pytest.mark.parametrize(
+    ("valid", "typed", "name"),
+    [
+        (SCHEDULE, "num_generations", "group_size"),
+        (SCHEDULE, "learning_rate", "lr"),
+        (SCHEDULE, "max_completion_length", "max_output_tokens"),
+        (AGENT, "output_dir", "run_dir"),
+        (AGENT, "save_steps", "checkpoint_steps"),
+    ],
+)
+def test_a_name_that_another_call_takes_is_answered_so(valid, typed, name):
+    said = str(unknown_name_error("argument", typed, valid))
+    assert f"{name!r}" in said
+    assert "another call" in said
+
+
 @pytest.mark.parametrize("typed", ["sise", "siez", "szie", "siize", "sie", "ize", "size_"])
 def test_one_slip_of_the_keyboard_is_answered(typed):
     assert "did you mean 'size'" in str(unknown_name_error("argument", typed, ["size", "seed", "beta"]))

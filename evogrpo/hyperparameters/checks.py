@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import TypeVar
 
-from evogrpo.hyperparameters.synonyms import counterpart, remark
+from evogrpo.hyperparameters.synonyms import counterpart, given_elsewhere, remark
 
 T = TypeVar("T")
 
@@ -37,6 +37,8 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
         return ValueError(f"unknown {kind} {name!r}: it is called {own!r} here")
     if said is not None:
         return ValueError(f"unknown {kind} {name!r}: {said}")
+    if (other := given_elsewhere(str(name))) is not None:
+        return ValueError(f"unknown {kind} {name!r}: it is called {other!r}, and another call takes it")
     close = [each for each in names if is_one_edit(str(name), each)]
     close = close or difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
     known = f"Valid names: {', '.join(names) or '(none)'}"

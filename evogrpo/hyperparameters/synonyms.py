@@ -196,6 +196,11 @@ def counterpart(name: str, valid: Iterable[str]) -> str | None:
     return next((own for own in valid if name in _ELSEWHERE.get(own, ())), None)
 
 
+def given_elsewhere(name: str) -> str | None:
+    """Return the name here of what another library calls `name`, whichever call takes it; None if it is not known."""
+    return next((own for own, others in _ELSEWHERE.items() if name in others), None)
+
+
 def remark(name: str) -> str | None:
     """Return what to do about a name of another library that has no counterpart; None if it is not known."""
     return _NO_COUNTERPART.get(name)

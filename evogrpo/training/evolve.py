@@ -87,6 +87,8 @@ def evolve(
         ValueError: If a setting is unknown or out of range, the run directory is no place for a run, more memory is
             needed than is there, or a reward function does not serve for a made-up completion.
     """
+    if isinstance(env, Population):
+        raise ValueError("evolve takes the population first: evolve(population, env, ...).")
     refuse_unknown("argument of evolve", schedule, [*_EVOLVE, *Schedule.__dataclass_fields__])
     console = console_for(progress)
     logging = LoggingConfig(

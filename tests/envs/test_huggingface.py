@@ -117,7 +117,7 @@ def test_long_prompts_are_left_out_and_counted(tokenizer):
 def test_the_prompt_limit_is_inclusive(tokenizer, encode):
     length = len(encode("<u>1*1?<eos><a>"))
     assert agilerl(tokenizer, max_prompt_length=length).size("test") == 4
-    with pytest.raises(ValueError, match="every row of test_dataset was left out"):
+    with pytest.raises(ValueError, match="test_dataset was left out"):
         agilerl(tokenizer, max_prompt_length=length - 1)
 
 
@@ -207,7 +207,7 @@ def test_opening_what_does_not_exist_is_refused(tokenizer, split, start, message
         ({"test": [{"question": "a"}]}, "test_dataset must have the columns"),
         ({"validation_dataset": [{"prompt": "a"}]}, "validation_dataset must have the columns"),
         ({"train": [*QA, {"question": "x", "answer": ""}]}, "in row 30"),
-        ({"test": QA}, "every row of train_dataset was left out"),
+        ({"test": QA}, "train_dataset was left out"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(tokenizer, options, message):

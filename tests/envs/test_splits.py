@@ -159,7 +159,7 @@ def test_impossible_sizes_are_refused(size, rest):
 
 
 def test_a_split_that_ends_up_empty_is_refused():
-    with pytest.raises(ValueError, match=r"every row of train_dataset was left out .*held_out=2"):
+    with pytest.raises(ValueError, match=r"train_dataset was left out.* 2 held out"):
         split({"train": rows("a", "b"), "test": rows("b", "a")})
 
 

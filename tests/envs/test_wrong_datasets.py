@@ -1,15 +1,20 @@
 """Wrong datasets, conversations, networks and arguments are refused before anything is trained."""
 
+import json
+
 import gymnasium
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, MultiTurnGym, load_base
+from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, MultiTurnGym, evolve, load_base
+from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask
+from evogrpo.training.configuration.sources import read_rows
+from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_steps import cart_pole, step_agent
-from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, variety
+from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, tiny_population, variety
 
 
 def asking(*rows):
@@ -127,3 +132,48 @@ def test_a_network_that_returns_a_tuple_is_refused():
 def test_several_agents_are_sent_to_their_class():
     with pytest.raises(ValueError, match="MultiAgentGRPO"):
         GRPO(BOX, gymnasium.spaces.Dict({"a": LEFT_RIGHT, "b": LEFT_RIGHT}))
+
+
+# ---- files and configurations
+
+
+@pytest.mark.parametrize("text", ['[{"prompt": "1"}, {"prompt": "2"}]', '\n[\n{"prompt": "1"},\n{"prompt": "2"}]'])
+def test_a_json_array_is_read_from_a_file_of_json_lines(text, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text.lstrip("\n"))
+    assert read_rows(path) == [{"prompt": "1"}, {"prompt": "2"}]
+
+
+def test_a_csv_file_without_a_header_is_told_of_its_first_line(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("".join(f"{number}+1,{number + 1}\n" for number in range(40)))
+    with pytest.raises(ValueError, match="first line"):
+        HuggingFaceGym(read_rows(path), tokenizer=tiny_tokenizer(), reward_fn=variety)
+
+
+def test_a_configuration_in_utf_16_is_refused_by_its_encoding(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("seed: 1", encoding="utf-16")
+    with pytest.raises(ValueError, match="UTF-8"):
+        read_yaml_file(path)
+
+
+@pytest.mark.parametrize(("columns", "form"), [(("question", "answer"), "agilerl"), (("prompt",), "trl")])
+def test_the_form_of_rewards_follows_from_the_columns(columns, form, tmp_path, monkeypatch):
+    rows = [dict.fromkeys(columns, str(number)) for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = {"agilerl": "completion, answer, question", "trl": "completions, **_"}
+    (tmp_path / "mine.py").write_text(f"def f({names[form]}): return 1.0")
+    task = DatasetTask(dataset=DatasetFiles(train=str(tmp_path / "rows.jsonl")), reward=f"{tmp_path}/mine.py:f")
+    env = task.environment(tiny_tokenizer(), seed=0, max_prompt_length=None)
+    assert env.size("train") > 0
+
+
+def test_swapped_arguments_of_evolve_are_refused():
+    with pytest.raises(ValueError, match="population first"):
+        evolve(tiny_env(), tiny_population(1), generations=1)
+
+
+def test_a_dataset_of_which_nothing_is_left_says_why():
+    with pytest.raises(ValueError, match="too long"):
+        tiny_env(max_prompt_length=1)

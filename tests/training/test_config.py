@@ -199,7 +199,6 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path, mess
         ),
         ("task", {"nmae": "two_digit_sums"}, "unknown key in task 'nmae': did you mean 'name'"),
         ("task", {**OWN, "dataset": {"trian": "x"}}, "unknown key in task.dataset 'trian': did you mean 'train'"),
-        ("task", {"dataset": {"train": "x"}, "reward": "r.py:f"}, "task.form must be given"),
         ("task", {**OWN, "form": "trl", "system_prompt": "Hi"}, "go with form: agilerl"),
         ("task", {**OWN, "reward": ["r.py:f", "r.py:g"]}, "several go with form: trl"),
         ("task", {"reasoning_gym": "chain_sum", "sizes": {"tarin": 1}}, "did you mean 'train'"),

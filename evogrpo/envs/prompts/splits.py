@@ -43,6 +43,9 @@ class Filtered:
     held_out: int = 0
     reserve: int = 0
 
+    def __str__(self) -> str:
+        return f"{self.too_long} too long, {self.duplicates} duplicates, {self.held_out} held out elsewhere"
+
 
 @dataclass(frozen=True)
 class Content:
@@ -152,7 +155,9 @@ def make_splits(
         splits[split], filtered[split] = _clean(questions, max_prompt_length, kept_apart)
         kept_apart.update(ids.tobytes() for ids in splits[split].prompts)
         if not splits[split].rows:
-            raise ValueError(f"every row of {split}_dataset was left out ({filtered[split]}): nothing is left to use")
+            raise ValueError(
+                f"Every row of {split}_dataset was left out: {filtered[split]}. Raise max_prompt_length or add rows."
+            )
     contents = splits["train"].contents
     left = {position: (content.place(seed), content.row) for position, content in enumerate(contents)}
     for split in (split for split in reversed(SPLITS) if split not in tables):
@@ -210,9 +215,5 @@ def _warn(filtered: Mapping[Split, Filtered]) -> None:
     told = {split: replace(counts, reserve=0) for split, counts in filtered.items()}  # what is wrong with rows
     if all(counts == Filtered() for counts in told.values()):
         return
-    parts = [
-        f"{split}: {counts.too_long} too long, {counts.duplicates} duplicates, {counts.held_out} held out elsewhere"
-        for split in SPLITS
-        if (counts := told[split]) != Filtered()
-    ]
+    parts = [f"{split}: {counts}" for split in SPLITS if (counts := told[split]) != Filtered()]
     warn(f"rows were left out of the prompt datasets ({'; '.join(parts)})")

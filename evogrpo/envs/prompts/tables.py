@@ -91,7 +91,7 @@ def check_table(table: object, columns: Sequence[str], name: str) -> list[str]:
     missing = [column for column in columns if column not in present]
     if missing:
         raise ValueError(
-            f"{name} must have the columns {list(columns)}, got {present}: rename columns to provide {missing} "
-            "(reward_fn, or form: agilerl, reads question and answer; reward_funcs, or form: trl, read prompt)"
+            f"{name} must have the columns {list(columns)}, got {present!s:.200}. Rename columns to provide "
+            f"{missing}; the first line of a CSV file must name them."
         )
     return present

@@ -219,7 +219,7 @@ class DatasetTask(QuestionTask):
         dataset: Files: .jsonl, .json, .csv or .parquet; or a dataset of the hub.
         reward: "path.py:function" or "module:function"; the trl form takes a list as well. Its code is run.
         form: "agilerl": columns question and answer, `f(completion, answer, question) -> float`; "trl": column prompt,
-            `f(prompts=, completions=, **columns) -> list`.
+            `f(prompts=, completions=, **columns) -> list`; by default the one that the columns fit.
         reward_weights: One factor per function, trl form only.
         system_prompt: A system message before each question, agilerl form only.
         conversation_template: Messages with {question}, agilerl form only, instead of a system_prompt.
@@ -232,7 +232,7 @@ class DatasetTask(QuestionTask):
 
     dataset: DatasetFiles
     reward: str | tuple[str, ...]
-    form: Literal["agilerl", "trl"]
+    form: Literal["agilerl", "trl"] | None = None
     reward_weights: tuple[float, ...] | None = None
     system_prompt: str | None = None
     conversation_template: Messages | None = None
@@ -268,7 +268,8 @@ class DatasetTask(QuestionTask):
         """Read the files, load the reward functions and build the environment."""
         tables = self.dataset.tables()
         functions = [load_named(name, "reward function") for name in self.functions]
-        agilerl = self.form == "agilerl"
+        first: Any = next(iter(tables["train"] or []), {})
+        agilerl = self.form == "agilerl" or (self.form is None and "prompt" not in first)
         return HuggingFaceGym(
             tables["train"],
             tables["test"],

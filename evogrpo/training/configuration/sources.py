@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import IO, Any
 
 from evogrpo.installing import extra_command
 from evogrpo.references import USER_MODULE
@@ -41,7 +41,7 @@ def read_rows(path: Path) -> Sequence[Any]:
                 heading = file.readline()
                 file.seek(0)
                 rows: list[Any] = list(csv.DictReader(file, delimiter=_delimiter(heading)))
-            elif path.suffix == ".json":
+            elif path.suffix == ".json" or _holds_array(file):
                 rows = _json(file.read(), str(path))
             else:
                 rows = [_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()]
@@ -63,6 +63,13 @@ def read_rows(path: Path) -> Sequence[Any]:
                 f"{path} must have as many values in every row as it names columns, but row {number} has not"
             )
     return rows
+
+
+def _holds_array(file: IO[str]) -> bool:
+    """Return whether a file of JSON lines holds one JSON array instead; the file is read from its start again."""
+    first = file.readline().lstrip()[:1]
+    file.seek(0)
+    return first == "["
 
 
 def _absent(path: Path) -> ValueError:

@@ -56,8 +56,10 @@ def read_yaml_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not in UTF-8. Save it in UTF-8.") from error
+    except OSError as error:
+        reason = error.strerror or error
         raise ValueError(f"cannot read {path} ({reason}): name a YAML file, or see `evogrpo demo`") from error
     values = read_yaml(text, str(path))
     if not isinstance(values, dict):

@@ -90,8 +90,7 @@ class Evolution:
     ) -> None:
         if not isinstance(population, Population):
             raise ValueError(
-                f"a population is what evolves, got {type(population).__name__}: for one agent make "
-                "GRPO.population(1, ...)"
+                f"evolve needs a Population, got {type(population).__name__}. For one agent, make GRPO.population(1)."
             )
         population.check(env)
         schedule.check_held_out(env)

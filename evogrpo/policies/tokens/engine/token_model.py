@@ -212,8 +212,6 @@ def check_context(context: int | None, width: int) -> None:
     """Refuse with a ValueError sequences of more tokens than the model's context; None = no limit."""
     if context is not None and width > context:
         raise ValueError(
-            f"the longest prompt and completion together must fit the model's context of {context} tokens, got "
-            f"{width}: lower max_output_tokens, or leave long prompts out (max_prompt_length). Its config says so, in "
-            "max_position_embeddings, for rotary embeddings of type longrope in original_max_position_embeddings, for "
-            "Llama 4's temperature tuning in floor_scale"
+            f"The longest prompt and completion take {width} tokens, but the model's context is {context}. Lower "
+            "max_output_tokens, or set max_prompt_length to leave long prompts out."
         )
