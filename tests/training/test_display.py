@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo import evolve, resume
+from evogrpo.history.records import GenerationReport
 from evogrpo.history.words import LANGUAGE
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.display.regions import NotebookRegion
@@ -232,3 +233,15 @@ def test_a_notebook_shows_one_output_that_changes_and_is_emptied(monkeypatch):
         region.refresh()
     assert [text.count("half &lt;done&gt;") for text in shown] == [1, 1, 0]
     assert shown[-1] == ""
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 200])
+def test_names_of_hyperparameters_stand_whole_in_one_line(width):
+    console = Console(file=io.StringIO(), width=width)
+    run = tiny_run(None, generations=1)
+    names = ["lr", "clip_coef", "update_epochs"]
+    for report in run.reports():
+        if isinstance(report, GenerationReport):
+            console.print(generation_table(report, names, width, LANGUAGE))
+    heading = next(line for line in console.file.getvalue().splitlines() if "slot" in line)
+    assert heading.split()[3:6] == names

@@ -66,15 +66,12 @@ def generation_table(
         | ({"time": "right"} if wide else {})
         | {"": "left"}
     )
-    # A name with underscores takes two lines only where the table would otherwise be too wide.
+    # Names are never split: where the table is too wide, its last column is short.
     gap = 2 if wide else 1
-    needed = sum(max(len(head), 6) + gap for head in heads) + (20 if wide else 8)
-    long = needed > width and any("_" in head for head in heads)
+    short = not wide or sum(max(len(head), 6) + gap for head in heads) + 24 > width
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="dim", pad_edge=False)
     for head, justify in heads.items():
-        # Where long names take two lines, the others stand on the second.
-        text = head if not long else head.replace("_", "_\n", 1) if "_" in head else f"\n{head}"
-        table.add_column(text, justify="left" if justify == "left" else "right", no_wrap=bool(head))
+        table.add_column(head, justify="left" if justify == "left" else "right", no_wrap=bool(head))
     for member in report.members:
         best = member.index == report.best.index
         row = [
@@ -87,7 +84,7 @@ def generation_table(
         row += [_estimate(member, name) for name in others]
         costs = [_short_count(member.tokens), *([_short_time(member.seconds)] if wide else [])]
         table.add_row(
-            *row, *costs, member_note(member, report, short=not wide, kept=kept), style="bold green" if best else ""
+            *row, *costs, member_note(member, report, short=short, kept=kept), style="bold green" if best else ""
         )
     return table
 
