@@ -88,7 +88,7 @@ def test_a_path_that_a_checkpoint_names_is_not_followed_for_a_tokenizer(tmp_path
         (["1", [{"role": "user", "content": "1"}]], {}, "all texts or all lists of messages"),
         ([3], {}, "a prompt must be a non-empty list of"),
         ([""], {}, "a prompt must have at least one token"),
-        (["1" * 200], {}, "must fit the model's context of 128 tokens"),
+        (["1" * 200], {}, "the model's context is 128"),
         (["1"], {"n": 0}, "n must be a whole number of at least 1"),
         (["1"], {"n": 1.5}, "n must be a whole number of at least 1"),
         (["1"], {"temperature": -1.0}, "temperature must be at least 0"),

@@ -135,7 +135,7 @@ def test_prompts_beyond_the_models_context_are_refused_before_anything_is_loaded
     words = ["task.dataset={train: long.jsonl}", "task.max_prompt_length=500", "task.test_size=8"]
     status, _, error = called(*KINDS["language"], *words, "--dry-run")
     assert status == 2
-    assert "must fit the model's context of 128 tokens" in " ".join(error.split())
+    assert "the model's context is 128" in " ".join(error.split())
     assert called(*KINDS["language"], *words)[::2] == (2, error)
 
 

@@ -62,6 +62,6 @@ def test_in_python_it_is_found_before_the_baseline(tmp_path):
     def wrong(completion, answer, question):
         return "good"
 
-    with pytest.raises(RewardError, match="before anything is trained"):
+    with pytest.raises(RewardError, match="reward function 'wrong'"):
         evolve(tiny_population(1), tiny_env(reward_fn=wrong), run_dir=tmp_path / "run", generations=1)
     assert not (tmp_path / "run").exists()

@@ -175,7 +175,7 @@ def test_a_reward_is_tried_on_a_made_up_completion_of_a_training_question(tokeni
 )
 @pytest.mark.parametrize("on_error", ["raise", "exclude"])
 def test_what_is_no_reward_is_found_before_anything_is_trained(tokenizer, value, message, on_error):
-    with pytest.raises(RewardError, match=f"before anything is trained.*{message}"):
+    with pytest.raises(RewardError, match=f"{message}"):
         preflight(tokenizer, lambda completion, answer, question: value, on_reward_error=on_error)
 
 

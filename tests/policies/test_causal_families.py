@@ -350,7 +350,7 @@ def test_sequences_stay_where_rotary_frequencies_do_not_depend_on_others():
     for row in range(len(batch)):
         alone = bank.log_probs(batch.select(torch.tensor([row])))
         torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"context of 24 tokens, got 25: .* longrope"):
+    with pytest.raises(ValueError, match=r"25 tokens, .* context is 24.*longrope"):
         bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 
@@ -362,7 +362,7 @@ def test_sequences_stay_where_places_do_not_scale_queries():
     for row in range(len(batch)):
         alone = bank.log_probs(batch.select(torch.tensor([row])))
         torch.testing.assert_close(alone, bank.log_probs(batch)[[row]], rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match=r"context of 24 tokens, got 25: .* in floor_scale"):
+    with pytest.raises(ValueError, match=r"25 tokens, .* context is 24.*floor_scale"):
         bank.sample(make_rows([0], tokens=8, prompts=(longest,) * 3))
 
 

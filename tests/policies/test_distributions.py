@@ -185,5 +185,5 @@ def test_masks_are_refused_where_nothing_can_be_masked(space):
     ],
 )
 def test_other_spaces_are_refused_by_an_error_that_names_the_supported_ones(space):
-    with pytest.raises(ValueError, match="Discrete, MultiDiscrete, MultiBinary or floating-point Box"):
+    with pytest.raises(ValueError, match="action_space must be Discrete, MultiDiscrete, MultiBinary or a"):
         distribution_for(space)

@@ -109,11 +109,10 @@ def distribution_for(space: spaces.Space[Any] | None) -> Distribution:
             return Bernoullis(space.shape, space.dtype)
         case spaces.Box() if np.issubdtype(space.dtype, np.floating):
             return Gaussians(space)
-    if isinstance(space, spaces.Dict):
-        raise ValueError("GRPO acts for one agent, got a Dict of action spaces. For several agents use MultiAgentGRPO.")
+    several = " For several agents use MultiAgentGRPO." if isinstance(space, spaces.Dict) else ""
     raise ValueError(
-        "a small network acts in a Discrete, MultiDiscrete, MultiBinary or floating-point Box space, "
-        f"got {space}: wrap the environment so that its actions are of one of these"
+        f"action_space must be Discrete, MultiDiscrete, MultiBinary or a floating-point Box, got {space!s:.200}. Wrap "
+        f"the environment so that its actions are one of these.{several}"
     )
 
 

@@ -8,7 +8,7 @@ from evogrpo.envs.prompts.rewards.reward_functions import Answers, OnRewardError
 from evogrpo.envs.prompts.rewards.scoring import evaluate
 from evogrpo.envs.prompts.rewards.verifiers.calling import Runner
 
-MADE_UP = ("This is a made-up completion: 42.", "This is another one.")
+MADE_UP = ("This is a made-up completion: 42.", "This is another made-up completion.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def tried(
             if on_error == "exclude" and error.__cause__ is not None:
                 earned[reward.name] = None
                 continue
-            text = f"before anything is trained, every reward function is tried on made-up completions: {error}"
+            text = f"Reward functions are tried on made-up completions before training: {error}"
             raise RewardError(text) from error.__cause__
         earned[reward.name] = None if math.isnan(value) else value
     return earned
