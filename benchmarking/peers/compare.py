@@ -32,7 +32,6 @@ class Contestant:
         agents: Agents in the process.
         micro_batches: Samples per pass of a learning step to try before the rounds; the fastest is kept.
         defaults: Whether it runs at its own defaults rather than at the fastest settings of equal result.
-        recording: Whether evogrpo keeps what was computed while writing for learning (reduce_memory_peak=False).
     """
 
     script: str
@@ -40,7 +39,6 @@ class Contestant:
     agents: int
     micro_batches: tuple[int, ...]
     defaults: bool = False
-    recording: bool = False
 
 
 # One agent's whole batch is 16. It is AgileRL's default; TRL's is 8. A population's whole batch is 16 for each agent.
@@ -56,12 +54,6 @@ CONTESTANTS: dict[str, Contestant] = {
         script="run_agilerl.py", peer="agilerl-2.10", agents=1, micro_batches=(16,), defaults=True
     ),
     "evogrpo-1": Contestant(script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16, 8)),
-    "evogrpo-8-recording": Contestant(
-        script="run_evogrpo.py", peer=None, agents=8, micro_batches=(16, 32, 64), recording=True
-    ),
-    "evogrpo-1-recording": Contestant(
-        script="run_evogrpo.py", peer=None, agents=1, micro_batches=(16, 8), recording=True
-    ),
     "agilerl-8": Contestant(script="run_agilerl.py", peer="agilerl", agents=8, micro_batches=(16,)),
 }
 DEFAULT_SYSTEMS = tuple(name for name in CONTESTANTS if name != "agilerl-8")
@@ -111,7 +103,6 @@ class Bench:
         command = [str(self.pythons[name]), str(HERE / contestant.script), "--model", str(self.base_model)]
         command += ["--steps", str(self.steps), "--micro-batch", str(micro_batch), "--agents", str(contestant.agents)]
         command += ["--threads", str(self.threads), "--out", str(out)] + ["--defaults"] * contestant.defaults
-        command += ["--recording"] * contestant.recording
         command += ["--setting", self.setting, "--precision", precision, "--device", self.device]
         print(f"{self.setting}, {label}: {name} in {precision}, micro-batch {micro_batch} ...", end=" ", flush=True)
         environment = dict(os.environ)

@@ -72,7 +72,6 @@ def main() -> None:
         min_output_tokens=work.completion_tokens,
         max_output_tokens=work.completion_tokens,
         micro_batch_tokens=micro_batch_tokens(),
-        reduce_memory_peak=not arguments.recording,
         lora_config=LoraConfig(
             r=workload.LORA_RANK,
             lora_alpha=workload.LORA_ALPHA,
@@ -95,7 +94,6 @@ def main() -> None:
             pass
         seconds = step_seconds(Path(folder))
     settings: dict[str, object] = {"reference": "adapters switched off", "micro_batch_tokens": micro_batch_tokens()}
-    settings["reduce_memory_peak"] = not arguments.recording
     workload.write_report(arguments, seconds, ["evogrpo", "transformers", "peft", "torch"], settings)
 
 

@@ -79,7 +79,6 @@ class Arguments:
         setting: Key of `SETTINGS`.
         precision: Of the base model's weights and activations; adapters are in float32.
         defaults: Leave the settings that change no result at the system's defaults, rather than at the fastest.
-        recording: Keep what was computed while writing for learning; evogrpo's alone.
         device: Where everything runs.
     """
 
@@ -92,7 +91,6 @@ class Arguments:
     setting: str
     precision: str
     defaults: bool
-    recording: bool
     device: str
 
     @property
@@ -117,7 +115,6 @@ def parse_arguments(description: str | None) -> Arguments:
     parser.add_argument("--setting", choices=SETTINGS, default="short", help="how much there is to read and to write")
     parser.add_argument("--precision", choices=PRECISIONS, default="float32", help="of the base model")
     parser.add_argument("--defaults", action="store_true", help="the system's own defaults where others are faster")
-    parser.add_argument("--recording", action="store_true", help="evogrpo's reduce_memory_peak=False")
     parser.add_argument("--device", choices=DEVICES, default="cpu", help="where everything runs")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = Arguments(**vars(parser.parse_args()))

@@ -92,9 +92,8 @@ class Options(CommonOptions, total=False):
         accelerator: Chooses the device and the precision of forward passes.
         calc_position_embeddings: For language models, like all that follow: pass positions, counted without padding,
             to the model; True by default. False is for models that take none.
-        reduce_memory_peak: Take memory for as little as possible; True by default. False takes time for as little: what
-            models like Llama compute while they write is kept until it has been learnt from, once, which saves half
-            of an update's products, and logits of a whole micro-batch are held. Same results, up to rounding.
+        reduce_memory_peak: Compute logits in chunks of a few hundred tokens; True by default. False computes the
+            logits of a whole micro-batch at once. Same results, up to rounding.
         min_output_tokens: Ends of sequence are ruled out for that many first tokens; 0 by default.
         max_output_tokens: Most tokens of a completion, or of one turn of a conversation; 128 by default.
         max_episode_tokens: Most tokens of a conversation, said and heard together; by default what the model's context

@@ -78,7 +78,6 @@ class SamplingBatch:
         keep: Return the state needed to continue these rows (their KV cache) as `Rollout.kept`.
         kept: State that an earlier rollout kept for these rows. Only saves work: a sampler may recompute it.
         kept_rows: `[n]` index of each row in the rollout that `kept` is from; None = the same rows in that order.
-        learnt: Members learn from these rows next, so that a bank may record what saves work then.
 
     Raises:
         ValueError: If the maximum number of tokens is unknown or contradicts `uniforms`, or lengths differ.
@@ -96,7 +95,6 @@ class SamplingBatch:
     keep: bool = False
     kept: object | None = None
     kept_rows: Tensor | None = None
-    learnt: bool = False
 
     __repr__ = short_repr
 

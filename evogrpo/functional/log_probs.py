@@ -24,7 +24,6 @@ def chunked_log_probs(
     *,
     entropy_gradient: bool = False,
     weight: Tensor | None = None,
-    known: Callable[[slice], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Return log softmax(head(hidden) / temperature)[target] and the entropy of every row, chunk by chunk of logits.
 
@@ -45,20 +44,18 @@ def chunked_log_probs(
         entropy_gradient: Whether the entropies are differentiable too, for a second product through `head`.
         weight: `[v, h]` where `head` is the product with it and no more: all chunks then share one buffer, and `head`
             is not called.
-        known: Gives the logits of some of the rows, which are overwritten, where they are known; only with `weight`.
 
     Returns:
         `[k]` log-probabilities and `[k]` entropies, float32, in nats; the former differentiable once with respect to
         `hidden`.
     """
     wanted = hidden.requires_grad and torch.is_grad_enabled()
-    if weight is not None and (known is not None or by_onednn(FEW, hidden, weight)):
+    if weight is not None and by_onednn(FEW, hidden, weight):
         chunk = min(chunk, FEW)  # quickest of 32 to 1,024, as the memory of fewer is used again
     through = _Called(head, wanted) if weight is None else _Product(weight, min(chunk, len(hidden)), hidden.dtype)
     log_probs, entropies = _ChunkedLogProbs.apply(
         hidden if wanted else hidden.detach(),
         through,
-        known,
         targets,
         temperature,
         forbidden,
@@ -113,7 +110,6 @@ class _ChunkedLogProbs(torch.autograd.Function):
         ctx: FunctionCtx,
         hidden: Tensor,
         head: _Called | _Product,
-        known: Callable[[slice], Tensor] | None,
         targets: Tensor,
         temperature: Tensor,
         forbidden: Tensor,
@@ -129,7 +125,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         entropy_slopes = torch.empty_like(hidden) if wanted and entropy_gradient else None
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            logits = head.logits(hidden[part]) if known is None else known(part)
+            logits = head.logits(hidden[part])
             entropy_slope = None if entropy_slopes is None else torch.empty_like(logits)
             for rows in tiles(logits):
                 at = slice(start + rows.start, start + rows.stop)
@@ -158,7 +154,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         slope = slopes * grads[0][:, None].to(slopes.dtype)
         if entropy_slopes is not None:
             slope += entropy_slopes * grads[1][:, None].to(slopes.dtype)
-        return slope, *[None] * 8
+        return slope, *[None] * 7
 
 
 def _measure(

@@ -161,16 +161,6 @@ def test_a_dry_run_prints_the_arithmetic_and_touches_nothing(project, here, caps
     assert list(here.iterdir()) == []
 
 
-def test_a_dry_run_counts_what_is_recorded_for_learning(project, here, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    run = ["train", str(project / "tiny.yaml"), "--dry-run"]
-    for reduced, recorded in (("true", False), ("false", True)):
-        assert main([*run, f"agent.reduce_memory_peak={reduced}"]) == 0
-        assert ("GB recorded for learning" in " ".join(capsys.readouterr().out.split())) is recorded
-    assert main([*run, "agent.reduce_memory_peak=false", "agent.micro_batch_tokens=1000000000000"]) == 2
-    assert "or leave agent.reduce_memory_peak at true" in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_run_that_needs_more_memory_than_there_is_is_refused(project, here, capsys):
     run = ["train", str(project / "tiny.yaml"), "agent.micro_batch_tokens=1000000000000", "--run-dir", "run"]
     for arguments in (run, [*run, "--dry-run"]):

@@ -83,7 +83,7 @@ def converse(
     """
     several = opened.max_turns > 1
     with nullcontext() if several else _handed_over(opened, rows):
-        said = sampler.sample(replace(rows, keep=True, learnt=False) if several else rows, base=base).to(device)
+        said = sampler.sample(replace(rows, keep=True) if several else rows, base=base).to(device)
     if not several:
         lengths = said.present.sum(1, keepdim=True)
         starts = rows.prompt_ids.tolist()
@@ -102,7 +102,6 @@ def converse(
         chosen, uniforms = torch.tensor(going), draws(turn)
         part = replace(
             rows.select(chosen),
-            learnt=False,
             uniforms=None if uniforms is None else uniforms[chosen],
             history=tuple(talks[row].history for row in going),
             keep=turn + 1 < opened.max_turns,

@@ -13,7 +13,6 @@ from evogrpo.functional.log_probs import invert_cumulative, scaled_logits, tiles
 from evogrpo.functional.products import filled_up
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
-from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
 from evogrpo.policies.tokens.replaying import Replays
 from evogrpo.policies.tokens.stems import COMPACT_BELOW, Stems
@@ -70,7 +69,6 @@ def generate(
     tally: Tally,
     pages: Pages,
     finished: Callable[[Tensor], None] | None = None,
-    recording: PassRecording | None = None,
     stems: Stems | None = None,
 ) -> list[tuple[Tensor, Any]]:
     """Sample one completion per row until an end of sequence or until there are enough tokens.
@@ -83,7 +81,6 @@ def generate(
         tally: Counts completions: those under way by their tokens, of the most that they may have.
         pages: Empty ones of these rows, which the completions are written into.
         finished: Takes the numbers of rows that are finished, at every look and as long as they are carried along.
-        recording: Takes what is computed.
         stems: What of `decoding` is whose; None = each is one row's.
 
     Returns:
@@ -91,7 +88,7 @@ def generate(
         last.
     """
     count, width = len(rows), rows.max_new_tokens
-    writing = _Writing(model, decoding, rows, end_ids, pages, recording, stems)
+    writing = _Writing(model, decoding, rows, end_ids, pages, stems)
     aside: list[tuple[Tensor, Any]] = []
 
     def set_aside(local: Tensor, numbers: Tensor, fed: int) -> None:
@@ -160,7 +157,6 @@ class _Writing:
         rows: The same as work.
         end_ids: `[e]` token ids that end a completion.
         pages: What the completions are written into.
-        recording: Takes what is computed.
         stems: What is run for them; None = each by itself.
 
     Attributes:
@@ -176,12 +172,11 @@ class _Writing:
         rows: SamplingBatch,
         end_ids: Tensor,
         pages: Pages,
-        recording: PassRecording | None,
         stems: Stems | None,
     ) -> None:
         assert rows.uniforms is not None
         self._model, self._decoding, self._uniforms, self._pages = model, decoding, rows.uniforms, pages
-        self._end_ids, self._fewest, self._recording = end_ids, rows.min_new_tokens, recording
+        self._end_ids, self._fewest = end_ids, rows.min_new_tokens
         self._asked, self._replays = _Asked(rows, end_ids), Replays(model.device)
         # What every row has read, where it matters what has been read and said.
         self._read = None if rows.options.repetition_penalty == 1.0 else _read(rows, model.device)
@@ -200,12 +195,8 @@ class _Writing:
             self._choose(self._decoding.start(), forbid)
         else:
             layout = self._decoding.make_room()
-            if self._recording is not None:
-                self._recording.feed(self.carried, step - 1, *self._run())
             work = partial(self._go_on, forbid)
             self._replays.do(work, None if layout is None else (layout, forbid))
-        if self._recording is not None:
-            self._recording.chosen(self.carried, step, *self._run())
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows of those carried along alone."""
@@ -231,12 +222,6 @@ class _Writing:
         self.stems = stems
         self.live = torch.arange(len(self.carried)) < len(live)
 
-    def _run(self) -> tuple[int, Tensor]:
-        """Return how many tokens are run at a time, and which of them is each row's, `[c]`."""
-        if self.stems is not None:
-            return self.stems.run, self.stems.of
-        return len(self.carried), torch.arange(len(self.carried), device=self.carried.device)
-
     def _go_on(self, forbid: bool) -> None:
         self._choose(self._decoding.advance(self._fed), forbid)
 
@@ -257,7 +242,7 @@ class _Writing:
         numbers = self.carried if self.stems is None else self.carried[self.stems.firsts]
         said = self._said(numbers)
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
-            logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS], self._recording)
+            logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
             for part in tiles(logits):
                 run = slice(start + part.start, start + part.stop)
                 rows, run_as = (run, None) if self.stems is None else self.stems.within(run)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from evogrpo.data import Rollout, SamplingBatch
 from evogrpo.finished import listened, tell
-from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel, check_context
 from evogrpo.policies.tokens.generation import Pages, generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
@@ -63,15 +62,7 @@ class _Piece:
     aside: list[tuple[Tensor, Any]]
 
 
-def sample(
-    model: TokenModel[Any],
-    weights: Weights,
-    rows: SamplingBatch,
-    end_ids: Tensor,
-    *,
-    base: bool,
-    recording: PassRecording | None = None,
-) -> Rollout:
+def sample(model: TokenModel[Any], weights: Weights, rows: SamplingBatch, end_ids: Tensor, *, base: bool) -> Rollout:
     """Sample one completion per row; see `evogrpo.policies.sampler.Sampler`.
 
     What was kept of rows serves those whose weights have not changed and whose prompt and history begin with it; all
@@ -83,7 +74,6 @@ def sample(
         rows: Work in any order; without uniforms, torch's default generator draws them.
         end_ids: `[e]` token ids that end a completion.
         base: Sample from the untrained base.
-        recording: Takes what is computed, of rows that begin anew.
 
     Raises:
         ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
@@ -115,8 +105,7 @@ def sample(
         for wave in numbers.chunk(waves) if waves else ():  # all about as large: few rows wait for the weights
             spare -= len(wave) * width
             part = replace(rows, keep=rows.keep and spare >= 0)
-            recorded = recording if recording is not None and recording.open and going_on is None else None
-            pieces += sampling.wave(part, wave, going_on, recorded)
+            pieces += sampling.wave(part, wave, going_on)
     return _joined(rows, pieces, stamps)
 
 
@@ -163,9 +152,7 @@ class _Sampling:
     tally: Tally
     hearing: bool
 
-    def wave(
-        self, rows: SamplingBatch, wave: Tensor, kept: KeptRows | None, recording: PassRecording | None
-    ) -> list[_Piece]:
+    def wave(self, rows: SamplingBatch, wave: Tensor, kept: KeptRows | None) -> list[_Piece]:
         """Sample the rows numbered in `wave` together, or in halves what is left where memory runs out."""
         part, device = rows.select(wave), self.model.device
         assert part.uniforms is not None  # `sample` has drawn them
@@ -184,10 +171,8 @@ class _Sampling:
             tell(wave[new.cpu()].tolist(), pages.tokens(new))
             pages.told[new] = True
 
-        if recording is not None:
-            recording.begin(len(wave), part.max_new_tokens, device)
         try:
-            decoding, stems = self._fresh(part, recording) if kept is None else (self._resumed(part, kept), None)
+            decoding, stems = self._fresh(part) if kept is None else (self._resumed(part, kept), None)
             aside = generate(
                 self.model,
                 decoding,
@@ -196,36 +181,27 @@ class _Sampling:
                 self.tally,
                 pages,
                 finished if self.hearing else None,
-                recording,
                 stems,
             )
-            if recording is not None:
-                said = map(tuple, pages.tokens(torch.arange(len(wave), device=device)))
-                prompts = (part.prompts[prompt] for prompt in part.prompt_ids.tolist())
-                recording.end(list(zip(part.member_ids.tolist(), prompts, said, strict=True)))
             rollout = pages.rollout(slice(None), self.end_ids, exact=exact)
             return [_Piece(numbers=wave, rollout=rollout, aside=aside)]
         except torch.OutOfMemoryError:
-            if recording is not None:
-                recording.close()
-            elif len(wave) == 1:
+            if len(wave) == 1:
                 raise
         # What somebody has been told of stays as it is; everything else begins anew.
         told = pages.told.cpu()
         done = _Piece(numbers=wave[told], rollout=pages.rollout(pages.told, self.end_ids, exact=exact), aside=[])
-        pieces = [piece for half in wave[~told].chunk(2) for piece in self.wave(rows, half, kept, None)]
+        pieces = [piece for half in wave[~told].chunk(2) for piece in self.wave(rows, half, kept)]
         return [done, *pieces] if len(done.numbers) else pieces
 
-    def _fresh(self, rows: SamplingBatch, recording: PassRecording | None) -> tuple[Decoding, Stems | None]:
+    def _fresh(self, rows: SamplingBatch) -> tuple[Decoding, Stems | None]:
         """Begin with rows whose prompts have not been run: each runs once per member, and so may what follows it."""
         pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
         prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
-        prefix = self.model.prefix(prompts, slots, self.route, recording=recording)
+        prefix = self.model.prefix(prompts, slots, self.route)
         stems = Stems.of_prompts(prefix_of, rows) if self.model.branches else None
         run = torch.arange(len(prefix_of), device=self.model.device) if stems is None else stems.firsts
-        decoding = self.model.decode(
-            prefix, prefix_of[run], rows.member_ids[run], rows.max_new_tokens - 1, self.route, recording
-        )
+        decoding = self.model.decode(prefix, prefix_of[run], rows.member_ids[run], rows.max_new_tokens - 1, self.route)
         return decoding, stems
 
     def _resumed(self, rows: SamplingBatch, kept: KeptRows) -> Decoding:

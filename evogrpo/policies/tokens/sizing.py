@@ -6,14 +6,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from evogrpo.data import Batch, TokenInputs
 from evogrpo.policies.devices import USUAL_TOKENS, MicroBatchTokens, memory_of
 from evogrpo.policies.tokens.bases.parts import base_bytes, run_together
-from evogrpo.policies.tokens.engine.direct.architectures import KNOWN
-from evogrpo.policies.tokens.engine.probes import find_decoder
 from evogrpo.policies.tokens.token_bank import TokenBank
 from evogrpo.processes import processes
 
@@ -74,19 +71,6 @@ def sampling_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
     if not widths.keys:  # nothing is kept: a recurrent layer has a state at every token, in float32
         return tokens * widths.intermediate * widths.states * FLOAT
     return tokens * widths.layers * 2 * widths.keys * precision
-
-
-def recorded_bytes(model: PreTrainedModel, tokens: int, precision: int) -> int:
-    """Estimate the bytes of what is recorded of tokens for learning: what all linear layers put out.
-
-    Args:
-        model: The base, with or without weights; only of one that the direct pass knows anything is.
-        tokens: Of all prompts and completions that are learnt from in a step.
-        precision: Bytes of a number in the precision that the base computes in.
-    """
-    if type(find_decoder(model)) not in KNOWN:
-        return 0
-    return tokens * precision * sum(layer.out_features for layer in model.modules() if isinstance(layer, nn.Linear))
 
 
 class Widths(NamedTuple):

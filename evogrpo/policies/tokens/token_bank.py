@@ -12,7 +12,6 @@ from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.interruption import before_changes
 from evogrpo.policies.bank import LossFunction
 from evogrpo.policies.devices import USUAL_TOKENS
-from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import share_prefixes
 from evogrpo.policies.tokens.sampling import sample
@@ -33,9 +32,8 @@ class TokenBank(Generic[W]):
         eos_token_ids: Tokens that end a completion.
         micro_batch_tokens: Most tokens, padding included, in one forward pass with gradients. Halved when memory
             runs out.
-        reduce_memory_peak: Hold the logits of a few hundred tokens at a time, rather than of a whole micro-batch; and
-            keep nothing of the sampling of rows that are learnt from next (`SamplingBatch.learnt`), rather than have
-            the next update read it, which saves half of the update's products. Same results, up to rounding.
+        reduce_memory_peak: Compute logits in chunks of a few hundred tokens rather than for a whole micro-batch at
+            once. Same results, up to rounding.
 
     Raises:
         ValueError: If no token ends a completion, or `micro_batch_tokens` is below 1.
@@ -112,18 +110,7 @@ class TokenBank(Generic[W]):
             ValueError: If a prompt is empty or too long for the model's context, or there are no rows.
         """
         with torch.no_grad(), self.base.working(), self.base.autocast():
-            recording = self._recording() if rows.learnt and not base else None
-            return sample(self.base, self.weights, rows, self.end_ids, base=base, recording=recording)
-
-    def _recording(self) -> PassRecording | None:
-        """Return what passes are recorded in, nothing in it yet; None where nothing is recorded."""
-        if self.reduce_memory_peak or self.passes.shared:
-            return None
-        if self.passes.recording is None:
-            self.passes.recording = self.base.recording(self.weights.changes)
-        else:
-            self.passes.recording.forget()
-        return self.passes.recording
+            return sample(self.base, self.weights, rows, self.end_ids, base=base)
 
     def sync(self, changed: Sequence[int]) -> None:
         """Do nothing: the bank samples from the weights that it trains."""
@@ -210,10 +197,8 @@ class TokenBank(Generic[W]):
                             reports[slot] = self.weights.step(slot, gradient, hyperparameters[slot], loss)
                         else:
                             kept[slot] = gradient.clone(), loss
-                except torch.OutOfMemoryError:  # never from one row with nothing recorded, so this ends
-                    self.passes.take_less()
-        if self.passes.recording is not None:
-            self.passes.recording.forget()  # it was of weights that are about to change
+                except torch.OutOfMemoryError:  # never from a single row, so this ends
+                    self.passes.halve()
         if settle is not None:
             settle()
             for slot, (gradient, loss) in kept.items():

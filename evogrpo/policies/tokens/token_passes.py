@@ -10,7 +10,6 @@ from evogrpo.data import Batch, TokenInputs
 from evogrpo.interruption import give_way
 from evogrpo.policies.bank import LossFunction, PolicyVersion
 from evogrpo.policies.tokens.engine.direct.reading import switched_off
-from evogrpo.policies.tokens.engine.recording import PassRecording, Recalled
 from evogrpo.policies.tokens.engine.token_model import TokenModel
 from evogrpo.policies.tokens.micro_batches import MicroBatch, lexsort, micro_batches, repetitions, share_prefixes
 from evogrpo.policies.tokens.weights.weights import Weights
@@ -36,18 +35,13 @@ class TokenPasses:
         end_ids: As given.
         micro_batch_tokens: As given, after all halvings so far.
         logits_rows: As given.
-        recording: What is recorded while rows are written, for gradients under the same weights; None = nothing.
     """
-
-    shared = False
-    """Whether other processes' completions are among the rows, of which nothing is recorded here."""
 
     def __init__(
         self, model: TokenModel[Any], weights: Weights, end_ids: Tensor, *, micro_batch_tokens: int, logits_rows: int
     ) -> None:
         self.model, self.weights, self.end_ids = model, weights, end_ids
         self.micro_batch_tokens, self.logits_rows = micro_batch_tokens, logits_rows
-        self.recording: PassRecording | None = None
 
     @torch.no_grad()
     def score(self, batch: Batch, policy: PolicyVersion) -> tuple[Tensor, Tensor]:
@@ -63,9 +57,9 @@ class TokenPasses:
                     tally.add(len(part.rows))
                 return log_probs, entropies
             except torch.OutOfMemoryError:
-                if self.micro_batch_tokens == 1 and self._recorded is None:
+                if self.micro_batch_tokens == 1:
                     raise
-                self.take_less()
+                self.halve()
 
     def _scored(
         self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion
@@ -74,17 +68,9 @@ class TokenPasses:
         for part in parts:
             yield self._forward(batch, part, policy)
 
-    @property
-    def _recorded(self) -> PassRecording | None:
-        """What is recorded, unless memory has run out."""
-        return self.recording if self.recording is not None and self.recording.open else None
-
-    def take_less(self) -> None:
-        """Go on without recording, or else in micro-batches of half the size, because memory ran out."""
-        if self._recorded is not None:
-            self._recorded.close()
-        else:
-            self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
+    def halve(self) -> None:
+        """Halve the size of micro-batches, because memory ran out."""
+        self.micro_batch_tokens = max(1, self.micro_batch_tokens // 2)
 
     def gradients(
         self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, *, entropy_gradient: bool
@@ -96,7 +82,7 @@ class TokenPasses:
         fit into memory has a gradient of NaN.
 
         Raises:
-            torch.OutOfMemoryError: If memory runs out in a micro-batch of several rows, or with something recorded.
+            torch.OutOfMemoryError: If memory runs out in a micro-batch of several rows.
         """
         parts = self._learnt(batch, slots)
         members = [sorted(set(batch.member_ids[part.run].tolist())) for part in parts]
@@ -139,11 +125,11 @@ class TokenPasses:
     ) -> None:
         """Add one micro-batch to its members' gradients and losses."""
         try:
-            scores = self._forward(batch, part, "weights", self._recorded, entropy_gradient=entropy_gradient)
+            scores = self._forward(batch, part, "weights", entropy_gradient=entropy_gradient)
             loss = loss_fn(part.rows, *scores)
             loss.sum().backward()
         except torch.OutOfMemoryError:
-            if len(part.run) > 1 or self._recorded is not None:
+            if len(part.run) > 1:
                 raise
             gradients[int(batch.member_ids[part.run])].fill_(float("nan"))  # fails this member alone
             return
@@ -164,59 +150,38 @@ class TokenPasses:
         return [MicroBatch.of(part, repeated).to(batch.actions.device) for part in parts]
 
     def _forward(
-        self,
-        whole: Batch,
-        part: MicroBatch,
-        policy: PolicyVersion,
-        recording: PassRecording | None = None,
-        *,
-        entropy_gradient: bool = False,
+        self, whole: Batch, part: MicroBatch, policy: PolicyVersion, *, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies `[n, t]` of a micro-batch's rows, in one forward pass."""
         give_way()
         batch = whole.select(part.run)
         inputs: TokenInputs = batch.inputs
-        recalled = None if recording is None else _recalled(recording, batch)
         used = int(_lengths(batch.action_mask).max())
         mask = batch.action_mask[:, :used]
         early = inputs.places(used).to(mask.device) < inputs.min_new_tokens
         with self.model.autocast():
             scores = self.model.score(
-                self._hidden(batch, used, policy, recalled)[mask],
+                self._hidden(batch, used, policy)[mask],
                 batch.actions[:, :used][mask],
                 inputs.temperature.to(mask.device)[:, None].expand(mask.shape)[mask],
                 early[mask],
                 self.end_ids,
                 self.logits_rows,
                 entropy_gradient=entropy_gradient,
-                known=None if recalled is None else recalled.logits_of(recalled.chosen[:, :used][mask.cpu()]),
             )
         rows, columns = mask.nonzero(as_tuple=True)
         zeros = torch.zeros(batch.actions.shape, device=mask.device)
         log_probs, entropies = (zeros.index_put((rows, columns), values)[part.run_as] for values in scores)
         return log_probs, entropies
 
-    def _hidden(self, batch: Batch, used: int, policy: PolicyVersion, recalled: Recalled | None) -> Tensor:
+    def _hidden(self, batch: Batch, used: int, policy: PolicyVersion) -> Tensor:
         """Return the hidden states `[n, used, h]` from which each of the first `used` actions is predicted."""
         inputs: TokenInputs = batch.inputs
         members, route = _acting(batch, policy), self.weights.route(policy)
         pairs, rows = share_prefixes(members, inputs.prompt_ids.to(members.device))
         prompts, slots = [inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
         fed, present = batch.actions[:, : used - 1], batch.present[:, : used - 1]
-        return self.model.continued(prompts, slots, rows, fed, present, members, route, recalled)
-
-
-def _recalled(recording: PassRecording, batch: Batch) -> Recalled | None:
-    """Return what was recorded of rows sorted by member and prompt, or None where it was not of all of them."""
-    inputs: TokenInputs = batch.inputs
-    pairs, _ = share_prefixes(batch.member_ids.cpu(), inputs.prompt_ids.cpu())
-    prompts = [tuple(inputs.prompts[number]) for number in inputs.prompt_ids.tolist()]
-    lengths = batch.present.sum(1).tolist()
-    tokens = [tuple(own[:length]) for own, length in zip(batch.actions.tolist(), lengths, strict=True)]
-    return recording.recall(
-        [(slot, tuple(inputs.prompts[number])) for slot, number in pairs],
-        list(zip(batch.member_ids.tolist(), prompts, tokens, strict=True)),
-    )
+        return self.model.continued(prompts, slots, rows, fed, present, members, route)
 
 
 def _acting(batch: Batch, policy: PolicyVersion) -> Tensor:

@@ -16,7 +16,7 @@ from evogrpo.policies.tokens.bases.quantised import PACKAGES, bytes_of
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.models import own_precision
 from evogrpo.policies.tokens.sampling import rows_at_once
-from evogrpo.policies.tokens.sizing import begun_with, is_tried, learning_bytes, recorded_bytes, sampling_bytes
+from evogrpo.policies.tokens.sizing import begun_with, is_tried, learning_bytes, sampling_bytes
 from evogrpo.text import count_text, counted, number_text, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
@@ -39,7 +39,6 @@ class Memory:
         members: Adapters and AdamW's two moments of all members, one gradient and the common first adapter.
         learning: Activations and logits of one micro-batch.
         sampling: Keys and values, held as they grow and copied as they are extended.
-        recorded: What is kept of computing completions until they have been learnt from.
         kept: Earlier learner states that members may go back to; they lie in the CPU's memory.
     """
 
@@ -47,13 +46,12 @@ class Memory:
     members: int
     learning: int
     sampling: int
-    recorded: int = 0
     kept: int = 0
 
     @property
     def total(self) -> int:
-        """Base, members and what is recorded stay; learning and sampling take turns."""
-        return self.base + self.members + self.recorded + max(self.learning, self.sampling)
+        """Base and members stay; learning and sampling take turns."""
+        return self.base + self.members + max(self.learning, self.sampling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +91,7 @@ class LanguageForecast:
     @property
     def need(self) -> Need:
         """The memory that the run takes."""
-        own = Need(
-            size=self.memory.total, device=self.device, savings=savings_of(self.memory), processes=self.processes
-        )
+        own = Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
         return own.with_kept(self.memory.kept)
 
     def traffic(self, config: AnyConfig) -> Traffic:
@@ -177,7 +173,6 @@ def forecast_of(
                 members=share,
                 samples=samples,
                 validation=rounds.validation,
-                group_size=min(possible(config, "group_size")),
                 adapter=adapter,
                 longest=longest,
                 precision=precision,
@@ -246,7 +241,7 @@ class Sizes(Protocol):
 
     @property
     def reduce_memory_peak(self) -> bool:
-        """Whether few logits are held at a time, and nothing is recorded."""
+        """Whether logits are computed in chunks of a few hundred tokens."""
 
 
 def peak_memory(
@@ -256,7 +251,6 @@ def peak_memory(
     members: int,
     samples: int,
     validation: int,
-    group_size: int,
     adapter: int,
     longest: int,
     precision: int,
@@ -274,7 +268,6 @@ def peak_memory(
         members: How many there are.
         samples: Completions that a member learns from in a step.
         validation: Those that it writes in an evaluation.
-        group_size: Fewest completions of a prompt.
         adapter: Parameters of one member.
         longest: Tokens of the longest prompt.
         precision: Bytes of a number in the precision that the base computes in.
@@ -284,20 +277,13 @@ def peak_memory(
     budget = begun_with(agent.micro_batch_tokens)
     width = longest + agent.max_output_tokens
     cached = width * min(members * max(samples, validation), rows_at_once(width, device.partition(":")[0]))
-    learnt = members * (samples * agent.max_output_tokens + math.ceil(samples / group_size) * longest)
     return Memory(
         base=base,
         members=(3 * members + 2) * adapter * FLOAT,
         learning=learning_bytes(model, budget, 256 if agent.reduce_memory_peak else budget, precision)
         + members * adapter * FLOAT,
         sampling=sampling_bytes(model, cached, precision),
-        recorded=0 if agent.reduce_memory_peak else recorded_bytes(model, learnt, precision),
     )
-
-
-def savings_of(memory: Memory) -> str:
-    """Return what to lower for a run to need less."""
-    return SAVINGS + (", or leave agent.reduce_memory_peak at true" if memory.recorded else "")
 
 
 def _micro_batches(wanted: MicroBatchTokens, device: str) -> str:
@@ -308,10 +294,9 @@ def _micro_batches(wanted: MicroBatchTokens, device: str) -> str:
 
 def _memory_row(memory: Memory, size: int) -> str:
     kept = f", and {gigabytes(memory.kept)} of earlier states in the CPU's memory" if memory.kept else ""
-    recorded = f" + {gigabytes(memory.recorded)} recorded for learning" if memory.recorded else ""
     return (
         f"about {gigabytes(memory.total)} at the peak (an estimate): base {gigabytes(memory.base)} + members "
-        f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32){recorded} + the larger of learning "
+        f"{gigabytes(memory.members)} ({size} × adapter and two moments, float32) + the larger of learning "
         f"{gigabytes(memory.learning)} (activations and logits of a micro-batch, gradients) and sampling "
         f"{gigabytes(memory.sampling)} (keys and values){kept}; Python and its libraries come on top"
     )

@@ -38,7 +38,7 @@ from evogrpo.training.configuration.sources import user_line
 from evogrpo.training.configuration.typed import plain
 from evogrpo.training.forecast import limited, sizes_text
 from evogrpo.training.kinds.founding import choose_device, founder_options
-from evogrpo.training.kinds.language_forecast import LanguageForecast, forecast_of, peak_memory, savings_of
+from evogrpo.training.kinds.language_forecast import SAVINGS, LanguageForecast, forecast_of, peak_memory
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need
 from evogrpo.training.saved import Saved
@@ -225,14 +225,13 @@ class LanguageKind:
             members=members.banks.size,
             samples=schedule.samples_per_step,
             validation=validation,
-            group_size=min(agent.group_size for agent in population.agents),
             adapter=members.banks.part(0, "adapter").numel(),
             longest=max(map(len, env.open("train", range(env.size("train"))).prompts)),
             precision=next(model.parameters()).element_size(),
             base=base_bytes(model),
             device=device,
         )
-        return Need(size=memory.total, device=device, savings=savings_of(memory), processes=sharing(device))
+        return Need(size=memory.total, device=device, savings=SAVINGS, processes=sharing(device))
 
     def film(self, config: LanguageConfig, best: Path, folder: Path, episodes: int) -> tuple[Recorded, ...]:
         """Refuse: members write."""

@@ -42,8 +42,6 @@ class SharedPasses(TokenPasses):
         squad: Who shares the work.
     """
 
-    shared = True
-
     def __init__(self, passes: TokenPasses, squad: Processes) -> None:
         super().__init__(
             passes.model,

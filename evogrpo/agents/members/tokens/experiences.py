@@ -59,7 +59,6 @@ def asked_rows(
         uniforms=torch.from_numpy(uniforms),
         min_new_tokens=settings.min_output_tokens,
         options=settings.sampling_options,
-        learnt=training,
     )
 
 

@@ -216,7 +216,6 @@ class LanguageMembers:
             return torch.from_numpy(np.concatenate(parts))[asked.chosen]
 
         rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, draws(0))
-        rows = replace(rows, learnt=True)
         conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device)
         scores = self._scored(opened, conversed)
         batch = token_batch(self.settings, rows, conversed, scores, group_ids=asked.group_ids)

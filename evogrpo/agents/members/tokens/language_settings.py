@@ -76,8 +76,7 @@ class LanguageSettings:
         optimizer: AdamW settings.
         seed: Root of every random stream.
         calc_position_embeddings: Whether positions, counted without padding, are passed to the model.
-        reduce_memory_peak: Whether log-probabilities are computed over a few hundred tokens' logits at a time, and
-            nothing that was computed while writing is kept for learning.
+        reduce_memory_peak: Compute log-probabilities over a few hundred tokens' logits at a time.
         micro_batch_tokens: Most tokens in one forward pass with gradients; members know the number, whatever was given.
     """
 

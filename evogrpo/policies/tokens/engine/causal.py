@@ -30,7 +30,6 @@ from evogrpo.policies.tokens.engine.probes import (
     context_of,
     find_decoder,
 )
-from evogrpo.policies.tokens.engine.recording import Given, PassRecording, Recalled, left_padded
 from evogrpo.policies.tokens.engine.token_model import Decoding
 from evogrpo.policies.tokens.weights.low_rank import RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import Route, View
@@ -178,20 +177,7 @@ class CausalModel:
 
         return change
 
-    def recording(self, changes: Callable[[int], int]) -> PassRecording | None:
-        """Return what passes can be recorded in: those that are computed here; see `TokenModel.recording`."""
-        return None if self._direct is None else PassRecording(changes)
-
-    def run(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        cache: Cache | None,
-        view: View | None,
-        *,
-        recording: PassRecording | None = None,
-        given: Given | None = None,
-    ) -> Tensor:
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
         """Return final hidden states `[n, t, h]` of tokens `[n, t]` that continue `cache`.
 
         Args:
@@ -199,11 +185,9 @@ class CausalModel:
             mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the first True.
             cache: What the tokens continue, or None.
             view: The weights that rows act with; None = the base's alone.
-            recording: Takes what linear layers put out; only of a direct pass, like the next one.
-            given: What they put out, where that is known.
         """
         if self._direct is not None:
-            return self._direct.run(ids, mask, cache, view, recording=recording, given=given)
+            return self._direct.run(ids, mask, cache, view)
         positions = {}
         if self.explicit_positions:
             positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
@@ -223,7 +207,6 @@ class CausalModel:
         slots: Sequence[int],
         route: Route,
         shortest_root: int = SHORTEST_ROOT,
-        recording: PassRecording | None = None,
     ) -> Prefix | Prompts:
         """Run prompts once each, keeping what completions need to continue from them, gradients included.
 
@@ -235,45 +218,23 @@ class CausalModel:
             slots: Whose weights run each prompt, sorted.
             route: Directs rows to weights.
             shortest_root: Fewest common tokens that are worth a pass of their own.
-            recording: Takes what is computed; see `recording`.
         """
         if not self.shares_prefix:
             ids, mask = self._padded(prompts)
             return Prompts(ids=ids, mask=mask)
-        of_root = 0 if recording is None else recording.tokens
-        root, rows, rest = self._rooted(prompts, slots, route, shortest_root, recording=recording)
-        of_rest = 0 if recording is None else recording.tokens
-        prefix = self._run_on(root, rows, rest, route(torch.tensor(slots)), recording=recording)
-        if recording is not None:
-            common, wide = len(prompts[0]) - len(rest[0]), max(map(len, rest))
-            places = [
-                [of_root + common * row + place for place in range(common)]
-                + [of_rest + wide * (number + 1) - place for place in range(len(own), 0, -1)]
-                for number, (row, own) in enumerate(zip(rows.tolist(), rest, strict=True))
-            ]
-            recording.read(slots, prompts, places)
-        return prefix
+        root, rows, rest = self._rooted(prompts, slots, route, shortest_root)
+        return self._run_on(root, rows, rest, route(torch.tensor(slots)))
 
     def _rooted(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        slots: Sequence[int],
-        route: Route,
-        shortest_root: int,
-        *,
-        recording: PassRecording | None = None,
-        recalled: Recalled | None = None,
+        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], route: Route, shortest_root: int
     ) -> tuple[Context | None, Tensor, Sequence[tuple[int, ...]]]:
         """Run what all prompts begin with, and return it, which row of it each continues, and what is left of each."""
-        owners, rows, counts = torch.unique_consecutive(torch.tensor(slots), return_inverse=True, return_counts=True)
+        owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
         common = _common_length(prompts)
         if common < shortest_root or len(owners) == len(prompts):
             return None, torch.arange(len(prompts)), prompts
-        beginnings, every, given = [prompts[0][:common]] * len(owners), torch.arange(len(owners)), None
-        if recalled is not None:
-            first = (counts.cumsum(0) - counts).tolist()  # of each owner's prompts
-            given = recalled.given(torch.cat([recalled.prompts[number][:common] for number in first]))
-        root = self._run_on(None, every, beginnings, route(owners), recording=recording, given=given)
+        beginnings, every = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
+        root = self._run_on(None, every, beginnings, route(owners))
         return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
 
     def continued(
@@ -285,23 +246,18 @@ class CausalModel:
         present: Tensor,
         members: Tensor,
         route: Route,
-        recalled: Recalled | None = None,
     ) -> Tensor:
         """Run prompts and what continues them, at once where that is the same; see `TokenModel.continued`."""
         views = route(torch.tensor(slots)), route(members)
         if self._direct is None or not ids.shape[1] or not _join(*views):
             return self.extend(self.prefix(prompts, slots, route), rows, ids, present, views[1])
-        root, continues, rest = self._rooted(prompts, slots, route, SHORTEST_ROOT, recalled=recalled)
+        root, continues, rest = self._rooted(prompts, slots, route, SHORTEST_ROOT)
         read, mask, layers = self._laid_out(root, continues, rest)
         view = None
         if isinstance(views[0], RoutedAdapters) and isinstance(views[1], RoutedAdapters):
             view = views[0].followed(read.shape[1], views[1], ids.shape[1])
-        prepared, known = (read, mask, Cache(layers=list(layers))), None
-        if recalled is not None:
-            pairs = zip(recalled.prompts, rest, strict=True)
-            of_rest = left_padded([places[len(places) - len(own) :] for places, own in pairs])
-            known = recalled, torch.cat([of_rest.flatten(), recalled.fed[:, : ids.shape[1]].flatten()])
-        last, hidden = self._direct.both(prepared, rows, ids, present, view, known)
+        prepared = read, mask, Cache(layers=list(layers))
+        last, hidden = self._direct.both(prepared, rows, ids, present, view)
         return torch.cat([last[rows][:, None], hidden], dim=1)
 
     def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
@@ -327,15 +283,10 @@ class CausalModel:
         rows: Tensor,
         prompts: Sequence[tuple[int, ...]],
         view: View | None,
-        *,
-        recording: PassRecording | None = None,
-        given: Given | None = None,
     ) -> Prefix:
         """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
         ids, mask, layers = self._laid_out(root, rows, prompts)
-        if recording is not None:
-            recording.run(ids.numel())
-        hidden = self.run(ids, mask, Cache(layers=list(layers)), view, recording=recording, given=given)
+        hidden = self.run(ids, mask, Cache(layers=list(layers)), view)
         return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
 
     def _laid_out(
@@ -369,32 +320,19 @@ class CausalModel:
         hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, view)
         return torch.cat([first, hidden], dim=1)
 
-    def decode(
-        self,
-        prefix: Prefix | Prompts,
-        rows: Tensor,
-        slots: Tensor,
-        room: int,
-        route: Route,
-        recording: PassRecording | None = None,
-    ) -> Decoding:
+    def decode(self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, route: Route) -> Decoding:
         """Begin to write rows; see `TokenModel.decode`."""
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, rows, slots, route)
         if self._direct is not None:
             matrix = self._matrix(prefix.last_hidden) is not None
-            return DirectDecoding(self._direct, prefix, rows, slots, room, route, recording, matrix=matrix)
+            return DirectDecoding(self._direct, prefix, rows, slots, room, route, matrix=matrix)
         return CachedDecoding(self.run, prefix, rows, slots, room, route)
 
-    def logits(self, hidden: Tensor, recording: PassRecording | None = None) -> Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Return logits; see `TokenModel.logits`."""
         weight = self._matrix(hidden)
-        if weight is None:
-            return self.head(hidden)
-        logits = product(hidden, weight)
-        if recording is not None:
-            recording.keep_logits(logits)
-        return logits
+        return self.head(hidden) if weight is None else product(hidden, weight)
 
     def score(
         self,
@@ -406,10 +344,8 @@ class CausalModel:
         chunk: int,
         *,
         entropy_gradient: bool,
-        known: Callable[[slice], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probabilities and entropies; see `TokenModel.score`."""
-        weight = self._matrix(hidden)
         return chunked_log_probs(
             hidden,
             self.head,
@@ -419,8 +355,7 @@ class CausalModel:
             forbidden_ids,
             chunk,
             entropy_gradient=entropy_gradient,
-            weight=weight,
-            known=None if weight is None else known,
+            weight=self._matrix(hidden),
         )
 
     def _matrix(self, hidden: Tensor) -> Tensor | None:

@@ -7,7 +7,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from evogrpo.policies.tokens.engine.recording import PassRecording, Recalled
 from evogrpo.policies.tokens.weights.weights import Route, View
 
 P = TypeVar("P")
@@ -80,29 +79,13 @@ class TokenModel(Protocol[P]):
         """Make the model ready; all calls below happen inside, and leaving it puts everything back."""
         ...
 
-    def recording(self, changes: Callable[[int], int]) -> PassRecording | None:
-        """Return what passes can be recorded in, for learning to go back to; None where they cannot.
-
-        Args:
-            changes: See `PassRecording`.
-        """
-        ...
-
-    def prefix(
-        self,
-        prompts: Sequence[tuple[int, ...]],
-        slots: Sequence[int],
-        route: Route,
-        *,
-        recording: PassRecording | None = None,
-    ) -> P:
+    def prefix(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], route: Route) -> P:
         """Prepare prompts for what continues them, gradients included.
 
         Args:
             prompts: Token ids of each.
             slots: Whose weights run each prompt, sorted.
             route: Directs rows to weights.
-            recording: Takes what is computed; one that this model has made, as everywhere.
         """
         ...
 
@@ -148,7 +131,6 @@ class TokenModel(Protocol[P]):
         present: Tensor,
         members: Tensor,
         route: Route,
-        recalled: Recalled | None = None,
     ) -> Tensor:
         """Return what `extend` does of rows that continue prompts not run yet; all at once where that takes less time.
 
@@ -160,19 +142,10 @@ class TokenModel(Protocol[P]):
             present: `[n, t]` booleans: real tokens.
             members: `[n]` whose weights run each row, sorted.
             route: Directs rows to weights.
-            recalled: What was recorded of these prompts and rows, if it was.
         """
         ...
 
-    def decode(
-        self,
-        prefix: P,
-        rows: Tensor,
-        slots: Tensor,
-        room: int,
-        route: Route,
-        recording: PassRecording | None = None,
-    ) -> Decoding:
+    def decode(self, prefix: P, rows: Tensor, slots: Tensor, room: int, route: Route) -> Decoding:
         """Begin to write rows that continue prompt number `rows[i]`, by up to `room` tokens that are fed back.
 
         Args:
@@ -181,12 +154,11 @@ class TokenModel(Protocol[P]):
             slots: `[n]` whose weights each row acts with, sorted.
             room: Most calls of `Decoding.advance`.
             route: Directs rows to weights.
-            recording: Takes what is computed.
         """
         ...
 
-    def logits(self, hidden: Tensor, recording: PassRecording | None = None) -> Tensor:
-        """Return logits `[m, v]`, given hidden states `[m, h]`, without gradients; `recording` takes a copy."""
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[m, v]`, given hidden states `[m, h]`, without gradients."""
         ...
 
     def score(
@@ -199,11 +171,10 @@ class TokenModel(Protocol[P]):
         chunk: int,
         *,
         entropy_gradient: bool,
-        known: Callable[[slice], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return `[k]` log-probabilities of tokens and `[k]` entropies in nats, given hidden states `[k, h]`.
 
-        The arguments are those of `evogrpo.functional.log_probs.chunked_log_probs`; `known` may be left unused.
+        The arguments are those of `evogrpo.functional.log_probs.chunked_log_probs`.
         """
         ...
 

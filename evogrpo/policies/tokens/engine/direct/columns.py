@@ -14,7 +14,6 @@ from evogrpo.functional.products import product_of_columns
 from evogrpo.policies.tokens.engine.direct.linears import Named, columns_of
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer, Norm
-from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.weights.low_rank import Joined, RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import View
 
@@ -48,18 +47,17 @@ class ColumnPasses:
     Args:
         passes: The model's, for rows of any number of tokens.
         view: The weights that rows act with.
-        recording: Takes what linear layers put out.
     """
 
-    def __init__(self, passes: DirectPasses, view: View | None, recording: PassRecording | None = None) -> None:
-        self._passes, self.parts, self._view, self._recording = passes, passes.parts, view, recording
+    def __init__(self, passes: DirectPasses, view: View | None) -> None:
+        self._passes, self.parts, self._view = passes, passes.parts, view
         self._adapters = dict[tuple[str, ...], list[_Adapters]]()
 
     @property
     def steady(self) -> bool:
         """Whether a pass does the same as the one before, and nothing but on the device."""
         own = self._view is None or isinstance(self._view, RoutedAdapters)
-        return own and self._recording is None and not self._passes.gathers
+        return own and not self._passes.gathers
 
     def through(self, tokens: Tensor, positions: Tensor, attend: AttendOnce) -> Tensor:
         """Return final hidden states `[n, h]` of one token `[n]` of each row, at its position `[n]`."""
@@ -122,8 +120,6 @@ class ColumnPasses:
             for (name, _), out in zip(layers, parts, strict=True):
                 if name in self._passes.changed:
                     out.copy_(self._view(name, whole, out.T[:, None].contiguous())[:, 0].T)
-        if self._recording is not None:
-            self._recording.keep(layers, [out.T for out in parts])
         return parts
 
     def _acting(self, view: RoutedAdapters, layers: Sequence[Named], x: Tensor) -> list[_Adapters]:

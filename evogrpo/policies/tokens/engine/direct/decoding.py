@@ -9,7 +9,6 @@ from evogrpo.policies.tokens.engine.direct.attention import Keys, Shared, attend
 from evogrpo.policies.tokens.engine.direct.columns import ColumnPasses
 from evogrpo.policies.tokens.engine.direct.passes import DirectPasses
 from evogrpo.policies.tokens.engine.direct.reading import Layer
-from evogrpo.policies.tokens.engine.recording import PassRecording
 from evogrpo.policies.tokens.weights.weights import Route
 
 LEAST_ROOM = 16  # tokens; beyond that a cache grows by a quarter
@@ -29,7 +28,6 @@ class DirectDecoding:
         slots: `[n]` whose weights each row acts with, sorted.
         room: Most tokens that are fed back.
         route: Directs rows to weights.
-        recording: Takes what linear layers put out.
         matrix: Whether logits are products of hidden states with a matrix, and no more.
     """
 
@@ -41,11 +39,10 @@ class DirectDecoding:
         slots: Tensor,
         room: int,
         route: Route,
-        recording: PassRecording | None = None,
         *,
         matrix: bool,
     ) -> None:
-        self._passes, self._route, self._slots, self._recording = passes, route, slots, recording
+        self._passes, self._route, self._slots = passes, route, slots
         self._matrix = matrix
         self._windows = {layer.window for layer in passes.parts.layers}
         self._first = prefix.last_hidden[rows]
@@ -65,7 +62,7 @@ class DirectDecoding:
         counts = torch.tensor(runs, device=rows.device)
         self._rows = torch.repeat_interleave(torch.arange(len(counts), device=rows.device), counts)
         self._shared = [of_prompts(Shared(*prompts, self._rows, runs)) for prompts in self._prompts]
-        self._columns = ColumnPasses(self._passes, self._route(self._slots), self._recording)
+        self._columns = ColumnPasses(self._passes, self._route(self._slots))
         self._positions = self._mask.sum(1)
         self._look()
 

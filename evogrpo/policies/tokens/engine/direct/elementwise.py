@@ -1,6 +1,6 @@
 """What lies between the products of a decoder, in few passes over memory: norms, rotary embeddings, gates."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import gelu, silu
 
 from evogrpo.functional.log_probs import tiles
-from evogrpo.policies.tokens.engine.recording import Known
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -81,48 +80,39 @@ ACTIVATIONS = {
 """By the names that transformers gives them."""
 
 
-def gated(gate: Tensor, up: Tensor, activation: Activation, known: Sequence[Known] | None = None) -> Tensor:
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     """Return activation(gate) * up, of `[m, w]`.
 
     Args:
         gate: What goes through the activation.
         up: What is multiplied.
         activation: Which.
-        known: Both, where they are known: then the first two only stand for them, and no copy is kept for gradients.
 
     Source: SwiGLU and GEGLU (arXiv:2002.05202).
     """
-    out: Tensor = _Gated.apply(gate, up, activation, known)
+    out: Tensor = _Gated.apply(gate, up, activation)
     return out
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation, known: Sequence[Known] | None) -> Tensor:
-        ctx.save_for_backward(*(() if known is not None else (gate, up)))
-        ctx.activation, ctx.known = activation, known
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
         out = gate.new_empty(gate.shape)
-        for rows, own_gate, own_up in _gates((gate, up), known, out):
-            torch.mul(activation.of(own_gate), own_up, out=out[rows])
+        for rows in tiles(out):  # few enough for a processor's cache
+            torch.mul(activation.of(gate[rows]), up[rows], out=out[rows])
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         slope, activation = grads[0], ctx.activation
+        gate, up = ctx.saved_tensors
         of_gate, of_up = torch.empty_like(slope), torch.empty_like(slope)
-        for rows, gate, up in _gates(ctx.saved_tensors, ctx.known, slope):
-            torch.mul(activation.of(gate), slope[rows], out=of_up[rows])
-            of_gate[rows] = activation.slope(slope[rows] * up, gate)
-        return of_gate, of_up, None, None
-
-
-def _gates(
-    both: Sequence[Tensor], known: Sequence[Known] | None, like: Tensor
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield which rows, and these of gates and of what they let through, few enough for a processor's cache."""
-    for rows in tiles(like):
-        gate, up = (each[rows] for each in both) if known is None else (each.copied(rows) for each in known)
-        yield rows, gate, up
+        for rows in tiles(slope):
+            torch.mul(activation.of(gate[rows]), slope[rows], out=of_up[rows])
+            of_gate[rows] = activation.slope(slope[rows] * up[rows], gate[rows])
+        return of_gate, of_up, None
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:

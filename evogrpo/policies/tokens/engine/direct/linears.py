@@ -20,7 +20,6 @@ def projected(
     view: View | None,
     rows: int,
     changed: Collection[str],
-    known: Sequence[Tensor] | None = None,
 ) -> Sequence[Tensor]:
     """Return what layers make of `[m, in]`, each `[m, out]`, under the weights of `view`.
 
@@ -30,11 +29,9 @@ def projected(
         view: The weights that rows act with.
         rows: How many rows they belong to.
         changed: Names of the layers that views change.
-        known: What they make, where that is known, or what stands for it; only with a view that routes adapters, or
-            without one.
     """
     if view is None:
-        return _Linears.apply(x, [layer for _, layer in layers], known, None)  # type: ignore[no-any-return]
+        return _Linears.apply(x, [layer for _, layer in layers], None)  # type: ignore[no-any-return]
     names = tuple(name for name, _ in layers)
     if isinstance(view, RoutedAdapters) and not torch.is_grad_enabled():
         outputs = [product(x, layer.weight, layer.bias) for _, layer in layers]
@@ -45,7 +42,7 @@ def projected(
     if isinstance(view, RoutedAdapters):
         pieces = view.pieces(names, len(x))
         leaves = [] if pieces is None else pieces.leaves
-        return _Linears.apply(x, [layer for _, layer in layers], known, pieces, *leaves)  # type: ignore[no-any-return]
+        return _Linears.apply(x, [layer for _, layer in layers], pieces, *leaves)  # type: ignore[no-any-return]
     whole = x.unflatten(0, (rows, -1))
     own = ((name, product(whole, layer.weight, layer.bias)) for name, layer in layers)
     return [(view(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
@@ -60,10 +57,10 @@ def columns_of(joined: Joined) -> list[slice | None]:
     return found
 
 
-def _add(x: Tensor, outputs: Sequence[Tensor] | None, joined: Joined) -> Tensor:
-    """Add scale * (x A^T) B^T to what layers made of `x`, if given, and return all x A^T `[m, modules * r]`."""
+def _add(x: Tensor, outputs: Sequence[Tensor], joined: Joined) -> Tensor:
+    """Add scale * (x A^T) B^T to what layers made of `x`, and return all x A^T `[m, modules * r]`."""
     low = x.new_empty((len(x), joined.a.shape[1]))
-    acting = [] if outputs is None else list(zip(outputs, joined.b, columns_of(joined), strict=True))
+    acting = list(zip(outputs, joined.b, columns_of(joined), strict=True))
     for rows, own, count in joined.runs:
         torch.bmm(x[rows].view(count, -1, x.shape[1]), joined.a[own].mT, out=low[rows].view(count, -1, low.shape[1]))
         for out, b, columns in acting:
@@ -78,8 +75,6 @@ class _Linears(torch.autograd.Function):
 
     Products with adapters are in the precision of `x`; their gradients are cast to that of the adapters. Segments of
     equally many tokens share their products, and so do layers where one matrix follows from another's rows.
-
-    Where all that is known already, it is taken as it is; gradients are found all the same.
     """
 
     @staticmethod
@@ -87,16 +82,15 @@ class _Linears(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         layers: Sequence[nn.Linear],
-        known: Sequence[Tensor] | None,
         pieces: Pieces | None,
         *leaves: Tensor,
     ) -> tuple[Tensor, ...]:
-        made = None if known is not None else tuple(product(x, layer.weight, layer.bias) for layer in layers)
+        made = tuple(product(x, layer.weight, layer.bias) for layer in layers)
         low = None if pieces is None else _add(x, made, pieces.joined(leaves, x.dtype))
         ctx.set_materialize_grads(False)
         ctx.layers, ctx.pieces = layers, pieces
         ctx.save_for_backward(x, low, *leaves)
-        return tuple(known or ()) if made is None else made
+        return made
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -110,9 +104,9 @@ class _Linears(torch.autograd.Function):
                 else:
                     add_product(into, slope, layer.weight.T)
         if ctx.pieces is None:
-            return into, None, None, None
+            return into, None, None
         joined = ctx.pieces.joined(leaves, x.dtype)
-        return into, None, None, None, *_backward(x, low, slopes, joined, into, leaves[0].dtype)
+        return into, None, None, *_backward(x, low, slopes, joined, into, leaves[0].dtype)
 
 
 def _backward(

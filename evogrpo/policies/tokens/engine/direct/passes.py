@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import embedding
 from transformers.cache_utils import Cache
 
 from evogrpo.functional.products import lacking
@@ -13,9 +13,8 @@ from evogrpo.policies.tokens.bases.parts import PartedLayers
 from evogrpo.policies.tokens.engine.cache import Prefix
 from evogrpo.policies.tokens.engine.direct.attention import Shared, attended, in_runs
 from evogrpo.policies.tokens.engine.direct.elementwise import gated, normed, rotated
-from evogrpo.policies.tokens.engine.direct.linears import Named, projected
+from evogrpo.policies.tokens.engine.direct.linears import projected
 from evogrpo.policies.tokens.engine.direct.reading import Anatomy, Layer, Norm
-from evogrpo.policies.tokens.engine.recording import Given, Known, PassRecording, Recalled
 from evogrpo.policies.tokens.weights.weights import View
 
 Heads = tuple[Tensor, Tensor, Tensor]
@@ -51,23 +50,12 @@ class DirectPasses:
         if self._gathering is not None:
             self._gathering.gather(layer)
 
-    def run(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        cache: Cache | None,
-        view: View | None,
-        *,
-        recording: PassRecording | None = None,
-        given: Given | None = None,
-    ) -> Tensor:
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
         """Return final hidden states `[n, t, h]`; see `CausalModel.run`."""
         hidden = self.embedded(ids).flatten(0, 1)
         turns, attend = self.turns(mask, ids.shape[1]), self._within(mask, ids.shape[1], cache)
         for number in range(len(self.parts.layers)):
-            hidden = self.layer(
-                number, hidden, [turns], view, lambda *heads: attend(*heads)[0], recording=recording, given=given
-            )
+            hidden = self.layer(number, hidden, [turns], view, lambda *heads: attend(*heads)[0])
         return self.ended(hidden).view(*ids.shape, -1)
 
     def extend(self, prefix: Prefix, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
@@ -91,7 +79,6 @@ class DirectPasses:
         ids: Tensor,
         present: Tensor,
         view: View | None,
-        known: tuple[Recalled, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Run prompts and what continues them at once: one product where there were two.
 
@@ -101,7 +88,6 @@ class DirectPasses:
             ids: `[n, t]` its tokens.
             present: `[n, t]` booleans: real tokens.
             view: The weights that tokens act with: those of all prompts, then those of all rows.
-            known: What was recorded of them, if it was, and the numbers `[m * t + n * t]` of these tokens there.
 
         Returns:
             Hidden states of prompts' last tokens `[m, h]`, and of rows' tokens `[n, t, h]`.
@@ -111,7 +97,6 @@ class DirectPasses:
         parts = [self.embedded(part).flatten(0, 1) for part in (read, ids)]
         rest = lacking(read.numel() + ids.numel(), parts[0].dtype, ids.device)
         hidden = torch.cat([*parts, *_zeros(rest, parts[0])])
-        given = None if known is None else known[0].given(pad(known[1], (0, rest)))
         turns = [self.turns(mask, read.shape[1]), self.turns(whole, ids.shape[1])]
         within, follow = self._within(mask, read.shape[1], cache), self._following(mask, rows, whole)
 
@@ -120,7 +105,7 @@ class DirectPasses:
             return torch.cat([made, follow(layer, later, keys, values), *_zeros(rest, made)])
 
         for number in range(len(self.parts.layers)):
-            hidden = self.layer(number, hidden, turns, view, attend, given=given)
+            hidden = self.layer(number, hidden, turns, view, attend)
         of_prompts, of_rows, _ = hidden.split([read.numel(), ids.numel(), rest])
         last = of_prompts.view(*read.shape, -1)[:, -1]
         return self.ended(last), self.ended(of_rows).view(*ids.shape, -1)
@@ -181,17 +166,7 @@ class DirectPasses:
             found[kind] = (cos, sin), (cos * scaling, sin * scaling)
         return found
 
-    def layer(
-        self,
-        number: int,
-        hidden: Tensor,
-        turns: Sequence[Turns],
-        view: View | None,
-        attend: Attend,
-        *,
-        recording: PassRecording | None = None,
-        given: Given | None = None,
-    ) -> Tensor:
+    def layer(self, number: int, hidden: Tensor, turns: Sequence[Turns], view: View | None, attend: Attend) -> Tensor:
         """Return what one layer makes of `[tokens, h]`.
 
         Args:
@@ -201,28 +176,13 @@ class DirectPasses:
             turns: Of each.
             view: The weights that tokens act with.
             attend: What attends.
-            recording: Takes what linear layers put out.
-            given: What they put out, where that is known.
         """
-
-        def projected_by(x: Tensor, layers: Sequence[Named], known: Sequence[Known] | None = None) -> Sequence[Tensor]:
-            if given is None:
-                taken = None
-            elif known is None:
-                taken = [given(name).copied() for name, _ in layers]
-            else:
-                taken = [each.stood_for() for each in known]
-            made = projected(x, layers, view, rows, self.changed, taken)
-            if recording is not None:
-                recording.keep(layers, made)
-            return made
-
         layer, (kv, rep) = self.parts.layers[number], self.parts.heads
         own_turns = [each[layer.kind] for each in turns]
         shapes = [of_keys[0].shape[:2] for of_keys, _ in own_turns]
         rows = shapes[0][0] if len(shapes) == 1 else len(hidden)
         self.gather(layer.module)
-        made = projected_by(_normed(hidden, layer.before_attention), layer.projections)
+        made = projected(_normed(hidden, layer.before_attention), layer.projections, view, rows, self.changed)
         if layer.head_norms is not None:
             norms = zip(made[:2], layer.head_norms, strict=True)
             made = [*(_normed(x.view(-1, norm.width), norm).view(x.shape) for x, norm in norms), made[2]]
@@ -234,11 +194,10 @@ class DirectPasses:
             )
             for (q, k, v), (of_keys, of_queries), shape in zip(_parts(made, shapes), own_turns, shapes, strict=True)
         ]
-        added = projected_by(attend(number, layer, *heads), [layer.output])[0]
+        added = projected(attend(number, layer, *heads), [layer.output], view, rows, self.changed)[0]
         hidden = hidden + _normed(added, layer.after_attention)
-        known = None if given is None else [given(name) for name, _ in layer.gates]
-        gate, up = projected_by(_normed(hidden, layer.before_mlp), layer.gates, known)
-        added = projected_by(gated(gate, up, self.parts.activation, known), [layer.down])[0]
+        gate, up = projected(_normed(hidden, layer.before_mlp), layer.gates, view, rows, self.changed)
+        added = projected(gated(gate, up, self.parts.activation), [layer.down], view, rows, self.changed)[0]
         after: Tensor = hidden + _normed(added, layer.after_mlp)
         if self._gathering is not None:
             self._gathering.again(layer.module, after)
