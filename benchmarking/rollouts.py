@@ -7,8 +7,7 @@ Every member writes `--samples` completions of `--completion` tokens each, of tw
 have the shape of one that is known and random weights, LoRA of rank 16 on all linear layers. All take turns, round
 after round, after one that does not count:
 
-    replayed      what evogrpo does: on a GPU all that a token takes is a CUDA graph
-    launched      the same, operation by operation
+    direct        evogrpo's own passes
     slow          the same population by transformers' own passes (EVOGRPO_SLOW=1)
     generate      transformers' generate with one agent's rows, over the base without adapters
 
@@ -28,7 +27,6 @@ from forward import as_batch, bank_over, learn, make_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from evogrpo.data import SamplingBatch
-from evogrpo.policies.tokens import replaying
 from evogrpo.policies.tokens.adapters import AdapterBank
 
 SHAPES: dict[str, PreTrainedConfig] = {
@@ -42,7 +40,7 @@ SHAPES: dict[str, PreTrainedConfig] = {
     ),
 }  # fmt: skip
 PAD, END = 0, 2
-WAYS = ("replayed", "launched", "slow", "generate")
+WAYS = ("direct", "slow", "generate")
 Contestant = tuple[str, int]
 """A way of writing, and how many members write."""
 
@@ -116,12 +114,11 @@ def main() -> None:
             given = {"members": members, "tokens": arguments.micro_batch_tokens}
             banks[way, members] = bank_over(model, PAD, [END], slow=way == "slow", **given)
             works[way, members] = make_rows(argparse.Namespace(**vars(arguments) | {"members": members}))
-    recorders = dict(replaying.RECORDERS)
     written: dict[Contestant, list[float]] = {each: [] for each in banks}
-    learnt: dict[Contestant, list[float]] = {each: [] for each in banks if each[0] in ("replayed", "slow")}
+    learnt: dict[Contestant, list[float]] = {each: [] for each in banks if each[0] in ("direct", "slow")}
     for number in range(arguments.rounds + 1):
         for (way, members), bank in banks.items():
-            rows, replaying.RECORDERS = works[way, members], {} if way == "launched" else dict(recorders)
+            rows = works[way, members]
             taken = seconds_of(writing(way, bank, rows, arguments), device)
             if number:
                 written[way, members].append(taken)

@@ -13,8 +13,7 @@ operation by itself, without those that it calls; they are put together as
     copies        copies, concatenations and gathers
     the rest      autograd, views, allocation, and Python between operations
 
-On a GPU the seconds are those of its kernels, launched one by one, as the profiler cannot say which operations a graph
-is made of; `idle` is when none of them runs, while Python launches the next one.
+On a GPU the seconds are those of its kernels; `idle` is when none of them runs, while Python launches the next one.
 
 With `--slow` transformers' own pass is measured (EVOGRPO_SLOW=1). The profiler itself costs time, most of it in the
 rest: compare shares rather than seconds.
@@ -29,8 +28,6 @@ import torch
 from forward import as_batch, learn, make_bank, make_rows, one_step
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-
-from evogrpo.policies.tokens import replaying
 
 KINDS = {
     "products": ("aten::mm", "aten::addmm", "aten::addmm_", "aten::linear", "mkldnn::_linear_pointwise"),
@@ -97,7 +94,6 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    replaying.RECORDERS = {}
     bank, rows = make_bank(arguments.precision, arguments.slow, arguments), make_rows(arguments)
     one_step(bank, rows)  # the first one is slower
     batch = as_batch(rows, bank.sample(rows))

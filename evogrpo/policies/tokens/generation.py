@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from evogrpo.functional.products import filled_up
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
-from evogrpo.policies.tokens.replaying import Replays
 from evogrpo.policies.tokens.stems import COMPACT_BELOW, Stems
 from evogrpo.tally import Tally
 
@@ -148,9 +146,6 @@ class _Asked:
 class _Writing:
     """Rows that are being written, token by token.
 
-    All that a token takes is done on the device, and what differs between tokens is known to it, so that the work can
-    be recorded.
-
     Args:
         model: The base model.
         decoding: The rows, prompts done.
@@ -177,7 +172,7 @@ class _Writing:
         assert rows.uniforms is not None
         self._model, self._decoding, self._uniforms, self._pages = model, decoding, rows.uniforms, pages
         self._end_ids, self._fewest = end_ids, rows.min_new_tokens
-        self._asked, self._replays = _Asked(rows, end_ids), Replays(model.device)
+        self._asked = _Asked(rows, end_ids)
         # What every row has read, where it matters what has been read and said.
         self._read = None if rows.options.repetition_penalty == 1.0 else _read(rows, model.device)
         self.carried = torch.arange(len(rows), device=model.device)
@@ -185,18 +180,18 @@ class _Writing:
         self.stems = stems
         self._tokens = torch.zeros_like(self.carried)
         self._fed = self._tokens  # of what is run
-        self._at = torch.zeros(1, dtype=torch.long, device=model.device)
         self._places = torch.arange(rows.max_new_tokens, device=model.device)
 
     def write(self, step: int) -> None:
         """Write token number `step` of each row."""
-        forbid = step < self._fewest
-        if step == 0:
-            self._choose(self._decoding.start(), forbid)
-        else:
-            layout = self._decoding.make_room()
-            work = partial(self._go_on, forbid)
-            self._replays.do(work, None if layout is None else (layout, forbid))
+        hidden = self._decoding.start() if step == 0 else self._decoding.advance(self._fed)
+        tokens, chosen = self._drawn(hidden, self._uniforms[self.carried, step], step)
+        pages, at = self._pages, (self.carried, step)
+        pages.actions[at] = torch.where(self.live, tokens, self._model.pad_id)
+        pages.log_probs[at] = torch.where(self.live, chosen, 0.0)
+        pages.present[at] = self.live
+        self.live &= ~torch.isin(tokens, self._end_ids)
+        self._tokens = self._fed = tokens
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows of those carried along alone."""
@@ -222,25 +217,12 @@ class _Writing:
         self.stems = stems
         self.live = torch.arange(len(self.carried)) < len(live)
 
-    def _go_on(self, forbid: bool) -> None:
-        self._choose(self._decoding.advance(self._fed), forbid)
-
-    def _choose(self, hidden: Tensor, forbid: bool) -> None:
-        at, carried, live, pages = self._at, self.carried, self.live, self._pages
-        tokens, chosen = self._drawn(hidden, self._uniforms[carried, at], forbid)
-        pages.actions[carried, at] = torch.where(live, tokens, self._model.pad_id)
-        pages.log_probs[carried, at] = torch.where(live, chosen, 0.0)
-        pages.present[carried, at] = live
-        live &= ~torch.isin(tokens, self._end_ids)
-        self._tokens.copy_(tokens)
-        at += 1
-
-    def _drawn(self, hidden: Tensor, uniforms: Tensor, forbid: bool) -> tuple[Tensor, Tensor]:
+    def _drawn(self, hidden: Tensor, uniforms: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the next token of each row and its log-probability under what it is drawn from (0 for greedy rows)."""
         tokens = torch.empty(len(uniforms), dtype=torch.long, device=hidden.device)
         log_probs = torch.zeros(len(uniforms), device=hidden.device)
         numbers = self.carried if self.stems is None else self.carried[self.stems.firsts]
-        said = self._said(numbers)
+        said, forbid = self._said(numbers, step), step < self._fewest
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
             logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
             for part in tiles(logits):
@@ -253,12 +235,12 @@ class _Writing:
                     )
         return tokens, log_probs
 
-    def _said(self, numbers: Tensor) -> Tensor | None:
+    def _said(self, numbers: Tensor, step: int) -> Tensor | None:
         """Return what rows of these numbers have read and said; what they have not said yet, they have read."""
         if self._read is None:
             return None
         read, said = self._read[numbers], self._pages.actions[numbers]
-        return torch.cat([read, torch.where(self._places < self._at, said, read[:, :1])], dim=1)
+        return torch.cat([read, torch.where(self._places < step, said, read[:, :1])], dim=1)
 
 
 def _drawn(

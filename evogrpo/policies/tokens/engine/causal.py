@@ -140,7 +140,7 @@ class CausalModel:
     def branches(self) -> bool:
         """Whether rows go apart at little cost: by the direct pass, on CPUs.
 
-        Other passes copy prompts' keys with a row's own, and CUDA graphs are made for one number of rows.
+        Other passes copy prompts' keys with a row's own.
         """
         return self._direct is not None and self.device.type == "cpu"
 
@@ -325,8 +325,7 @@ class CausalModel:
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, rows, slots, route)
         if self._direct is not None:
-            matrix = self._matrix(prefix.last_hidden) is not None
-            return DirectDecoding(self._direct, prefix, rows, slots, room, route, matrix=matrix)
+            return DirectDecoding(self._direct, prefix, rows, slots, room, route)
         return CachedDecoding(self.run, prefix, rows, slots, room, route)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -38,9 +38,6 @@ class CachedDecoding:
         """Return the hidden states of the prompts' last tokens."""
         return self._first
 
-    def make_room(self) -> None:
-        """Do nothing; what a token takes is never the same."""
-
     def advance(self, tokens: Tensor) -> Tensor:
         """Run one more token of each row."""
         self._mask = pad(self._mask, (0, 1), value=True)
@@ -77,9 +74,6 @@ class PlainDecoding:
     def start(self) -> Tensor:
         """Return the hidden states of the prompts' last tokens."""
         return self._run(self._ids, self._mask, None, self._view)[:, -1]
-
-    def make_room(self) -> None:
-        """Do nothing; what a token takes is never the same."""
 
     def advance(self, tokens: Tensor) -> Tensor:
         """Run everything again, with one more token of each row."""

@@ -19,15 +19,6 @@ class Decoding(Protocol):
         """Return the hidden states `[n, h]` from which the first token of each row is predicted."""
         ...
 
-    def make_room(self) -> object:
-        """Get ready for one more token, as comes before each call of `advance`.
-
-        Returns:
-            What is equal to the one before where `advance` will do the same work in the same memory, logits found from
-            what it returns included, so that it can be recorded; None where it cannot.
-        """
-        ...
-
     def advance(self, tokens: Tensor) -> Tensor:
         """Return the hidden states `[n, h]` after one more token `[n]` of each row."""
         ...

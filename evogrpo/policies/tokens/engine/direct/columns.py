@@ -53,12 +53,6 @@ class ColumnPasses:
         self._passes, self.parts, self._view = passes, passes.parts, view
         self._adapters = dict[tuple[str, ...], list[_Adapters]]()
 
-    @property
-    def steady(self) -> bool:
-        """Whether a pass does the same as the one before, and nothing but on the device."""
-        own = self._view is None or isinstance(self._view, RoutedAdapters)
-        return own and not self._passes.gathers
-
     def through(self, tokens: Tensor, positions: Tensor, attend: AttendOnce) -> Tensor:
         """Return final hidden states `[n, h]` of one token `[n]` of each row, at its position `[n]`."""
         hidden = self.embedded(tokens)

@@ -18,8 +18,7 @@ class DirectDecoding:
     """Decoding on top of prompts that have been run; see `evogrpo.policies.tokens.engine.token_model.Decoding`.
 
     Attention reads all the room that there is for a row's own keys, what is not filled yet masked: a part of it would
-    be copied for each product. Nothing that a token needs is asked of the device, and how many there have been is known
-    to it, so that the next one's work is that of the one before.
+    be copied for each product.
 
     Args:
         passes: The model's.
@@ -28,7 +27,6 @@ class DirectDecoding:
         slots: `[n]` whose weights each row acts with, sorted.
         room: Most tokens that are fed back.
         route: Directs rows to weights.
-        matrix: Whether logits are products of hidden states with a matrix, and no more.
     """
 
     def __init__(
@@ -39,16 +37,12 @@ class DirectDecoding:
         slots: Tensor,
         room: int,
         route: Route,
-        *,
-        matrix: bool,
     ) -> None:
         self._passes, self._route, self._slots = passes, route, slots
-        self._matrix = matrix
         self._windows = {layer.window for layer in passes.parts.layers}
         self._first = prefix.last_hidden[rows]
         self._mask = prefix.mask[rows]
         self._past, self._length, self._most = prefix.mask.shape[1], 0, room
-        self._at = torch.zeros(1, dtype=torch.long, device=rows.device)  # the same as `_length`, known to the device
         self._prompts = [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in prefix.layers]
         heads, width = passes.parts.heads[0], passes.parts.width
         self._own = [[keys.new_empty((heads, len(rows), 0, width)) for _ in range(2)] for keys, _ in prefix.layers]
@@ -74,7 +68,6 @@ class DirectDecoding:
         bias = torch.zeros(seen.shape, dtype=self._own[0][0].dtype, device=seen.device)
         self._seen = bias.masked_fill_(~seen, self._lowest)[:, None]
         self._places = torch.arange(seen.shape[1], device=seen.device)
-        self._layout = object()
 
     @property
     def _lowest(self) -> float:
@@ -84,33 +77,26 @@ class DirectDecoding:
         """Return the hidden states of the prompts' last tokens."""
         return self._first
 
-    def make_room(self) -> object:
-        """Get ready for one more token of each row."""
-        room = self._own[0][0].shape[2]
-        if self._length == room:
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Run one more token of each row."""
+        room, at = self._own[0][0].shape[2], self._length
+        if at == room:
             self._move(None, min(self._most, room + max(LEAST_ROOM, room // 4)))
             self._look()
         self._length += 1
-        return self._layout if self._matrix and self._columns.steady else None
-
-    def advance(self, tokens: Tensor) -> Tensor:
-        """Run one more token of each row."""
-        place = self._past + self._at
-        self._seen.index_fill_(2, place, 0.0)
+        place = self._past + at
+        self._seen[:, :, place] = 0.0
         seen = {window: self._near(window, place) for window in self._windows}
 
         def attend(number: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self._own[number]
-            keys.index_copy_(2, self._at, k.mT[:, :, None])
-            values.index_copy_(2, self._at, v.mT[:, :, None])
+            keys[:, :, at], values[:, :, at] = k.mT, v.mT
             own = Keys(slice(None), keys.flatten(0, 1).mT, values.flatten(0, 1))
             return attended_once(q, own, self._shared[number], seen[layer.window])
 
-        hidden = self._columns.through(tokens, self._positions + self._at, attend)
-        self._at += 1
-        return hidden
+        return self._columns.through(tokens, self._positions + at, attend)
 
-    def _near(self, window: int | None, place: Tensor) -> Tensor:
+    def _near(self, window: int | None, place: int) -> Tensor:
         """Return what is added to scores of a token at a place where only the nearest are seen; None = all are."""
         return self._seen if window is None else self._seen.masked_fill(self._places <= place - window, self._lowest)
 

@@ -40,11 +40,6 @@ class DirectPasses:
     def __init__(self, parts: Anatomy, changed: Collection[str], gathering: PartedLayers | None = None) -> None:
         self.parts, self.changed, self._gathering = parts, frozenset(changed), gathering
 
-    @property
-    def gathers(self) -> bool:
-        """Whether several processes hold the layers."""
-        return self._gathering is not None
-
     def gather(self, layer: nn.Module) -> None:
         """Put a layer together, where several processes hold it, before its weights are read."""
         if self._gathering is not None:
