@@ -27,9 +27,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo import load_base
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.functional.products import product
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
 
 PARTS = ("sampling", "learning", "both")

@@ -62,8 +62,8 @@ _HOMES = {
     "GRPO": "evogrpo.agents.grpo",
     "GymnasiumGroups": "evogrpo.envs.control.gymnasium",
     "HuggingFaceGym": "evogrpo.envs.prompts.huggingface",
-    "HyperparameterConfig": "evogrpo.hyperparameters.space",
-    "Hyperparameters": "evogrpo.hyperparameters.values",
+    "HyperparameterConfig": "evogrpo.config.search_space",
+    "Hyperparameters": "evogrpo.config.hyperparameters",
     "MultiAgentGRPO": "evogrpo.agents.multi_agent",
     "MultiFrequency": "evogrpo.evolution.strategies.multi_frequency",
     "MultiTurnGym": "evogrpo.envs.prompts.conversations",
@@ -74,7 +74,7 @@ _HOMES = {
     "Optimizer": "evogrpo.config.optimizer",
     "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
     "Population": "evogrpo.agents.population",
-    "RLParameter": "evogrpo.hyperparameters.parameter",
+    "RLParameter": "evogrpo.config.search_space",
     "RandomSearch": "evogrpo.evolution.strategies.controls.random_search",
     "Replay": "evogrpo.evolution.strategies.replay",
     "SelectionOnly": "evogrpo.evolution.strategies.controls.selection_only",
@@ -100,8 +100,10 @@ if TYPE_CHECKING:
     from evogrpo.agents.grpo import GRPO
     from evogrpo.agents.multi_agent import MultiAgentGRPO
     from evogrpo.agents.population import Population
+    from evogrpo.config.hyperparameters import Hyperparameters
     from evogrpo.config.objective import Objective
     from evogrpo.config.optimizer import Optimizer
+    from evogrpo.config.search_space import HyperparameterConfig, RLParameter
     from evogrpo.envs.control.gymnasium import GymnasiumGroups
     from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
     from evogrpo.envs.prompts.conversations import MultiTurnGym
@@ -121,9 +123,6 @@ if TYPE_CHECKING:
     from evogrpo.evolution.strategies.tournament import Tournament
     from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
     from evogrpo.history.survivors import best_hyperparameters
-    from evogrpo.hyperparameters.parameter import RLParameter
-    from evogrpo.hyperparameters.space import HyperparameterConfig
-    from evogrpo.hyperparameters.values import Hyperparameters
     from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
     from evogrpo.policies.tokens.models import load_base
     from evogrpo.reporting.shown import report

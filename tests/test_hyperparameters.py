@@ -12,22 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import evogrpo
-from evogrpo.hyperparameters import (
-    CATEGORIES,
-    HYPERPARAMETER_NAMES,
-    HyperparameterConfig,
-    Hyperparameters,
-    RLParameter,
-    check_group_size,
-    feasible_group_sizes,
-    is_categorical,
-    is_integer,
-    unknown_name_error,
-)
-from evogrpo.hyperparameters.checks import whole_number
+from evogrpo.config.checks import unknown_name_error, whole_number
+from evogrpo.config.hyperparameters import CATEGORIES, HYPERPARAMETER_NAMES, Hyperparameters, is_categorical, is_integer
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter, check_group_size, feasible_group_sizes
 
 
-@pytest.mark.parametrize("module", ["evogrpo.hyperparameters", "evogrpo.evolution"])
+@pytest.mark.parametrize("module", ["evogrpo.config.search_space", "evogrpo.evolution"])
 def test_numbers_only_rooms_do_not_load_torch(module):
     program = (
         f"import sys, {module}\n"

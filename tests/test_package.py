@@ -29,7 +29,7 @@ def loaded_modules(statement: str) -> set[str]:
     "statement",
     [
         "import evogrpo; dir(evogrpo)",
-        "import evogrpo.hyperparameters",
+        "import evogrpo.config.search_space",
         "import evogrpo.evolution",
         "import evogrpo.reporting",
         "from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, Tournament",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from tests.rounding import UNIT, assert_gradients_agree, assert_states_agree, assert_weights_agree, rounding_otherwise
 from tests.tiny_batches import different_members, grpo_loss, sampled_batch
 from tests.tiny_models import tiny_model

@@ -19,8 +19,8 @@ from evogrpo import (
     train,
 )
 from evogrpo.agents.options import Options
+from evogrpo.config.checks import unknown_name_error
 from evogrpo.evolution.strategies import BUILT_IN, Narrowing
-from evogrpo.hyperparameters import unknown_name_error
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.schedule import Schedule
 

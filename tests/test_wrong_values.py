@@ -80,14 +80,6 @@ def test_records_refuse_what_they_cannot_hold_and_hold_plain_values(kind, base):
                 assert kind(**{each.name: getattr(made, each.name) for each in dataclasses.fields(made)}) == made
 
 
-@pytest.mark.parametrize("kind", dict.fromkeys(kind for kind, _ in RECORDS))
-def test_records_answer_calls_that_python_would_only_count(kind):
-    with pytest.raises(ValueError, match=f"{kind.__name__} takes its settings by name"):
-        kind(1)
-    with pytest.raises(ValueError, match=f"unknown setting of {kind.__name__} 'zebra'"):
-        kind(zebra=1)
-
-
 def test_spaces_refuse_what_no_member_could_have():
     rng = np.random.default_rng(0)
     spaces = [RLParameter(min=-1, max=10**18), RLParameter(min=1e-300, max=1e308), RLParameter(choices=["a", "b"])]

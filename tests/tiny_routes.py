@@ -10,8 +10,8 @@ from torch import Tensor
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter
 from evogrpo.agents.agent import Agent
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Child, Fixed, Plan
-from evogrpo.hyperparameters import Hyperparameters
 from tests.tiny_training import (
     graded,
     resumed_run,

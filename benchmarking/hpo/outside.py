@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from benchmarking.hpo.arms import BOTH
 from benchmarking.hpo.playing import Start, members_of, spent_by, tested
 from benchmarking.hpo.tasks import TASKS, Task
+from evogrpo.config.hyperparameters import is_integer
 from evogrpo.evolution import FitnessConfig, Fixed
-from evogrpo.hyperparameters import is_integer
 
 PARTS = 4
 """The part of the budget that the longest trial gets, as 1 / PARTS."""

@@ -15,10 +15,10 @@ from peft import LoraConfig
 from benchmarking.hpo.arms import ARMS, Arm
 from benchmarking.hpo.tasks import TASKS, Task
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, evolve, load_base
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs import TASKS as BUILTIN
 from evogrpo.evolution import FitnessConfig, Strategy
 from evogrpo.evolution.founders import at
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.progress import Best
 

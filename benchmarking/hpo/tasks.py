@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 
 
 @dataclass(frozen=True, kw_only=True)

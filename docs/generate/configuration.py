@@ -15,12 +15,14 @@ from docs.generate.docstrings import attributes, summary
 from docs.generate.tried import real_range, whole_range
 from evogrpo.agents.members.tokens.language_settings import MOST_TOKENS
 from evogrpo.agents.options import CommonOptions, Options
+from evogrpo.config.checks import MOST_SEED
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.search_space import RLParameter
 from evogrpo.envs.prompts.builtin import TASKS
 from evogrpo.evolution import FitnessConfig, Mutation, SharedExperience
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.hyperparameters import MOST_SEED, Hyperparameters, RLParameter
 from evogrpo.policies.control.architecture import MOST_LAYERS, MOST_UNITS, ArchitectureLimits, NetworkConfig
 from evogrpo.policies.tokens.lora import check_supported, lora_from_json
 from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent

@@ -13,7 +13,9 @@ from docs.generate.docstrings import as_markup
 
 PACKAGES = (
     "evogrpo",
-    "evogrpo.hyperparameters",
+    "evogrpo.config.hyperparameters",
+    "evogrpo.config.search_space",
+    "evogrpo.config.loss_types",
     "evogrpo.config.objective",
     "evogrpo.config.optimizer",
     "evogrpo.evolution",

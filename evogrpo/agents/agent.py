@@ -8,16 +8,16 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.agents.attributes import HyperparameterAttribute, Misnomer
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.shaping import check_usable
 from evogrpo.agents.members.members import Members
+from evogrpo.config.hyperparameters import Hyperparameters, Value
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.founders import spread_members
 from evogrpo.evolution.lineage import NETWORK, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, changes_between
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, Value
 from evogrpo.randomness import generator
 from evogrpo.text import score_text
 
@@ -33,6 +33,19 @@ _COPIED = (
     "steps",
     "_evaluated",
 )
+
+
+class HyperparameterAttribute:
+    """A hyperparameter as an attribute of an agent; setting it replaces the agent's frozen record, validated."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, agent: Any, owner: type) -> Any:
+        return self if agent is None else getattr(agent.hyperparameters, self.name)
+
+    def __set__(self, agent: Any, value: object) -> None:
+        agent.hyperparameters = Hyperparameters.from_json({**agent.hyperparameters.to_json(), self.name: value})
 
 
 class Agent:
@@ -82,31 +95,6 @@ class Agent:
     gamma = HyperparameterAttribute()
     loss_type = HyperparameterAttribute()
     advantage = HyperparameterAttribute()
-
-    learning_rate = Misnomer("lr")
-    epsilon = Misnomer("clip_coef")
-    clip_range = Misnomer("clip_coef")
-    epsilon_low = Misnomer("clip_low")
-    epsilon_high = Misnomer("clip_high")
-    num_generations = Misnomer("group_size")
-    kl_coef = Misnomer("beta")
-    num_iterations = Misnomer("update_epochs")
-    n_epochs = Misnomer("update_epochs")
-    mini_batch_size = Misnomer("batch_size")
-    ent_coef = Misnomer("entropy_coef")
-    clip_ratio = Misnomer("clip_coef")
-    ppo_epochs = Misnomer("update_epochs")
-    per_device_train_batch_size = Misnomer("batch_size")
-    entropy_loss_coef = Misnomer("entropy_coef")
-    clip_coeff = Misnomer("clip_coef")
-    entropy_coeff = Misnomer("entropy_coef")
-    discount = Misnomer("gamma")
-    grad_clip = Misnomer("max_grad_norm")
-    save = Misnomer("save_checkpoint")
-    save_model = Misnomer("save_checkpoint")
-    get_parameters = Misnomer("state")
-    set_parameters = Misnomer("load_state")
-    policy = Misnomer("get_policy")
 
     def __init__(self, members: Members, slot: int, index: int, hyperparameters: Hyperparameters) -> None:
         self.members = members

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 
 from evogrpo.agents.agent import Agent
-from evogrpo.hyperparameters import unknown_name_error
+from evogrpo.config.checks import unknown_name_error
 from evogrpo.spaces import action_dim, observation_dim, preprocess_observation
 
 

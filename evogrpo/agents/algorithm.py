@@ -26,10 +26,11 @@ from evogrpo.agents.options import Options
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import commonly_scored, evaluate
 from evogrpo.agents.rollout.testing import tested_in
+from evogrpo.config.checks import flag, lists_options, names_unknown, refuse_unknown
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import LearnReport
 from evogrpo.envs.groups import SPLITS, GroupEnvironment, Split
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, flag, refuse_unknown
-from evogrpo.hyperparameters.declared import lists_options, names_unknown
 
 
 class EvolvableAlgorithm(AgileRLAgent):

@@ -12,10 +12,10 @@ from evogrpo.agents.options import TeamOptions
 from evogrpo.agents.population import Population
 from evogrpo.agents.rollout.collecting import collect
 from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.config.checks import flag, lists_options
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.envs.control.joint.assignment import AgentSpaces
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
-from evogrpo.hyperparameters import Hyperparameters, flag
-from evogrpo.hyperparameters.declared import lists_options
 
 
 class MultiAgentGRPO(GRPO):

@@ -20,23 +20,20 @@ from evogrpo.agents.members.members import Members, Settings
 from evogrpo.agents.members.tokens.language_members import LanguageMembers
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.agents.options import CommonOptions, Options, TeamOptions
+from evogrpo.config.checks import instance, refuse_unknown, whole_between
+from evogrpo.config.default_space import default_space
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.config.search_space import default_space
-from evogrpo.envs.control.joint.assignment import AgentSpaces
-from evogrpo.evolution.founders import like_earlier
-from evogrpo.hyperparameters import (
-    HYPERPARAMETER_NAMES,
+from evogrpo.config.search_space import (
     LANGUAGE_RANGES,
     MOST_MEMBERS,
     MOST_SAMPLES,
     NETWORK_RANGES,
     HyperparameterConfig,
-    Hyperparameters,
     common_samples,
-    instance,
-    refuse_unknown,
-    whole_between,
 )
+from evogrpo.envs.control.joint.assignment import AgentSpaces
+from evogrpo.evolution.founders import like_earlier
 from evogrpo.policies.tokens.engine.probes import check_causal_class
 from evogrpo.policies.tokens.models import BaseModel
 from evogrpo.policies.tokens.stored_adapters import read_adapter

@@ -8,14 +8,11 @@ from accelerate import Accelerator
 from peft import LoraConfig
 
 from evogrpo.agents.members.control.team_settings import Credit
+from evogrpo.config.loss_types import AdvantageType, LossType
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.joint.assignment import Policies
-from evogrpo.hyperparameters import (
-    AdvantageType,
-    HyperparameterConfig,
-    LossType,
-)
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.policies.devices import MicroBatchTokens
 
@@ -29,7 +26,7 @@ class CommonOptions(TypedDict, total=False):
 
     Attributes:
         hp_config: What evolution may change; nothing by default. "auto", for a population: what decides most and has no
-            value here, over wide ranges (`evogrpo.hyperparameters.ranges`).
+            value here, over wide ranges (`evogrpo.config.search_space`).
         index: Identity in the lineage; 0 by default. A population counts up from it.
         batch_size: Completions (for small networks transitions, of several agents each policy's) per optimizer step; 64
             by default, for small networks 2048.

@@ -13,6 +13,7 @@ from evogrpo.agents.members.members import Members
 from evogrpo.agents.rollout.assessing import Assessed, answered, assess
 from evogrpo.agents.rollout.collecting import check_groups, commonly_scored
 from evogrpo.agents.rollout.wanted import Asked, Collected
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, LearnReport
 from evogrpo.envs.groups import GroupEnvironment, Split
 from evogrpo.evolution.fitness import Fitness
@@ -23,7 +24,6 @@ from evogrpo.evolution.lineage import NETWORK, Lineage
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.markup import Markup, MemberRow, members_card, sparkline
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator

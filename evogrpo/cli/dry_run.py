@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.agents.members.spread.places import Places
+from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import RLParameter
 from evogrpo.evolution.strategies import BUILT_IN
 from evogrpo.history.words import words_of
-from evogrpo.hyperparameters import Hyperparameters, RLParameter, Value
 from evogrpo.processes import processes
 from evogrpo.text import count_text, counted, duration_text, number_text, printable
 from evogrpo.training.configuration.own_strategies import strategy_record

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+__all__ = ["AdvantageType", "LossType"]
+
 LossType = Literal["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "luspo", "cispo", "sapo", "gmpo"]
 """Loss types, described in `Objective`."""
 AdvantageType = Literal[

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
+from evogrpo.config.checks import MOST_COUNTED, single_number, whole_between
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.loss_types import (
     ADVANTAGES,
     FULL_KLS,
@@ -22,15 +24,8 @@ from evogrpo.config.loss_types import (
 )
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.roll import read_roll
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.config.trl import Translation, read_trl
-from evogrpo.hyperparameters import (
-    MOST_COUNTED,
-    HyperparameterConfig,
-    Hyperparameters,
-    answering,
-    single_number,
-    whole_between,
-)
 
 __all__ = ["Imported", "Objective"]
 
@@ -39,7 +34,6 @@ Reference = Literal["base", "snapshot", "old"]
 EntropyReduction = Literal["loss", "mean"]
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """Loss that members minimise; its coefficients are in `Hyperparameters`.

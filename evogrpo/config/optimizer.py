@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from evogrpo.hyperparameters import answering, finite_number, single_number, whole_between
+from evogrpo.config.checks import finite_number, single_number, whole_between
 
 __all__ = ["Optimizer", "Schedule"]
 
@@ -12,7 +12,6 @@ Schedule = Literal["constant", "linear", "cosine"]
 """Shape of the learning rate after warm-up."""
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW settings that all members share; the learning rate itself is a hyperparameter.

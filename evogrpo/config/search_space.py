@@ -1,152 +1,471 @@
-"""Search spaces: which hyperparameters evolve by default, and which would have no effect."""
+"""Search space of evolution: which hyperparameters evolve, and over which values."""
 
+import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, get_args
 
-from evogrpo.config.loss_types import LOSS_TYPES
-from evogrpo.config.objective import Objective, highest, lowest, possible
-from evogrpo.hyperparameters import SEARCHED, HyperparameterConfig, Hyperparameters, RLParameter, feasible_group_sizes
+from evogrpo.config.checks import finite_number, refuse_unknown, single_number, whole_between
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
 
-CLIPS = ("clip_coef", "clip_low", "clip_high")
+__all__ = [
+    "LANGUAGE_RANGES",
+    "MOST_MEMBERS",
+    "MOST_SAMPLES",
+    "NETWORK_RANGES",
+    "SEARCHED",
+    "HyperparameterConfig",
+    "RLParameter",
+    "Scale",
+    "check_group_size",
+    "common_samples",
+    "feasible_group_sizes",
+]
+
+Scale = Literal["linear", "log"]
+"""How steps in a range are measured."""
 
 
-def default_space(
-    ranges: Mapping[str, RLParameter],
-    objective: Objective,
-    first: Hyperparameters,
-    *,
-    fixed: Collection[str],
-    samples_per_step: int | None,
-    rows_are_samples: bool,
-    shared: bool = False,
-) -> HyperparameterConfig:
-    """Return the default search space: the hyperparameters of `SEARCHED` that are not fixed and have an effect.
+@dataclass(frozen=True, kw_only=True)
+class RLParameter:
+    """The values one hyperparameter may take: a range (`min` and `max`), a ladder of numbers or a set of names.
 
-    Args:
-        ranges: Range by hyperparameter, for the kind of member.
-        objective: The members' objective.
-        first: Hyperparameters of the first member.
-        fixed: Hyperparameters that the caller has set.
-        samples_per_step: Samples of each member per learning step; None = unknown, group sizes then do not evolve.
-        rows_are_samples: See `without_effect`.
-        shared: See `without_effect`.
+    Attributes:
+        min: Smallest value of the range.
+        max: Largest value of the range.
+        scale: "log" multiplies or divides by `factor`; "linear" adds or subtracts (`factor` - 1) times the range.
+        choices: At least two distinct values, instead of a range. Numbers are a ladder, stored in ascending order:
+            mutation climbs it, one rung or a few. Names have no order: mutation takes any other one.
+        factor: The size of every mutation on a range, greater than 1: with 1.2 a log step is x1.2 or /1.2 and a linear
+            step is a fifth of the range, and nothing else. By default steps are about a fifth of the range on its
+            scale, adapt, and now and then the whole range is drawn from; see `Mutation`.
+        founders: Part of the range, (low, high), that the members of a first population are spread over; all of it by
+            default. Mutation may leave it.
+        when: The values of other hyperparameters without which this one changes nothing, by name, such as
+            {"loss_type": ["grpo", "dapo"]}: where a member has others, it is neither drawn nor mutated, and no
+            difference. None is a value of its own: what the objective says. By default it always counts.
+
+    Raises:
+        ValueError: If the fields do not describe a range, a ladder or a set as above.
     """
-    space = HyperparameterConfig(**{name: ranges[name] for name in SEARCHED if name not in fixed})
-    space = drop_single_group_size(space, samples_per_step)
-    samples = samples_per_step or 2
-    idle = without_effect(
-        objective, [first], space, samples_per_step=samples, rows_are_samples=rows_are_samples, shared=shared
-    )
-    return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name not in idle})
 
+    min: float | None = None
+    max: float | None = None
+    scale: Scale = "linear"
+    choices: Sequence[float] | Sequence[str] | None = None
+    factor: float | None = None
+    founders: tuple[float, float] | None = None
+    when: Mapping[str, Sequence[Value] | Value] | None = field(default=None, hash=False)
 
-def drop_single_group_size(space: HyperparameterConfig, samples_per_step: int | None) -> HyperparameterConfig:
-    """Return the space without group_size if its range holds fewer than two divisors of `samples_per_step`."""
-    if "group_size" not in space:
-        return space
-    low, high = space["group_size"].bounds
-    sizes = () if samples_per_step is None else feasible_group_sizes(samples_per_step)
-    if sum(low <= size <= high for size in sizes) > 1:
-        return space
-    return HyperparameterConfig(**{name: parameter for name, parameter in space.items() if name != "group_size"})
+    def __post_init__(self) -> None:
+        refuse_unknown("scale", [self.scale], get_args(Scale))
+        if self.factor is not None:
+            object.__setattr__(self, "factor", single_number("factor", self.factor))
+            if self.factor <= 1:
+                raise ValueError(f"factor must be greater than 1, got {self.factor}: a step of factor 1 would not move")
+        if self.when is not None:
+            object.__setattr__(self, "when", checked_condition(self.when))
+        if self.choices is None:
+            self._check_range()
+        else:
+            self._check_choices(self.choices)
 
-
-def without_effect(
-    objective: Objective,
-    members: Sequence[Hyperparameters],
-    space: HyperparameterConfig,
-    *,
-    samples_per_step: int,
-    rows_are_samples: bool = True,
-    shared: bool = False,
-) -> dict[str, str]:
-    """Return the evolving hyperparameters that change nothing, each with the reason and the fix.
-
-    Args:
-        objective: The members' objective.
-        members: Their current hyperparameters; those that do not evolve stay as they are.
-        space: Hyperparameters that evolve.
-        samples_per_step: Samples of each member per learning step.
-        rows_are_samples: `batch_size` counts samples. False where it counts transitions, whose number is not known in
-            advance.
-        shared: Members also learn from each other's samples, whose ratio is not 1 at first.
-
-    Returns:
-        One message per hyperparameter, in the order of `space`; empty if all have an effect.
-    """
-    several = shared or not rows_are_samples or _several_steps(members, space, samples_per_step)
-    found: dict[str, str] = {}
-    reasons = [*_clipping(objective, members, space), *_advantage_clip(objective, members, space)]
-    if rows_are_samples:
-        reasons += _batches(members, space, samples_per_step)
-    for name, reason in reasons:
-        if name in space:
-            found.setdefault(name, f"{name} evolves without effect: {reason}.")
-    if not several:
-        fix = (
-            f"raise update_epochs, lower batch_size below samples_per_step ({samples_per_step}), or leave it out of "
-            "the search space."
-        )
-        for name in CLIPS:
-            if name in space:
-                # With one optimizer step per rollout the policy is the one that acted: every ratio is exactly 1.
-                found[name] = f"{name} evolves without effect: one optimizer step a rollout never clips. To fix, {fix}"
-        if "beta" in space and objective.reference == "old":
-            found["beta"] = (
-                'beta evolves without effect: with one optimizer step per rollout, reference="old" is the policy '
-                f"itself. To fix, {fix}"
+    def _check_range(self) -> None:
+        if self.min is None or self.max is None:
+            raise ValueError(
+                f"an RLParameter needs both min and max, or choices, got min={self.min}, max={self.max}, choices=None"
             )
-    return {name: found[name] for name in space if name in found}
+        low, high = finite_number("min", self.min), finite_number("max", self.max)
+        object.__setattr__(self, "min", low)
+        object.__setattr__(self, "max", high)
+        if not low < high:
+            raise ValueError(f"min must be below max, got min={self.min}, max={self.max}: leave out what stays fixed")
+        if self.scale == "log" and low <= 0:
+            raise ValueError(f'scale="log" needs min greater than 0, got {self.min}: use choices to include 0')
+        if self.founders is not None:
+            pair = self.founders if isinstance(self.founders, Sequence) and not isinstance(self.founders, str) else ()
+            inside = tuple(finite_number("each of founders", value) for value in pair)
+            if len(inside) != 2 or not low <= inside[0] < inside[1] <= high:
+                raise ValueError(f"founders must be two ascending numbers in [{low}, {high}], got {self.founders!r}")
+            object.__setattr__(self, "founders", inside)
+
+    def _check_choices(self, choices: Sequence[float] | Sequence[str]) -> None:
+        given = {
+            "min": self.min,
+            "max": self.max,
+            "scale": self.scale,
+            "factor": self.factor,
+            "founders": self.founders,
+        }
+        if tuple(given.values()) != (None, None, "linear", None, None):
+            raise ValueError(
+                "an RLParameter with choices takes no min, max, scale, factor or founders, got "
+                f"{', '.join(f'{name}={value!r}' for name, value in given.items())}: a mutation takes another of them"
+            )
+        if isinstance(choices, str) or not isinstance(choices, Iterable):
+            raise ValueError(f"choices must be a list of numbers or of names, got {choices!r}")
+        names = tuple(value for value in choices if isinstance(value, str))
+        values: tuple[float | str, ...] = tuple(dict.fromkeys(names))
+        if len(names) != len(choices):
+            values = tuple(sorted({finite_number("each of choices", value) for value in choices}))
+        if len(values) < 2 or len(values) != len(choices):
+            raise ValueError(f"choices must be at least two distinct values, got {list(choices)}")
+        object.__setattr__(self, "choices", values)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names to choose from; empty for numbers."""
+        return tuple(value for value in self.choices or () if isinstance(value, str))
+
+    @property
+    def ladder(self) -> tuple[float, ...]:
+        """The numbers to choose from, ascending; empty for a range and for names."""
+        return tuple(value for value in self.choices or () if not isinstance(value, str))
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The smallest and the largest number; raises ValueError for names, which have no order."""
+        if self.names:
+            raise ValueError(f"names have no bounds, got choices {list(self.names)}")
+        if self.ladder:
+            return self.ladder[0], self.ladder[-1]
+        assert self.min is not None and self.max is not None
+        return self.min, self.max
+
+    @property
+    def condition(self) -> Mapping[str, tuple[Value, ...]]:
+        """What other hyperparameters must be for this one to count, by name; empty where it always does."""
+        return {name: values for name, values in (self.when or {}).items() if isinstance(values, tuple)}
+
+    @property
+    def extent(self) -> str:
+        """What it may be, in words."""
+        if self.choices is not None:
+            return f"choices {list(self.choices)}"
+        low, high = self.bounds
+        return f"range [{low:g}, {high:g}]"
+
+    def closest(self, value: float | str) -> float | str | None:
+        """Return the value that it may take which is closest to `value`: itself inside; None for an unknown name."""
+        if isinstance(value, str):
+            return value if value in self.names else None
+        low, high = self.bounds
+        if self.ladder:
+            return min(self.ladder, key=lambda rung: abs(rung - value))
+        return min(max(value, low), high)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that describe this range, ladder or set."""
+        own = {
+            "factor": self.factor,
+            "founders": None if self.founders is None else list(self.founders),
+            "when": None if self.when is None else {name: list(values) for name, values in self.condition.items()},
+        }
+        if self.choices is not None:
+            fields: dict[str, Any] = {"choices": list(self.choices)}
+        else:
+            fields = {"min": self.min, "max": self.max, "scale": self.scale}
+        return fields | {name: value for name, value in own.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build from fields by name; raises ValueError if a field is unknown or refused."""
+        refuse_unknown("field of RLParameter", values, [each.name for each in dataclasses.fields(cls)])
+        return cls(**values)
 
 
-def _several_steps(members: Sequence[Hyperparameters], space: HyperparameterConfig, samples_per_step: int) -> bool:
-    """Return True if a member takes, or can evolve to take, more than one optimizer step per rollout."""
-    if "update_epochs" in space or any(member.update_epochs > 1 for member in members):
-        return True
-    return min(lowest("batch_size", member, space) for member in members) < samples_per_step
+def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
+    """Return a condition with its values as tuples; raises ValueError if a name or a value is none of that name."""
+    if not isinstance(when, Mapping) or not when:
+        raise ValueError(
+            f"when must name hyperparameters and the values that they need, such as {{'loss_type': ['grpo']}}, got "
+            f"{when!r:.80}"
+        )
+    refuse_unknown("hyperparameter", when, HYPERPARAMETER_NAMES)
+    condition = {}
+    for name, given in when.items():
+        listed = given if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+        if not listed:
+            raise ValueError(f"when must list at least one value of {name}, got none: leave {name} out")
+        condition[name] = tuple(checked_value(name, value) for value in listed)
+    return condition
 
 
-def _clipping(
-    objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
-) -> Iterator[tuple[str, str]]:
-    losses = {loss for member in members for loss in possible("loss_type", objective, member, space)}
-    low = all(member.clip_low is not None for member in members)
-    high = all(member.clip_high is not None for member in members)
-    # cispo's weight has a lower bound only with cispo_clip_low.
-    floorless = not any("clip_low" in LOSS_TYPES[loss].clips for loss in losses) and not objective.cispo_clip_low
-    if not any(LOSS_TYPES[loss].clips for loss in losses):
-        for name in CLIPS:
-            yield name, f"loss_type 'sapo' does not clip, so leave {name} out"
-    if floorless:
-        yield "clip_low", "cispo has no lower bound, so set cispo_clip_low or leave clip_low out"
-    if high and (low or floorless):
-        both = "clip_low and clip_high are" if low else "clip_high is"
-        yield "clip_coef", f"{both} set for every member and used instead"
+SEARCHED = ("lr", "clip_coef", "group_size", "update_epochs")
+"""What evolves where a caller leaves open what does: what decides most, and has no value that is good everywhere."""
+
+_COMMON = {
+    "clip_coef": RLParameter(min=0.1, max=0.4, scale="log"),  # RL Zoo: 0.1 to 0.4; PPO's paper 0.1 to 0.3
+    "clip_low": RLParameter(min=0.1, max=0.4, scale="log"),
+    "clip_high": RLParameter(min=0.1, max=0.6, scale="log"),  # DAPO: 0.28 beside 0.2
+    "group_size": RLParameter(min=4, max=32),  # TRL: 8; DeepSeekMath: 64. Its divisors of a learning step's samples
+    "beta": RLParameter(choices=[0.0, 0.001, 0.004, 0.01, 0.04]),  # TRL: 0; AgileRL: 0.001; DeepSeekMath: 0.04
+    "temperature": RLParameter(min=0.6, max=1.4, scale="log"),  # TRL: 1; DeepSeek-R1: 0.6 to 1
+    "advantage_clip": RLParameter(min=1.0, max=10.0, scale="log"),  # ROLL: 2 to 10
+}
+
+LANGUAGE_RANGES: Mapping[str, RLParameter] = {
+    **_COMMON,
+    # TRL: 1e-6, for all weights; adapters take about ten times the rate of all weights (Schulman et al., LoRA Without
+    # Regret, 2025), so the optimum is looked for a decade around 1e-4 and one further down.
+    "lr": RLParameter(min=1e-6, max=1e-3, scale="log"),
+    "update_epochs": RLParameter(min=1, max=4, scale="log"),  # TRL: 1; every further one costs a learning step's time
+    "max_grad_norm": RLParameter(min=0.1, max=2.0, scale="log"),  # AgileRL: 0.1; TRL: 1
+    "batch_size": RLParameter(min=8, max=256, scale="log"),
+    "entropy_coef": RLParameter(choices=[0.0, 0.0003, 0.001, 0.003]),  # verl: 0.001
+    "gamma": RLParameter(min=0.95, max=1.0),
+    "loss_type": RLParameter(choices=["grpo", "dapo", "dr_grpo", "cispo"]),  # each with a loss per action
+    "advantage": RLParameter(choices=["outcome", "mean_only", "rloo"]),
+}
+"""Of language models: adapters that learn from completions."""
+
+NETWORK_RANGES: Mapping[str, RLParameter] = {
+    **_COMMON,
+    "lr": RLParameter(min=1e-4, max=1e-1, scale="log"),  # RL Zoo: 1e-5 to 1; its tuned values: 1e-4 to 1e-2
+    "update_epochs": RLParameter(min=1, max=8, scale="log"),  # PPO: 3 to 10; RL Zoo: 1 to 20
+    "max_grad_norm": RLParameter(min=0.3, max=5.0, scale="log"),  # RL Zoo: the same
+    "batch_size": RLParameter(min=64, max=4096, scale="log"),  # transitions; RL Zoo: 8 to 512 of 8 to 2,048
+    "entropy_coef": RLParameter(choices=[0.0, 0.001, 0.003, 0.01, 0.03]),  # RL Zoo: up to 0.1
+    "gamma": RLParameter(min=0.9, max=1.0),  # RL Zoo: 0.9 to 0.9999
+    "loss_type": RLParameter(choices=["dapo", "bnpo", "cispo"]),  # what weighs single transitions
+    "advantage": RLParameter(choices=["return_to_go_timestep", "return_to_go_group"]),
+}
+"""Of small networks that take steps in an environment.
+
+Source: RL Zoo is the search of rl-baselines3-zoo's PPO, `hyperparams_opt.py`.
+"""
 
 
-def _batches(
-    members: Sequence[Hyperparameters], space: HyperparameterConfig, samples_per_step: int
-) -> Iterator[tuple[str, str]]:
-    sizes = [lowest("batch_size", member, space) for member in members]
-    if min(sizes) >= samples_per_step:
-        yield (
-            "batch_size",
-            f"all values are at least samples_per_step ({samples_per_step}), so lower its range",
+MOST_MEMBERS = 100_000
+"""The most members of a population: each has weights, an optimiser's state and a record of its own."""
+MOST_SAMPLES = 10_000_000
+"""The most samples of a learning step: each has random numbers, a reward and an advantage of its own."""
+
+
+def _parameter(value: Any, usual: Scale) -> RLParameter:
+    """Return the parameter that a value of `HyperparameterConfig` describes; pairs have the usual scale."""
+    if isinstance(value, RLParameter):
+        return value
+    if isinstance(value, list) or hasattr(value, "choices"):  # Optuna's CategoricalDistribution
+        return RLParameter(choices=value if isinstance(value, list) else list(value.choices))
+    if isinstance(value, tuple) and len(value) == 2:
+        return RLParameter(min=value[0], max=value[1], scale=usual)
+    if hasattr(value, "low") and hasattr(value, "high"):  # Optuna's FloatDistribution, IntDistribution
+        return RLParameter(min=value.low, max=value.high, scale="log" if getattr(value, "log", False) else "linear")
+    raise ValueError(f"must be an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
+
+
+class HyperparameterConfig(Mapping[str, RLParameter]):
+    """The hyperparameters that evolve and the values each may take; what is left out stays fixed.
+
+    An immutable mapping from name to `RLParameter`, always in the order of the fields of `Hyperparameters`.
+
+    Args:
+        values: By name, the values of each evolving hyperparameter: an `RLParameter`, a pair of numbers for a range
+            (on the scale that is usual for it, such as log for lr), a list of choices, or an Optuna distribution. The
+            first member's own value must be among them; without one it is the nearest to the default (see `first`).
+
+    Raises:
+        ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or one counts only in
+            a circle or where another has a value that it never takes.
+    """
+
+    def __init__(self, **values: Any) -> None:
+        refuse_unknown("hyperparameter", values, HYPERPARAMETER_NAMES)
+        parameters = {}
+        for name, value in values.items():
+            try:
+                parameters[name] = _parameter(value, NETWORK_RANGES.get(name, RLParameter(min=0, max=1)).scale)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
+        for name, parameter in parameters.items():
+            if parameter.choices is None and is_categorical(name):
+                raise ValueError(f"{name} must have choices, got a range: names have no order")
+            if name == "group_size" and parameter.founders is not None:
+                raise ValueError(
+                    "group_size takes no founders, got some: it moves on a ladder of divisors, not a range"
+                )
+            for value in parameter.bounds if parameter.choices is None else parameter.choices:
+                checked_value(name, value)
+        self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
+        self._conditions = {name: each.condition for name, each in self._parameters.items() if each.condition}
+        self._check_conditions()
+        self._ordered = tuple(sorted(self._parameters, key=lambda name: (self._depth(name), name)))
+
+    def __getitem__(self, name: str) -> RLParameter:
+        return self._parameters[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __repr__(self) -> str:
+        return f"HyperparameterConfig({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+    def _check_conditions(self) -> None:
+        for name, parameter in self.items():
+            waiting = [name]
+            for other in waiting:  # grows while it is gone through
+                waiting += [each for each in self._condition(other) if each not in waiting]
+                if name in self._condition(other):
+                    raise ValueError(
+                        f"no hyperparameter can wait for itself, but {name} counts only when {other} has some value"
+                        f"{f', and {other} only when {name} has' if other != name else ''}: drop one `when`"
+                    )
+            for other, values in parameter.condition.items():
+                controlling = self.get(other)
+                if controlling is not None and not any(
+                    value is None or controlling.closest(value) == value for value in values
+                ):
+                    raise ValueError(
+                        f"{name} would never count: it needs {other} in {list(values)}, which has "
+                        f"{controlling.extent}: name values from there"
+                    )
+
+    def _condition(self, name: str) -> Mapping[str, tuple[Value, ...]]:
+        return self._conditions.get(name, {})
+
+    def _depth(self, name: str) -> int:
+        return 1 + max((self._depth(other) for other in self._condition(name)), default=0)
+
+    @property
+    def ordered(self) -> tuple[str, ...]:
+        """The names such that each comes after those that it needs some value of."""
+        return self._ordered
+
+    def counts(self, name: str, values: Mapping[str, Value]) -> bool:
+        """Say whether a hyperparameter changes anything in a member with these values: see `RLParameter.when`.
+
+        What another needs counts itself, or the other does not either.
+        """
+        condition = self._conditions.get(name)
+        if condition is None:
+            return True
+        return all(values[other] in needed and self.counts(other, values) for other, needed in condition.items())
+
+    def point(self, hyperparameters: Hyperparameters) -> tuple[Value, ...]:
+        """Return what makes a member differ from others here: all its values, None for those that do not count."""
+        values = hyperparameters.to_json()
+        return tuple(value if self.counts(name, values) else None for name, value in values.items())
+
+    def first(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Hyperparameters:
+        """Return the hyperparameters of a first member; where a default cannot evolve, it starts at the nearest value.
+
+        Args:
+            defaults: By name; those of `Hyperparameters` for the rest.
+            given: What the caller has chosen, by name.
+
+        Raises:
+            ValueError: If a value is refused; if one that is given lies outside what evolution could make of it, but
+                None starts anywhere; or if something evolves that never counts, as what it needs is fixed otherwise.
+        """
+        record = Hyperparameters.from_json({**defaults, **given})
+        for name, parameter in self.items():
+            for other, needed in parameter.condition.items():
+                if other not in self and getattr(record, other) not in needed:
+                    raise ValueError(
+                        f"{name} would never count: it needs {other} in {list(needed)}, which stays "
+                        f"{getattr(record, other)!r}: set {other}, let it evolve, or leave {name} out"
+                    )
+        near: dict[str, Any] = {}
+        for name, parameter in self.items():
+            value = getattr(record, name)
+            if value is None or (is_categorical(name) and name not in given):
+                continue
+            closest = parameter.closest(value)
+            if closest == value:
+                continue
+            if name in given:
+                raise ValueError(
+                    f"{name} must start inside its own {parameter.extent}, got {value!r}: give {name} a value from "
+                    "there, or widen what it may become"
+                )
+            near[name] = closest
+        return dataclasses.replace(record, **near)
+
+    def for_samples_per_step(self, samples_per_step: int) -> "HyperparameterConfig":
+        """Return the same space with group_size, if it evolves, as a ladder of divisors of `samples_per_step`.
+
+        Raises:
+            ValueError: If a choice of group_size is no divisor, or its range holds fewer than two divisors.
+        """
+        ladder = feasible_group_sizes(samples_per_step)
+        parameter = self.get("group_size")
+        if parameter is None:
+            return self
+        valid = ", ".join(map(str, ladder))
+        if parameter.choices is not None:
+            wrong = [value for value in parameter.ladder if value not in ladder]
+            if wrong:
+                raise ValueError(
+                    f"every choice of group_size must divide samples_per_step={samples_per_step}, got {wrong}: "
+                    f"choose from {valid}, so that every member spends the same samples per learning step"
+                )
+            return self
+        low, high = parameter.bounds
+        inside = [value for value in ladder if low <= value <= high]
+        if len(inside) < 2:
+            raise ValueError(
+                f"the range of group_size must hold at least two divisors of samples_per_step={samples_per_step}, "
+                f"got {inside} in [{low}, {high}]: widen it to take in two of {valid}, or change samples_per_step"
+            )
+        return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=inside, when=parameter.when)})
+
+    def to_json(self) -> dict[str, dict[str, Any]]:
+        """Return every parameter's fields by name."""
+        return {name: parameter.to_json() for name, parameter in self.items()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Mapping[str, Any]]) -> Self:
+        """Build from the fields of every parameter by name; raises ValueError if one is unknown or refused."""
+        return cls(**{name: RLParameter.from_json(fields) for name, fields in values.items()})
+
+
+def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
+    """Return every group size that splits a learning step into whole groups: the divisors of at least 2, ascending.
+
+    Raises:
+        ValueError: If `samples_per_step` is not an integer from 2, as a group needs two samples, to `MOST_SAMPLES`.
+    """
+    samples = whole_between("samples_per_step", samples_per_step, 2, MOST_SAMPLES)
+    small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
+    return tuple(sorted({*small, *(samples // size for size in small)} - {1}))
+
+
+def check_group_size(group_size: int, samples_per_step: int, *, whose: str = "") -> None:
+    """Refuse a group size that does not split a learning step into whole groups.
+
+    Args:
+        group_size: Samples from one start.
+        samples_per_step: Samples of a learning step.
+        whose: Who has it, for the message.
+
+    Raises:
+        ValueError: If `group_size` does not divide `samples_per_step`.
+    """
+    if samples_per_step % group_size:
+        valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
+        raise ValueError(
+            f"group_size must divide samples_per_step={samples_per_step}, so that every member spends the same; "
+            f"got {group_size}{whose and f' ({whose})'}: use one of {valid}"
         )
 
 
-def _advantage_clip(
-    objective: Objective, members: Sequence[Hyperparameters], space: HyperparameterConfig
-) -> Iterator[tuple[str, str]]:
-    """Find a bound that standardised rewards cannot reach."""
-    kinds = {kind for member in members for kind in possible("advantage", objective, member, space)}
-    if kinds != {"outcome"} or objective.whiten_advantages or objective.kl_placement == "reward":
-        return
-    group = max(highest("group_size", member, space) for member in members)
-    largest = (group - 1) / math.sqrt(group)  # of |z| with the sample standard deviation: one reward unlike the rest
-    least = min(lowest("advantage_clip", member, space) for member in members)
-    if least >= largest:
-        yield (
-            "advantage_clip",
-            f"advantages in groups of {group:g} are at most {largest:.3g}, so lower its range or leave it out",
+def common_samples(group_size: int, config: HyperparameterConfig) -> int:
+    """Return a number of samples (completions or episodes) that every possible group size divides.
+
+    Raises:
+        ValueError: If group_size evolves over a range.
+    """
+    parameter = config.get("group_size")
+    if parameter is None:
+        return group_size
+    if parameter.choices is None:
+        raise ValueError(
+            "samples_per_step must be given when group_size evolves over a range, so that only its divisors are "
+            "dealt; or give group_size choices"
         )
+    return math.lcm(group_size, *(int(choice) for choice in parameter.choices))

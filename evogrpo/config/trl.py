@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from evogrpo.hyperparameters import finite_number, unknown_name_error, whole_number
+from evogrpo.config.checks import finite_number, unknown_name_error, whole_number
 
 # Fields that are translated, with TRL's defaults.
 DEFAULTS: Mapping[str, Any] = {

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from evogrpo.config.hyperparameters import Hyperparameters, Value, is_integer
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.mutation import neighbour, quantile
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter, Value, is_integer
 
 Draw = Callable[[np.random.Generator], Hyperparameters]
 """Proposes the hyperparameters of one birth; asked again, with another generator, where they are taken."""

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from evogrpo.hyperparameters import finite_number
-from evogrpo.hyperparameters.declared import declared_fields
+from evogrpo.config.checks import declared_fields, finite_number
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)

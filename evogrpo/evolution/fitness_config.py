@@ -4,13 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, get_args
 
+from evogrpo.config.checks import finite_number, flag, refuse_unknown, whole_between
 from evogrpo.evolution.fitness import GREEDY, ROLLOUTS, SAMPLED
-from evogrpo.hyperparameters import answering, finite_number, flag, refuse_unknown, whole_between
 
 FitnessBy = Literal["validation", "rollouts", "both"]
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class FitnessConfig:
     """How fitness is measured, and what it may cost.

@@ -7,16 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.config.checks import whole_number
+from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
+from evogrpo.config.search_space import HyperparameterConfig, check_group_size
 from evogrpo.evolution.distinct import Occupied
 from evogrpo.evolution.mutation import quantile
-from evogrpo.hyperparameters import (
-    HyperparameterConfig,
-    Hyperparameters,
-    check_group_size,
-    is_categorical,
-    is_integer,
-    whole_number,
-)
 from evogrpo.randomness import streams
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
 
+from evogrpo.config.checks import declared_fields
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.kept import Kept, KeptKey
 from evogrpo.evolution.lineage import MemberRecord
-from evogrpo.hyperparameters import HyperparameterConfig
-from evogrpo.hyperparameters.declared import declared_fields
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from evogrpo.config.checks import declared_fields
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import MemberRecord
-from evogrpo.hyperparameters.declared import declared_fields
 
 KeptKey = tuple[int, int]
 """Names a kept state: whose it is, by index, and after which generation. A member is evaluated once a generation."""

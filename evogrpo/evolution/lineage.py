@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from evogrpo.config.checks import declared_fields
+from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.evolution.mutation import Changes
-from evogrpo.hyperparameters import Hyperparameters, Value
-from evogrpo.hyperparameters.declared import declared_fields
 
 NETWORK = "network"
 """What a change of a network's architecture is called among a birth's changes; old and new are words."""

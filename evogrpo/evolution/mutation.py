@@ -8,17 +8,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from evogrpo.hyperparameters import (
-    HyperparameterConfig,
-    Hyperparameters,
-    RLParameter,
-    Value,
-    answering,
-    finite_number,
-    is_categorical,
-    is_integer,
-    refuse_unknown,
-)
+from evogrpo.config.checks import finite_number, refuse_unknown
+from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 
 Changes = Mapping[str, tuple[Value, Value]]
 """Each hyperparameter that changed, by name: (old value, new value)."""
@@ -32,7 +24,6 @@ SMALLEST, LARGEST = 0.02, 0.5
 """The smallest step that is inherited, and the largest that is taken: from anywhere it fits one way at least."""
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
     """How a child's hyperparameters differ from its parent's.

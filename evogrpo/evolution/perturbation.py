@@ -6,11 +6,13 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from evogrpo.config.checks import refuse_unknown
+from evogrpo.config.hyperparameters import Hyperparameters, is_categorical
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation, changes_between, place
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, is_categorical, refuse_unknown
 from evogrpo.references import reference_to
 
 T = TypeVar("T")

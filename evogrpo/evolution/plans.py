@@ -7,18 +7,15 @@ from typing import Any, Self
 
 import numpy as np
 
+from evogrpo.config.checks import whole_number
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import check_group_size, feasible_group_sizes
 from evogrpo.evolution.distinct import Draw, Occupied
 from evogrpo.evolution.history import History
 from evogrpo.evolution.kept import KeptKey
 from evogrpo.evolution.lineage import Child, MemberRecord
 from evogrpo.evolution.mutation import changes_between
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
-from evogrpo.hyperparameters import (
-    Hyperparameters,
-    check_group_size,
-    feasible_group_sizes,
-    whole_number,
-)
 from evogrpo.randomness import streams
 
 

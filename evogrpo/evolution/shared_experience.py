@@ -5,16 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
+from evogrpo.config.checks import finite_number, refuse_unknown, unknown_name_error
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plans import Plan
-from evogrpo.hyperparameters import answering, finite_number, unknown_name_error
 
 LearnFrom = Literal["all", "better", "leader"]
 Samplers = Literal["equal", "rank"]
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class SharedExperience:
     """Members learn from each other's samples, so that a population needs fewer of each.
@@ -116,6 +115,7 @@ def shared_experience(value: object) -> SharedExperience | None:
     if value is None or isinstance(value, SharedExperience):
         return value
     if isinstance(value, Mapping):
+        refuse_unknown("setting of experience", value, SharedExperience.__dataclass_fields__)
         return SharedExperience(**value)
     if not isinstance(value, str):
         raise ValueError(f"experience must be 'own', 'shared' or the settings of the latter, got {value!r:.80}")

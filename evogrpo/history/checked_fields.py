@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from evogrpo.config.hyperparameters import CATEGORIES, Hyperparameters, Value
 from evogrpo.evolution.lineage import NETWORK
-from evogrpo.hyperparameters import CATEGORIES, Hyperparameters, Value
 
 REMEDY = "the journal was not written by evogrpo, or was changed"
 

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
+from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.evolution.plans import Plan
 from evogrpo.history.checked_fields import REMEDY, JournalFields
 from evogrpo.history.estimates import Estimate, EvaluationCost
 from evogrpo.history.steps import Example, StepReport
-from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.markup import MemberRow, card, members_card
 from evogrpo.text import count_text, duration_text, number_text, score_text
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.history.estimates import Estimate, EvaluationCost
 from evogrpo.history.records import TestReport
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.markup import card
 from evogrpo.text import duration_text, number_text
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.history.descent import winner_in
 from evogrpo.history.records import GenerationReport
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.persistence.journal import latest_generations, read_journal
 
 

@@ -6,8 +6,8 @@ from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, UpdateReport
-from evogrpo.hyperparameters import Hyperparameters
 
 LossFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(row numbers `[k]` in the batch, their log_probs `[k, t]` and entropies `[k, t]`, both in nats and 0 where masked) ->

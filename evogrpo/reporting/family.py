@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.history.descent import origin_of, winner_of
 from evogrpo.history.records import MemberReport
-from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.reporting.summary import RunSummary
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.config.hyperparameters import Value
 from evogrpo.history.records import MemberReport
-from evogrpo.hyperparameters import Value
 from evogrpo.randomness import generator
 from evogrpo.reporting.family import fitness_before, lineage_lines
 from evogrpo.reporting.summary import RunSummary

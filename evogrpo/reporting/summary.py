@@ -4,13 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evogrpo.config.checks import refuse_unknown
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution.fitness import ROLLOUTS
 from evogrpo.history.checked_fields import REMEDY, JournalFields
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.finals import FinalsReport
 from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
 from evogrpo.history.words import Words, words_of
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, refuse_unknown
 from evogrpo.persistence.journal import latest_generations
 from evogrpo.reporting.costs import Cost, run_costs
 from evogrpo.reporting.decisions import Decision, read_decisions

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from evogrpo.config.checks import whole_between
 from evogrpo.history.steps import Example
-from evogrpo.hyperparameters import whole_between
 from evogrpo.installing import extra_command
 from evogrpo.persistence.durable import make_folder, replace_file
 

@@ -10,12 +10,11 @@ from torch import nn
 
 from evogrpo.agents.agent import Agent
 from evogrpo.agents.population import Population
+from evogrpo.config.checks import lists_options, refuse_unknown
 from evogrpo.envs.groups import GroupEnvironment, Tried
 from evogrpo.evolution.fitness_config import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
-from evogrpo.hyperparameters import refuse_unknown
-from evogrpo.hyperparameters.declared import lists_options
 from evogrpo.training.completions import CompletionsFormat
 from evogrpo.training.configuration.own_strategies import chosen_strategy
 from evogrpo.training.configuration.sections import LoggingConfig

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from evogrpo.agents.population import Population
-from evogrpo.config.search_space import without_effect
+from evogrpo.config.default_space import without_effect
+from evogrpo.config.synonyms import counterpart
 from evogrpo.envs.comparing import fingerprint_of
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.hyperparameters.synonyms import counterpart
 from evogrpo.persistence.claim import Claim, holds_nothing
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.manifest import CheckpointError

@@ -13,12 +13,12 @@ import evogrpo
 from evogrpo.agents.checkpoints.saving import population_state, save_agent
 from evogrpo.agents.classes import own_algorithm
 from evogrpo.agents.population import Population
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.history.records import GenerationReport, TestReport
-from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.checkpoint import write_checkpoint
 from evogrpo.persistence.claim import Claim
 from evogrpo.persistence.folders import check_new_folder, left_by_kill

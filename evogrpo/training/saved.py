@@ -14,14 +14,13 @@ from evogrpo.agents.classes import algorithm_class
 from evogrpo.agents.kept_states import KeptStates
 from evogrpo.agents.members.by_kind import MEMBERS
 from evogrpo.agents.population import Population
+from evogrpo.config.checks import declared_fields, unknown_name_error
 from evogrpo.envs.comparing import check_same_data
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.hyperparameters import unknown_name_error
-from evogrpo.hyperparameters.declared import declared_fields
 from evogrpo.persistence.checkpoint import read_checkpoint, read_record
 from evogrpo.persistence.claim import Claim
 from evogrpo.persistence.durable import sweep

@@ -4,16 +4,9 @@ import math
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from evogrpo.config.search_space import without_effect
-from evogrpo.hyperparameters import (
-    MOST_COUNTED,
-    MOST_SAMPLES,
-    answering,
-    check_group_size,
-    finite_number,
-    flag,
-    whole_between,
-)
+from evogrpo.config.checks import MOST_COUNTED, finite_number, flag, whole_between
+from evogrpo.config.default_space import without_effect
+from evogrpo.config.search_space import MOST_SAMPLES, check_group_size
 from evogrpo.text import counted
 from evogrpo.warnings import warn
 
@@ -28,7 +21,6 @@ MOST_STEPS = 1_000_000
 """The most generations, and the most learning steps of one: more is a slip, and would look like a hang."""
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
     """The arithmetic and the end of a run.

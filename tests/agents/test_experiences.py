@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from evogrpo import Objective
 from evogrpo.agents.members.tokens.experiences import as_batch, as_completions
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Rollout
-from evogrpo.hyperparameters import Hyperparameters
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_models import PAD
 from tests.tiny_training import (

@@ -12,8 +12,8 @@ from torch.distributions import Categorical, kl_divergence
 from evogrpo import GRPO, Objective
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import learn, minibatches
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.loss_types import FULL_KLS
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import HeldTo
 from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
 from tests.tiny_networks import CASES, Settings, Together, acted_batch

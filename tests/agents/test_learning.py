@@ -10,9 +10,9 @@ from torch import Tensor
 from evogrpo import Objective
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import learn, minibatches
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Batch
-from evogrpo.hyperparameters import Hyperparameters
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.scalar_grpo import advantages
 from tests.rounding import assert_metrics_agree, assert_states_agree

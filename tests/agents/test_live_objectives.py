@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.members.tokens.experiences import as_batch
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from tests.oracles.objective_by_hand import ByHand
 from tests.tiny_routes import DECAY, ROUTES, answered, same
 from tests.tiny_training import flat_gradient, peft_twin, state_of

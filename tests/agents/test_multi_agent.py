@@ -9,11 +9,11 @@ from evogrpo.agents.checkpoints.saving import population_state, restore_populati
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution import Child, Plan
 from evogrpo.functional.advantages import advantages
-from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from tests.envs import joint_probes

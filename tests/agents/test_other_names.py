@@ -7,8 +7,8 @@ import pytest
 
 from evogrpo import GRPO, EvalCallback, MultiAgentGRPO, evolve, train
 from evogrpo.agents.options import Options
+from evogrpo.config.synonyms import counterpart, remark
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.hyperparameters.synonyms import counterpart, remark
 from tests.tiny_steps import cart_pole, step_agent, step_population
 
 LEFT = {"self", "_init_setup_model", "render", "warn"}  # what hardly anybody gives
@@ -113,16 +113,6 @@ def test_learning_from_an_environment_is_answered_with_the_line_that_does_it(arg
     with pytest.raises(ValueError, match=rf"write evogrpo.train\(env, total_timesteps={steps}"):
         agent.learn(*arguments, **settings)
     assert agent.steps == before
-
-
-@pytest.mark.parametrize(
-    ("name", "own"), [("save", "save_checkpoint"), ("get_parameters", "state"), ("policy", "get_policy")]
-)
-def test_their_methods_are_answered(name, own):
-    agent = step_agent()
-    assert callable(getattr(agent, own))
-    with pytest.raises(AttributeError, match=f"it is called '{own}' here"):
-        getattr(agent, name)
 
 
 def test_what_their_load_and_their_devices_take_is_answered(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from evogrpo.agents.learning.step import Learner, learn
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from tests.tiny_networks import CASES, acted_batch, together
 
 CASE = CASES["discrete"]

@@ -9,8 +9,8 @@ import torch
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import learn, minibatches
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.loss_types import LOSS_TYPES
-from evogrpo.hyperparameters import Hyperparameters
 from tests.oracles.slow_advantages import of_actions
 from tests.rounding import assert_gradients_agree, assert_metrics_agree, assert_states_agree
 from tests.tiny_networks import CASES, acted_batch, together

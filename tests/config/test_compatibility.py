@@ -2,9 +2,10 @@
 
 import pytest
 
+from evogrpo.config.hyperparameters import CATEGORIES, Hyperparameters
 from evogrpo.config.loss_types import LOSS_TYPES, STEP_ADVANTAGES
 from evogrpo.config.objective import Objective
-from evogrpo.hyperparameters import CATEGORIES, HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 
 LOSSES, ADVANTAGES = CATEGORIES["loss_type"], CATEGORIES["advantage"]
 

@@ -6,9 +6,10 @@ import typing
 
 import pytest
 
+from evogrpo.config.hyperparameters import CATEGORIES, Hyperparameters
 from evogrpo.config.loss_types import STEP_ADVANTAGES
 from evogrpo.config.objective import Objective
-from evogrpo.hyperparameters import CATEGORIES, HyperparameterConfig, Hyperparameters, RLParameter
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 
 NUMBERS = [
     *("advantage_eps", "kl_target", "kl_horizon", "dual_clip", "delta", "sapo_tau_positive", "sapo_tau_negative"),
@@ -125,7 +126,7 @@ def test_every_loss_type_and_advantage_stands_alone(name):
 def test_the_record_is_frozen_keyword_only_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Objective().loss_type = "dapo"
-    with pytest.raises(ValueError, match=r"by name, got 1 without: write Objective\(loss_type='grpo'\)"):
+    with pytest.raises(TypeError):
         Objective("grpo")
     assert len({Objective(), Objective(loss_type="grpo"), Objective(loss_type="dapo")}) == 2
 

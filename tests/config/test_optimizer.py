@@ -43,7 +43,7 @@ def test_an_optimizer_that_makes_no_sense_is_refused_by_name(fields, named):
 def test_the_record_is_frozen_and_keyword_only():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Optimizer().eps = 1.0
-    with pytest.raises(ValueError, match=r"by name, got 1 without: write Optimizer\(betas=\(0.9, 0.9\)\)"):
+    with pytest.raises(TypeError):
         Optimizer((0.9, 0.9))
 
 

@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.roll import DEFAULTS, IGNORED, UNSUPPORTED
-from evogrpo.hyperparameters import Hyperparameters
 
 # The GRPO page of ROLL's documentation.
 EXAMPLE = """

@@ -4,10 +4,11 @@ import math
 
 import pytest
 
+from evogrpo.config.default_space import without_effect
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.config.search_space import without_effect
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.functional.advantages import group_advantages
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 
 RANGES = {
     "lr": RLParameter(min=1e-5, max=1e-3, scale="log"),

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import TrainingArguments, get_scheduler
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.trl import DEFAULTS, INFRASTRUCTURE
-from evogrpo.hyperparameters import Hyperparameters
 
 SYNCED = {"sync_ref_model": True, "beta": 0.1, "use_bias_correction_kl": False}
 VLLM = {"use_vllm": True}

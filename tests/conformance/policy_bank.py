@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import CARRIED, CARRIED_AT_BIRTH, LossFunction, PolicyBank
 from tests.rounding import assert_states_agree
 

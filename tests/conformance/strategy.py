@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import (
     Child,
     Fitness,
@@ -24,7 +26,6 @@ from evogrpo.evolution import (
     spread_members,
     strategy_from_json,
 )
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 
 SPACE = HyperparameterConfig(
     lr=RLParameter(min=1e-6, max=1e-3, scale="log"),

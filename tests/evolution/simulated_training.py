@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import (
     Child,
     Fitness,
@@ -28,7 +30,6 @@ from evogrpo.evolution import (
     Strategy,
     spread_members,
 )
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.randomness import generator
 from tests.conformance.strategy import kept_next
 

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Fixed, Mutation, Tournament, proposals
-from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from tests.evolution.simulated_training import SPACE, Simulation, Surface, spread_founders, wrong_founders
 
 SEEDS = range(24)

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution import Choice, Fitness, Generation, History, Kept, MemberRecord, Seat, Tournament
 from evogrpo.evolution.backtracking import backtracked
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from tests.conformance.strategy import StrategyTestCase
 from tests.evolution.simulated_training import SPACE, Simulation, Surface, spread_founders
 

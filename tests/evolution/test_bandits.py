@@ -6,9 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import PB2, strategy_from_json
 from evogrpo.evolution.strategies.bandit.proposals import Proposals
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from tests.conformance.strategy import SAMPLES_PER_STEP, Life, StrategyTestCase
 from tests.evolution.simulated_training import SPACE, Simulation, Surface, spread_founders, wrong_founders
 

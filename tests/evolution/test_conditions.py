@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Mutation, changes_between, spread_members
 from evogrpo.evolution.distinct import Occupied, points
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from evogrpo.training.configuration.reading import parse_config
 
 NAMES = RLParameter(choices=["grpo", "gspo", "cispo"])

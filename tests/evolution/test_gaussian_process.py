@@ -6,11 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.founders import at
 from evogrpo.evolution.strategies.bandit.gains import gains, normal_scores
 from evogrpo.evolution.strategies.bandit.gaussian_process import DriftingProcess, Kernel, fitted
 from evogrpo.evolution.strategies.bandit.unit_cube import fractions_of, placed, point_of
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from tests.evolution.test_backtracking import earned, member, told
 
 KERNEL = Kernel(lengths=(0.3, 0.7), noise=0.2, forgetting=0.19)

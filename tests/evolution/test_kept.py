@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Child, Choice, History, Kept, Lineage, MemberRecord, Plan, parent_of
-from evogrpo.hyperparameters import Hyperparameters
 from tests.conformance.strategy import Life
 
 KEYS = ((10, 1), (13, 1))

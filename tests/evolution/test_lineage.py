@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
-from evogrpo.hyperparameters import Hyperparameters
 
 BASE = Hyperparameters(lr=1e-4)
 

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.founders import spread_members
 from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, place, quantile
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 
 LR = RLParameter(min=1e-6, max=1e-3, scale="log")
 SPACE = HyperparameterConfig(

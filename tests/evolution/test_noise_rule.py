@@ -2,11 +2,12 @@
 
 import numpy as np
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation, History, Seat
 from evogrpo.evolution.lineage import Lineage, MemberRecord
 from evogrpo.evolution.strategies import Tournament
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 
 SPACE = HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3, scale="log"))
 SAMPLES_PER_STEP = 48

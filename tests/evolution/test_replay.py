@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Replay, ScheduleStage
-from evogrpo.hyperparameters import Hyperparameters
 from tests.conformance.strategy import GENERATIONS, SAMPLES_PER_STEP, STEPS_PER_GENERATION, Life, StrategyTestCase
 
 RATES = [1e-4 * 1.4**number for number in range(GENERATIONS + 1)]

@@ -44,7 +44,6 @@ def test_members_learn_from_somebody_although_no_reward_applies(learn_from, unkn
         ({"least_ess": -0.1}, r"must lie in \[0, 1\)"),
         ({"least_ess": math.nan}, "must be finite"),
         ({"least_ess": "0.5"}, "must be a number"),
-        ({"ess": 0.5}, "ess"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(settings, message):
@@ -54,7 +53,7 @@ def test_settings_that_cannot_be_are_refused(settings, message):
         shared_experience(settings)
 
 
-@pytest.mark.parametrize("value", ["alone", "Shared", 1, True, ["shared"]])
+@pytest.mark.parametrize("value", ["alone", "Shared", 1, True, ["shared"], {"own": 0.5}])
 def test_what_stands_for_no_experience_is_refused(value):
     with pytest.raises(ValueError, match=r"experience.*'?own"):
         shared_experience(value)

@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import (
     Child,
     Choice,
@@ -23,7 +25,6 @@ from evogrpo.evolution import (
     changes_between,
     strategy_from_json,
 )
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
 from tests.conformance.strategy import (
     NARROW,
     SAMPLES_PER_STEP,
@@ -294,8 +295,6 @@ def test_tournament_settings_out_of_range_are_refused(settings, message):
         ({"factors": (1.2, "0.8")}, "each of factors must be a number"),
         ({"mutation": 3}, "mutation must be a Mutation"),
         ({"backtrack": None}, "backtrack must be True or False"),
-        ({"quantile_fraction": 0.25}, "it is called 'quantile' here"),
-        ({"resample_probability": 0.25}, "it is called 'resample' here"),
     ],
 )
 def test_truncation_settings_out_of_range_are_refused(settings, message):
@@ -309,6 +308,9 @@ def test_truncation_settings_out_of_range_are_refused(settings, message):
         ({"name": "turnament"}, "did you mean 'tournament'"),
         ({}, "unknown strategy None"),
         ({"name": "tournament", "sise": 2}, "did you mean 'size'"),
+        ({"name": "tournament", "tournament_size": 2}, "'size'"),
+        ({"name": "truncation_pbt", "quantile_fraction": 0.25}, "'quantile'"),
+        ({"name": "truncation_pbt", "resample_probability": 0.25}, "'resample'"),
         ({"name": "fixed", "size": 2}, "unknown setting of fixed 'size'"),
         ({"name": "tournament", "mutation": {"rate": 0.1}}, "unknown field of Mutation 'rate'"),
         ({"name": "tests.strategies.halving:Halving"}, "unknown strategy 'tests.strategies.halving:Halving'"),

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import SamplingBatch
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
 from tests.conformance.policy_bank import PolicyBankTestCase
 from tests.rounding import assert_gradients_agree

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.policies.control.architecture import (
     ACTIVATIONS,

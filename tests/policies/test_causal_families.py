@@ -17,7 +17,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.engine.heads import find_head
 from evogrpo.policies.tokens.engine.probes import find_decoder
 from evogrpo.policies.tokens.exports import check_export

@@ -22,9 +22,9 @@ from transformers import (
     Qwen3Config,
 )
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import SamplingOptions
 from evogrpo.functional import products
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import generation, stems
 from evogrpo.policies.tokens.engine.direct import attention, columns, decoding
 from evogrpo.policies.tokens.engine.direct.reading import matrix_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from tests.tiny_batches import different_members, grpo_loss, make_rows, same_state, sampled_batch
 from tests.tiny_models import ARCHITECTURES, tiny_model
 

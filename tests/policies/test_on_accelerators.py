@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import generation, sampling
 from evogrpo.policies.tokens.sizing import LEAST, MOST
 from tests.oracles.peft_members import PeftMember

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.func import functional_call
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.engine.causal import CausalModel
 from evogrpo.policies.tokens.token_bank import TokenBank
 from evogrpo.policies.tokens.weights.states import LearnerStates

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from tests.rounding import assert_gradients_agree
 from tests.tiny_batches import as_batch, clear, different_members, grpo_loss, make_rows, same_state, sampled_batch
 from tests.tiny_models import tiny_model

@@ -7,8 +7,8 @@ import torch
 from peft import PeftModel
 from safetensors.torch import save_file
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.exports import peft_files
 from tests.oracles.peft_members import PeftMember
 from tests.oracles.scalar_grpo import member_loss

@@ -8,8 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch
-from evogrpo.hyperparameters import Hyperparameters
 from tests.tiny_batches import PROMPTS, as_batch, different_members, grpo_loss, make_rows, sampled_batch
 from tests.tiny_models import tiny_model
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Lfm2Config, MambaConfig
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.adapters import AdapterBank
 from tests.oracles.peft_members import PeftMember
 from tests.rounding import assert_gradients_agree

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, TokenInputs
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens.micro_batches import MicroBatch, repetitions
 from tests.rounding import assert_gradients_agree
 from tests.tiny_batches import as_batch, different_members, grpo_loss, make_rows, same_state

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import sizing
 from evogrpo.policies.tokens.sizing import (
     LEAST,

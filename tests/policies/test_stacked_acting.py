@@ -7,7 +7,7 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.policies.control.architecture import NetworkConfig
 from evogrpo.policies.control.stacks import lay_out
 from evogrpo.randomness import generator

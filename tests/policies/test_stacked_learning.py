@@ -7,8 +7,8 @@ import pytest
 import torch
 from gymnasium import spaces
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.control import stacks
 from evogrpo.policies.control.architecture import NetworkConfig
 from tests.oracles.torch_members import TorchMember

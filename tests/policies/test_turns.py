@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Rollout, SamplingBatch, TokenInputs
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.tokens import sampling
 from tests.oracles.peft_members import PeftMember
 from tests.policies.test_prefix_sharing import UNSHAREABLE

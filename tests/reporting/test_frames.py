@@ -6,7 +6,7 @@ import json
 import pytest
 
 from evogrpo import read_run
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.reporting.told.frames import COLUMNS
 from tests.reporting.journals import generation, member, outcome

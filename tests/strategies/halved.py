@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig
 
 
 def halved(hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator) -> Hyperparameters:

@@ -10,15 +10,10 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Objective, RLParameter
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.search_space import LANGUAGE_RANGES, NETWORK_RANGES, SEARCHED
 from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, Tournament, spread_members
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.hyperparameters import (
-    HYPERPARAMETER_NAMES,
-    LANGUAGE_RANGES,
-    NETWORK_RANGES,
-    SEARCHED,
-    Hyperparameters,
-)
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml

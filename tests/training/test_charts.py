@@ -8,8 +8,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import HyperparameterConfig, RLParameter, evolve, resume
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import Tournament
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.charts import generation_curves
 from evogrpo.training.loop.run import Evolution

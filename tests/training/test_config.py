@@ -6,8 +6,8 @@ import json
 import pytest
 import yaml
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask
 from evogrpo.training.configuration.reading import (
     CONFIG_FILE,

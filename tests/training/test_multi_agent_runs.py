@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution.strategies import Tournament
-from evogrpo.hyperparameters import HyperparameterConfig, RLParameter
 from evogrpo.persistence.journal import read_journal
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig

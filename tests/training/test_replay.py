@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from evogrpo import replay, train
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import ScheduleStage, Tournament
 from evogrpo.history.schedules import found_schedule
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.front.replaying import HyperparameterSchedule

@@ -4,8 +4,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import evolve
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.history.steps import StepReport
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.loop.reports.sb3_names import SB3_NAMES, names_of

@@ -16,10 +16,11 @@ from evogrpo.agents.members.by_kind import MEMBERS
 from evogrpo.agents.members.members import Members
 from evogrpo.agents.members.spread.spread_members import places_of, spread_out
 from evogrpo.agents.population import Population
+from evogrpo.config.checks import declared_fields, unknown_name_error, whole_between
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.lineage import Lineage
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, unknown_name_error, whole_between
-from evogrpo.hyperparameters.declared import declared_fields
 from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.persistence.manifest import CheckpointError, readable
 from evogrpo.persistence.placement import stored_at

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.hyperparameters import Hyperparameters
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from evogrpo.agents.learning.coefficients import Coefficients
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.loss_types import LOSS_TYPES, STEP_ADVANTAGES
 from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Batch
 from evogrpo.functional.advantages import advantages, zero_variance_groups
 from evogrpo.functional.reward_shaping import groups_within, normalise_rewards, update_running
 from evogrpo.functional.statistics import numbered
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 from evogrpo.interruption import before_changes
 from evogrpo.warnings import warn
 

@@ -23,13 +23,13 @@ from evogrpo.agents.learning.metrics import (
 )
 from evogrpo.agents.learning.shaping import refuse_infinite, refuse_whole_completions, shaped_advantages, without_groups
 from evogrpo.agents.members.banks import Banks
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.loss_types import FULL_KLS
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, Experience, LearnReport, UpdateReport, some_rows
 from evogrpo.functional.corrections import high_entropy_mask
 from evogrpo.functional.kl import adaptive_kl, kl_estimate
 from evogrpo.functional.statistics import numbered
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import HeldTo, LossFunction, PolicyBank, WholeDistributions
 from evogrpo.randomness import generator
 from evogrpo.tally import Tally

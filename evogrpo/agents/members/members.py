@@ -13,10 +13,10 @@ from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.learning.step import LearningSettings, Policy
 from evogrpo.agents.members.banks import Banks
 from evogrpo.agents.rollout.wanted import Answered, Asked, Collected, Observed, Wanted
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.lineage import ArchitectureChange
-from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.policies.sampler import Sampler
 
 CheckpointFiles = dict[str, bytes | Callable[[], bytes]]

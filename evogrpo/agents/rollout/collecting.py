@@ -11,8 +11,8 @@ from evogrpo.agents.rollout.assessing import answered, commonly_answered
 from evogrpo.agents.rollout.refilling import refill
 from evogrpo.agents.rollout.rounds import Groups, sample_groups
 from evogrpo.agents.rollout.wanted import Asked, Collected
+from evogrpo.config.search_space import check_group_size
 from evogrpo.envs.groups import GroupEnvironment, Split
-from evogrpo.hyperparameters import check_group_size
 
 
 def check_groups(env: object) -> None:

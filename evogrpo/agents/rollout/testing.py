@@ -7,10 +7,10 @@ from typing import Any, Protocol, runtime_checkable
 import gymnasium
 
 from evogrpo.agents.rollout.collecting import check_groups
+from evogrpo.config.checks import flag, whole_between
 from evogrpo.envs.control.solo.given import GivenEnvironment
 from evogrpo.envs.control.solo.windows import WINDOW
 from evogrpo.envs.groups import GroupEnvironment
-from evogrpo.hyperparameters import flag, whole_between
 
 
 @runtime_checkable

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import gymnasium
 from numpy.typing import ArrayLike
 
+from evogrpo.config.checks import names_unknown
 from evogrpo.data import Actor
 from evogrpo.envs.control.actions import check_action_space
 from evogrpo.envs.control.classic import ClassicControl, native_class
@@ -26,7 +27,6 @@ from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.control.trees import leaf_spaces
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
-from evogrpo.hyperparameters.declared import names_unknown
 from evogrpo.warnings import warn
 
 Vectorization = Literal["auto", "native", "serial", "processes"]

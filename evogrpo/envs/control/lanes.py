@@ -6,8 +6,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from evogrpo.config.checks import LARGEST
 from evogrpo.envs.control.trees import Leaves
-from evogrpo.hyperparameters.checks import LARGEST
 
 
 class Seen(NamedTuple):

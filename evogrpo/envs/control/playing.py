@@ -9,12 +9,12 @@ import gymnasium
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from evogrpo.config.checks import LARGEST
 from evogrpo.data import Actor
 from evogrpo.envs.control.actions import policy_action_shape, to_environment
 from evogrpo.envs.control.lanes import Brought, EpisodeLanes, Seen
 from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves
 from evogrpo.envs.control.trees import unflatten
-from evogrpo.hyperparameters.checks import LARGEST
 from evogrpo.interruption import give_way
 from evogrpo.tally import Tally
 

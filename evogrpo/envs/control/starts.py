@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Self
 
+from evogrpo.config.checks import whole_number
 from evogrpo.envs.groups import SPLITS, Split, deal_starts
-from evogrpo.hyperparameters.checks import whole_number
 from evogrpo.randomness import generator
 
 SEEDS_PER_SPLIT = 1 << 29  # so that the seeds of all splits fit into 31 bits, which every environment takes

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evogrpo.config.checks import names_unknown, whole_number
 from evogrpo.data import Conversation
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import code_hash
@@ -15,8 +16,6 @@ from evogrpo.envs.prompts.rewards.verifiers.calling import torch_settings_kept
 from evogrpo.envs.prompts.rewards.verifiers.printing import visible_prints
 from evogrpo.envs.prompts.tables import AnyTable, split_tables
 from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_messages
-from evogrpo.hyperparameters import whole_number
-from evogrpo.hyperparameters.declared import names_unknown
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
 """(dataset row, the conversation so far as messages) -> what the user says next; None ends the conversation."""

@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from evogrpo.config.checks import whole_between, whole_number
 from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Paced, Split, deal_starts
-from evogrpo.hyperparameters.checks import whole_between, whole_number
 
 PromptTensors = dict[str, Tensor]
 StepResult = tuple[list[PromptTensors], Tensor, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from evogrpo.config.checks import names_unknown
 from evogrpo.envs.groups import Split
 from evogrpo.envs.prompts.facade import Facade, PromptTensors, StepResult
 from evogrpo.envs.prompts.opened import OpenedPrompts
@@ -14,7 +15,6 @@ from evogrpo.envs.prompts.reasoning import reasoning_tables
 from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
 from evogrpo.envs.prompts.tables import AnyTable, split_tables
 from evogrpo.envs.prompts.templates import Message, Options, Tokenizer, check_template
-from evogrpo.hyperparameters.declared import names_unknown
 
 
 class HuggingFaceGym(QuestionGroups):

@@ -6,6 +6,7 @@ from typing import Any
 
 import gymnasium
 
+from evogrpo.config.checks import refuse_unknown, whole_between, whole_number
 from evogrpo.envs.groups import SPLITS, Split, deal_starts
 from evogrpo.envs.identity import canonical, code_hash, short_hash
 from evogrpo.envs.prompts.rewards.offered import Advance, Logged
@@ -24,7 +25,6 @@ from evogrpo.envs.prompts.templates import (
     fill_template,
     tokenize,
 )
-from evogrpo.hyperparameters.checks import refuse_unknown, whole_between, whole_number
 
 TEMPLATE_OPTIONS = "chat_template_kwargs"
 """The column in which a row may bring keyword arguments of the chat template of its own, as in TRL."""

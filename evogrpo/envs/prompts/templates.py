@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
-from evogrpo.hyperparameters.checks import refuse_unknown
+from evogrpo.config.checks import refuse_unknown
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model", "ipython", "environment", "documents")
 Message = dict[str, Any]

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.config.checks import flag, whole_between
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
@@ -16,12 +18,10 @@ from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, p
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, truncation
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import Hyperparameters, answering, flag, whole_between
 
 QUARTER = 0.25
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class MultiFrequency(Stateless):
     """Let sub-populations evolve every so many generations each; migrants bring weights, and to the faster all.

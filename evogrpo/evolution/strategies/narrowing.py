@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.config.checks import finite_number, whole_between
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
@@ -13,10 +14,8 @@ from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, p
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, stagnates, truncation
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering, finite_number, whole_between
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Narrowing(Stateless):
     """Halve the population at every rung until few are left, and let those that remain evolve.

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from evogrpo.config.checks import unknown_name_error
 from evogrpo.evolution.perturbation import perturbation_from_json, with_settings
 from evogrpo.evolution.strategies.bandit.iterated_restarts import IteratedRestarts
 from evogrpo.evolution.strategies.bandit.pb2 import PB2
@@ -18,7 +19,6 @@ from evogrpo.evolution.strategies.strategy import Strategy
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
 from evogrpo.evolution.strategies.tournament import Tournament
 from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
-from evogrpo.hyperparameters import unknown_name_error
 
 BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,

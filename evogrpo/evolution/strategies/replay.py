@@ -6,14 +6,15 @@ from typing import Any, Self
 
 import numpy as np
 
+from evogrpo.config.checks import refuse_unknown, whole_between
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import check_group_size
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import Hyperparameters, answering, check_group_size, refuse_unknown, whole_between
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class ScheduleStage:
     """A part of a hyperparameter schedule, in which nothing changes.
@@ -68,7 +69,6 @@ class ScheduleStage:
         return cls(**{**values, "hyperparameters": Hyperparameters.from_json(values["hyperparameters"])})
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Replay(Stateless):
     """Train members under a given hyperparameter schedule, and leave out everything else that evolution does.

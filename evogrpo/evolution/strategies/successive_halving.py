@@ -6,16 +6,15 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from evogrpo.config.checks import refuse_unknown, whole_between
 from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, healthy_slots
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering, refuse_unknown, whole_between
 
 Grow = Literal["steps_per_generation", "samples_per_step"]
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class SuccessiveHalving(Stateless):
     """Keep the better of the members at every rung, until one is left; all rungs cost the same.

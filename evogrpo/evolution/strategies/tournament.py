@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.config.checks import finite_number, flag, whole_between
 from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
@@ -13,10 +14,8 @@ from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, p
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, stagnates, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering, finite_number, flag, whole_between
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Tournament(Stateless):
     """Replace members that a challenger beats beyond the noise by a mutated clone of it; keep everyone else.

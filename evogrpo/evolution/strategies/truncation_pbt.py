@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.config.checks import finite_number, flag
+from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
@@ -14,20 +17,8 @@ from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, p
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import truncation
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import (
-    HyperparameterConfig,
-    Hyperparameters,
-    RLParameter,
-    Value,
-    answering,
-    finite_number,
-    flag,
-    is_categorical,
-    is_integer,
-)
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class TruncationPBT(Stateless):
     """Replace the worst by clones of the best, each with all its hyperparameters perturbed, whatever the noise.

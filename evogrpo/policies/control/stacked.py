@@ -9,9 +9,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import Acted, Batch, UpdateReport, map_tensors
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.interruption import before_changes
 from evogrpo.policies.bank import CARRIED, HeldTo, LossFunction, PolicyVersion
 from evogrpo.policies.control.architecture import NetworkConfig

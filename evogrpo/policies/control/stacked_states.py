@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import UpdateReport
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import CARRIED_AT_BIRTH
 from evogrpo.policies.control.architecture import NetworkConfig, bytes_tensor, morph
 from evogrpo.policies.control.distributions import Distribution

@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from evogrpo.hyperparameters import refuse_unknown
+from evogrpo.config.checks import refuse_unknown
 from evogrpo.randomness import generator
 
 SUPPORTED = {"r", "lora_alpha", "target_modules", "exclude_modules", "use_rslora", "init_lora_weights"}

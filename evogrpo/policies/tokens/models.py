@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from evogrpo.hyperparameters import unknown_name_error, whole_between
-from evogrpo.hyperparameters.declared import names_unknown
+from evogrpo.config.checks import names_unknown, unknown_name_error, whole_between
 from evogrpo.installing import package_command
 from evogrpo.policies.devices import check_device
 from evogrpo.policies.tokens.bases.conversions import convert_gguf, quietly

@@ -7,8 +7,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs, UpdateReport
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.interruption import before_changes
 from evogrpo.policies.bank import LossFunction
 from evogrpo.policies.devices import USUAL_TOKENS

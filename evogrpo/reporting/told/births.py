@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.history.checked_fields import JournalFields
 from evogrpo.history.records import GenerationReport
-from evogrpo.hyperparameters import Hyperparameters, Value
 from evogrpo.persistence.journal import latest_generations
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
 from evogrpo.history.checked_fields import REMEDY
 from evogrpo.history.descent import line_of
 from evogrpo.history.estimates import Estimate
 from evogrpo.history.records import MemberReport
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, Value, is_categorical, is_integer
 from evogrpo.installing import extra_command
 from evogrpo.markup import card, sparkline
 from evogrpo.persistence.journal import read_journal

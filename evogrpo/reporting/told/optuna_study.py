@@ -5,8 +5,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from evogrpo.config.hyperparameters import is_integer
+from evogrpo.config.search_space import RLParameter
 from evogrpo.history.records import MemberReport
-from evogrpo.hyperparameters import RLParameter, is_integer
 from evogrpo.installing import extra_command
 from evogrpo.persistence.journal import read_journal
 from evogrpo.persistence.strict_json import dump_json

@@ -5,11 +5,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from evogrpo.config.search_space import drop_single_group_size
+from evogrpo.config.default_space import drop_single_group_size
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies.narrowing import Narrowing
-from evogrpo.hyperparameters import HYPERPARAMETER_NAMES, HyperparameterConfig, Hyperparameters
 from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.schedule import Schedule
 

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import gymnasium
 
+from evogrpo.config.checks import unknown_name_error
 from evogrpo.envs.control.gymnasium import GymnasiumGroups, Vectorization
 from evogrpo.envs.control.making import registered
 from evogrpo.envs.control.solo.wrapping import Wrap, check_wrapper
-from evogrpo.hyperparameters import unknown_name_error
 from evogrpo.training.configuration.sources import load_named
 
 

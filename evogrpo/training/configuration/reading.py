@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 import yaml
 
 import evogrpo
-from evogrpo.config.search_space import default_space
+from evogrpo.config.default_space import default_space
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
+from evogrpo.config.synonyms import counterpart
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.founders import like_earlier
 from evogrpo.evolution.shared_experience import shared_experience
 from evogrpo.history.survivors import best_hyperparameters
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, RLParameter
-from evogrpo.hyperparameters.synonyms import counterpart
 from evogrpo.persistence.durable import replace_file
 from evogrpo.policies.devices import Precision
 from evogrpo.training.configuration.automatic import (

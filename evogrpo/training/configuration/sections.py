@@ -4,21 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
+from evogrpo.config.checks import MOST_SEED, flag, instance, whole_between
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import MOST_MEMBERS, HyperparameterConfig, check_group_size
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Replay, Strategy, Tournament
-from evogrpo.hyperparameters import (
-    MOST_MEMBERS,
-    MOST_SEED,
-    HyperparameterConfig,
-    Hyperparameters,
-    answering,
-    check_group_size,
-    flag,
-    instance,
-    whole_between,
-)
 from evogrpo.policies.devices import Precision
 from evogrpo.training.completions import CompletionsFormat, check_completions
 from evogrpo.training.configuration.own_strategies import strategy_record
@@ -66,7 +58,6 @@ TaskT = TypeVar("TaskT", bound=TaskSection)
 AgentT = TypeVar("AgentT", bound=AgentSection)
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
     """What a run leaves behind besides its journal and its best member.
@@ -114,7 +105,6 @@ class LoggingConfig:
         return cls(**{"keep_checkpoints" if name == "keep" else name: value for name, value in values.items()})
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class PopulationConfig:
     """The population.

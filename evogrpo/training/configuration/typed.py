@@ -6,8 +6,8 @@ import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from evogrpo.hyperparameters import finite_number, unknown_name_error, whole_number
-from evogrpo.hyperparameters.synonyms import counterpart
+from evogrpo.config.checks import finite_number, unknown_name_error, whole_number
+from evogrpo.config.synonyms import counterpart
 
 T = TypeVar("T")
 

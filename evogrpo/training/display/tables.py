@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from evogrpo.config.hyperparameters import Value
 from evogrpo.evolution.fitness import MEASURES
 from evogrpo.history.records import GenerationReport, MemberReport
 from evogrpo.history.steps import StepReport
 from evogrpo.history.words import Words
-from evogrpo.hyperparameters import Value
 from evogrpo.text import (
     changes_text,
     count_text,

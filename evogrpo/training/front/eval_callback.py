@@ -9,8 +9,8 @@ import gymnasium
 import numpy as np
 
 from evogrpo.agents.grpo import GRPO
+from evogrpo.config.checks import finite_number, flag, refuse_unknown, whole_between
 from evogrpo.envs.control.making import time_limit
-from evogrpo.hyperparameters import finite_number, flag, refuse_unknown, whole_between
 from evogrpo.persistence.durable import make_folder, replace_file
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.video import action_of, check_spaces

@@ -9,11 +9,11 @@ import yaml
 
 import evogrpo
 from evogrpo.agents.population import Population
+from evogrpo.config.checks import MOST_COUNTED, refuse_unknown, whole_between
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.strategies import Replay, ScheduleStage
 from evogrpo.history.descent import standing_of
 from evogrpo.history.schedules import FoundSchedule, found_schedule
-from evogrpo.hyperparameters import MOST_COUNTED, refuse_unknown, whole_between
 from evogrpo.persistence.durable import make_folder, write_synced
 from evogrpo.persistence.journal import read_journal
 from evogrpo.training.configuration.reading import override, parse_config, parse_space

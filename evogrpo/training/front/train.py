@@ -7,17 +7,11 @@ from typing import Any
 
 import gymnasium
 
+from evogrpo.config.checks import flag, instance, lists_options, refuse_unknown, whole_between
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution.fitness_config import FitnessConfig
-from evogrpo.hyperparameters import (
-    HyperparameterConfig,
-    Hyperparameters,
-    flag,
-    instance,
-    refuse_unknown,
-    whole_between,
-)
-from evogrpo.hyperparameters.declared import lists_options
 from evogrpo.references import reference_to
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask

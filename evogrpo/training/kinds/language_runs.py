@@ -14,11 +14,11 @@ from evogrpo.agents.checkpoints.stored_base import is_path
 from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.population import Population
 from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import Preflight
 from evogrpo.envs.prompts.rewards.reward_functions import RewardError
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.hyperparameters import LANGUAGE_RANGES, RLParameter
 from evogrpo.persistence.checkpoint import CheckpointError, read_record
 from evogrpo.policies.tokens.bases.parts import base_bytes, check_parts, parts_of
 from evogrpo.policies.tokens.bases.quantised import PACKAGES, check_quantised

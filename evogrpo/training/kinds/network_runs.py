@@ -14,9 +14,9 @@ from evogrpo.agents.grpo import GRPO
 from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
 from evogrpo.agents.members.control.stacked_policy import PolicyWords, StackedPolicy
 from evogrpo.agents.population import Population
+from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
 from evogrpo.policies.control.encoding import Encoding
 from evogrpo.processes import processes
 from evogrpo.text import count_text, counted

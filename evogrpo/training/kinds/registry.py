@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import fields
 
-from evogrpo.hyperparameters import unknown_name_error
+from evogrpo.config.checks import unknown_name_error
 from evogrpo.training.configuration.sections import TaskSection
 from evogrpo.training.configuration.typed import build, inside, mapping
 from evogrpo.training.kinds.language_runs import LanguageKind

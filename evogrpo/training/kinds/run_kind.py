@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 from evogrpo.agents.population import Population
 from evogrpo.config.objective import Objective
+from evogrpo.config.search_space import RLParameter
 from evogrpo.envs.groups import GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.hyperparameters import RLParameter
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need

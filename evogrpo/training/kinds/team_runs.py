@@ -13,10 +13,10 @@ from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, ST
 from evogrpo.agents.members.control.stacked_policy import PolicyWords
 from evogrpo.agents.multi_agent import MultiAgentGRPO
 from evogrpo.agents.population import Population
+from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
 from evogrpo.envs.control.joint.assignment import Assignment, assign
 from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.hyperparameters import NETWORK_RANGES, RLParameter
 from evogrpo.processes import processes
 from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent

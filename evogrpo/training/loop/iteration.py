@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import Any, Self
 
 from evogrpo.agents.population import Population
+from evogrpo.config.checks import whole_between
 from evogrpo.exits import exits_answered
 from evogrpo.history.records import GenerationReport
 from evogrpo.history.results import Result
-from evogrpo.hyperparameters import whole_between
 from evogrpo.markup import card, sparkline
 from evogrpo.policies.devices import fitting_threads
 from evogrpo.text import relative_path

@@ -7,12 +7,12 @@ from typing import Any, Self
 from torch import Tensor
 
 from evogrpo.agents.kept_states import KeptStates
+from evogrpo.config.checks import declared_fields, whole_between
+from evogrpo.config.search_space import MOST_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import Generation
 from evogrpo.history.estimates import EvaluationCost
 from evogrpo.history.steps import Example
-from evogrpo.hyperparameters import MOST_SAMPLES, whole_between
-from evogrpo.hyperparameters.declared import declared_fields
 from evogrpo.training.schedule import MOST_STEPS
 
 

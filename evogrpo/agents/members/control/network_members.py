@@ -19,13 +19,13 @@ from evogrpo.agents.members.control.step_experiences import StepExperiences, as_
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles, TextRequest
 from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted, WantedRows
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Acted, Batch, Experience, ObservationInputs
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import StepDraws, StepUniforms
 from evogrpo.envs.control.episodes import Played
 from evogrpo.envs.groups import GroupEnvironment, Scores
 from evogrpo.evolution.lineage import ArchitectureChange
-from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from evogrpo.agents.learning.shaping import refuse_whole_completions
+from evogrpo.config.checks import MOST_SEED, flag, instance, refuse_unknown, whole_between
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.hyperparameters import MOST_SEED, flag, instance, refuse_unknown, whole_between
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig, mutate_architecture
 
 STEPWISE = Objective(loss_type="dapo", advantage="return_to_go_timestep")

@@ -18,6 +18,7 @@ from evogrpo.agents.members.control.team_settings import TeamSettings
 from evogrpo.agents.members.devices import device_of
 from evogrpo.agents.members.members import CheckpointFiles, TextRequest
 from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Batch, Experience
 from evogrpo.envs.control.actions import legal_actions, to_environment
 from evogrpo.envs.control.draws import AgentDraws, AgentUniforms
@@ -27,7 +28,6 @@ from evogrpo.envs.control.normalisation import ObservationStatistics
 from evogrpo.envs.control.trees import stack, unflatten
 from evogrpo.envs.groups import Scores
 from evogrpo.evolution.lineage import ArchitectureChange
-from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.randomness import generator

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from evogrpo.agents.members.control.network_settings import NetworkSettings
+from evogrpo.config.checks import flag
 from evogrpo.envs.control.joint.assignment import Policies
-from evogrpo.hyperparameters import flag
 
 Credit = Literal["team", "agent"]
 

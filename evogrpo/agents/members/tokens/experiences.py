@@ -9,8 +9,8 @@ from torch import Tensor
 
 from evogrpo.agents.learning.learner import Learner
 from evogrpo.agents.members.tokens.language_settings import LanguageSettings
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.randomness import generator
 
 Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]

@@ -27,9 +27,9 @@ from evogrpo.agents.members.tokens.texts import text_rows, texts_of
 from evogrpo.agents.members.tokens.token_batches import token_batch
 from evogrpo.agents.rollout.conversing import Conversed, converse
 from evogrpo.agents.rollout.wanted import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, SamplingBatch
 from evogrpo.envs.groups import Conversations, GroupEnvironment, Scores, Split
-from evogrpo.hyperparameters import HyperparameterConfig
 from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank

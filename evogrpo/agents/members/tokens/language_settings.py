@@ -5,19 +5,11 @@ from dataclasses import asdict, dataclass, field
 from numbers import Integral
 from typing import Any, Self
 
+from evogrpo.config.checks import MOST_COUNTED, MOST_SEED, finite_number, flag, instance, refuse_unknown, whole_between
 from evogrpo.config.loss_types import FULL_KLS
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import SamplingOptions
-from evogrpo.hyperparameters import (
-    MOST_COUNTED,
-    MOST_SEED,
-    finite_number,
-    flag,
-    instance,
-    refuse_unknown,
-    whole_between,
-)
 from evogrpo.policies.devices import MicroBatchTokens
 
 MOST_TOKENS = 10_000_000

@@ -9,12 +9,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
+from evogrpo.config.checks import LARGEST
 from evogrpo.envs.control.actions import legal_actions, policy_action_shape, to_environment
 from evogrpo.envs.control.joint.assignment import Assignment, Role
 from evogrpo.envs.control.joint.returns import Table, begun, stepped
 from evogrpo.envs.control.lanes import Seen
 from evogrpo.envs.control.trees import numbers, stack
-from evogrpo.hyperparameters.checks import LARGEST
 
 MakeJointEnv = Callable[[], "ParallelEnv[Any, Any, Any]"]
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pettingzoo import ParallelEnv
 
+from evogrpo.config.checks import names_unknown
 from evogrpo.data import Actor
 from evogrpo.envs.control.draws import AgentUniforms, of_entries
 from evogrpo.envs.control.joint.assignment import Assignment, assign
@@ -28,7 +29,6 @@ from evogrpo.envs.control.solo.windows import WINDOW, check_shown, window
 from evogrpo.envs.control.starts import SeededGroups
 from evogrpo.envs.groups import Split
 from evogrpo.envs.identity import canonical, code_hash, short_hash
-from evogrpo.hyperparameters.declared import names_unknown
 from evogrpo.warnings import warn
 
 _LANES = 64

@@ -7,9 +7,9 @@ from typing import Any
 
 import gymnasium
 
+from evogrpo.config.checks import unknown_name_error
 from evogrpo.envs.control.solo.refusals import refuse_made
 from evogrpo.envs.identity import canonical, code_hash
-from evogrpo.hyperparameters import unknown_name_error
 
 Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
 """A class of `gymnasium.Wrapper`, or anything else that takes an environment and returns it wrapped."""

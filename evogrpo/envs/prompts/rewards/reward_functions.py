@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, TypeVar
 
+from evogrpo.config.checks import finite_number, whole_number
 from evogrpo.envs.prompts.rewards.signatures import Signature, check_batched, single_names
 from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
 from evogrpo.envs.prompts.rewards.verifiers.calling import Call, InProcess, Job, Runner, is_async
 from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
-from evogrpo.hyperparameters.checks import finite_number, whole_number
 
 OnRewardError = Literal["raise", "exclude"]
 Value = float | StepRewards

@@ -5,10 +5,10 @@ from statistics import NormalDist
 
 import numpy as np
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.strategies.bandit.gaussian_process import Array
-from evogrpo.hyperparameters import Hyperparameters
 
 
 @dataclass(frozen=True, kw_only=True)

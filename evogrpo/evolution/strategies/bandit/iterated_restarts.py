@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.config.checks import finite_number, flag, whole_between
 from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.fitness import Fitness, difference_between
@@ -15,14 +16,12 @@ from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, p
 from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, truncation
 from evogrpo.evolution.strategies.bandit.proposals import Proposals
-from evogrpo.hyperparameters import answering, finite_number, flag, whole_between
 
 QUARTER = 0.25
 EXPLORE = 0.5
 """Standard deviations that are added to what the Gaussian process expects."""
 
 
-@answering
 @dataclass(kw_only=True)
 class IteratedRestarts:
     """Evolve by truncation selection; where the best stops improving, restart hyperparameters and evolve less often.

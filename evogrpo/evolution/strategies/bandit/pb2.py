@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from evogrpo.config.checks import finite_number, flag
 from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.history import History
@@ -12,10 +13,8 @@ from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import truncation
 from evogrpo.evolution.strategies.bandit.proposals import Proposals
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering, finite_number, flag
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class PB2(Stateless):
     """Replace the worst by clones of the best, with hyperparameters that promise the largest gain.

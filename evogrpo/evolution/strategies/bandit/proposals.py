@@ -6,13 +6,14 @@ from functools import partial
 
 import numpy as np
 
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.distinct import Draw
 from evogrpo.evolution.founders import anywhere, at
 from evogrpo.evolution.history import History
 from evogrpo.evolution.strategies.bandit.gains import gains, normal_scores
 from evogrpo.evolution.strategies.bandit.gaussian_process import Array, DriftingProcess, fitted
 from evogrpo.evolution.strategies.bandit.unit_cube import fractions_of, placed, point_of
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters
 
 MOST_OBSERVATIONS = 120
 """The newest that are looked at: what a fit costs grows with their cube."""

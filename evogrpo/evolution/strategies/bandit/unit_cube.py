@@ -4,10 +4,11 @@ import math
 
 import numpy as np
 
+from evogrpo.config.hyperparameters import Hyperparameters, is_categorical
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.founders import at
 from evogrpo.evolution.mutation import place
 from evogrpo.evolution.strategies.bandit.gaussian_process import Array
-from evogrpo.hyperparameters import HyperparameterConfig, Hyperparameters, is_categorical
 
 
 def point_of(hyperparameters: Hyperparameters, space: HyperparameterConfig) -> Array:

@@ -9,10 +9,8 @@ from evogrpo.evolution.history import History
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import unselected
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Fixed(Stateless):
     """Train every member apart: no selection and no mutation, the control for both.

@@ -11,10 +11,8 @@ from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, p
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, unselected
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class MutationOnly(Stateless):
     """Mutate every member but the best in place, after every generation; nobody is copied.

@@ -11,10 +11,8 @@ from evogrpo.evolution.history import History
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.selection import Choice, unselected
 from evogrpo.evolution.strategies.strategy import Stateless
-from evogrpo.hyperparameters import answering
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class RandomSearch(Stateless):
     """Change nothing: founders, which a first population spreads over the space, train apart, and the best one wins.

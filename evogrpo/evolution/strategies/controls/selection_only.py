@@ -9,10 +9,8 @@ from evogrpo.evolution.history import History
 from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.strategies.strategy import Stateless
 from evogrpo.evolution.strategies.tournament import Tournament
-from evogrpo.hyperparameters import answering
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class SelectionOnly(Stateless):
     """Hold the tournament, but let winners take over as exact clones: hyperparameters are those of some founder.

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import UpdateReport
-from evogrpo.hyperparameters import Hyperparameters
 from evogrpo.policies.bank import PolicyVersion
 
 

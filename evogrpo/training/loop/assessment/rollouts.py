@@ -8,9 +8,9 @@ first speak for what a member was: a child's for its parent.
 import math
 
 from evogrpo.agents.population import Population
+from evogrpo.config.search_space import MOST_SAMPLES
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.hyperparameters import MOST_SAMPLES
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.schedule import Schedule
 

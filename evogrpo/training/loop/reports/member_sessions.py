@@ -27,8 +27,8 @@ from tensorboard.plugins.hparams.api_pb2 import (
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo, SessionStartInfo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.history.records import GenerationReport, MemberReport, TestReport
-from evogrpo.hyperparameters import HyperparameterConfig
 
 MEASURES: Mapping[str, str] = {
     "member/fitness": "what it earned last on validation",

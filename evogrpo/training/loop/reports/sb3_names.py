@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 from evogrpo.agents.population import Population
-from evogrpo.hyperparameters import Hyperparameters
+from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.loop.progress import Progress
 

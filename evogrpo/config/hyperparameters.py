@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from evogrpo.config.checks import refuse_unknown, single_number, whole_number
 from evogrpo.config.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, LossType
-from evogrpo.hyperparameters.checks import refuse_unknown, single_number, whole_number
-from evogrpo.hyperparameters.named import answering
+
+__all__ = ["CATEGORIES", "HYPERPARAMETER_NAMES", "Hyperparameters", "Value", "is_categorical", "is_integer"]
 
 Value = int | float | str | None
 """What a hyperparameter can be: a number, a name, or None where its meaning says so."""
 
 
-@answering
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
     """What evolution may change between generations: one frozen record per member.
