@@ -289,7 +289,7 @@ for generation in run:
 # %% [markdown]
 # | Ray Tune | here |
 # |---|---|
-# | `PopulationBasedTraining`, `PB2` | `TruncationPBT`, `PB2`; the default, `Tournament`, asks whether a lead is noise |
+# | `PopulationBasedTraining` | `TruncationPBT`; the default, `Tournament`, asks whether a lead is noise |
 # | `perturbation_interval` | `steps_per_generation` |
 # | `num_samples` | `size` of the population |
 # | `tune.report`, checkpoints of your own | nothing to write |

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from benchmarking.classic.intervals import Interval, interquartile_mean, stratified_bootstrap
-from benchmarking.hpo.protocol import ARMS_OF, CONTROLS, PLAYED, STARTS_OF, WRITTEN
+from benchmarking.hpo.protocol import ARMS_OF, CONTROLS, FORMER, PLAYED, STARTS_OF, WRITTEN
 from benchmarking.hpo.tasks import TASKS
 
 Runs = Sequence[Mapping[str, Any]]
@@ -124,7 +124,7 @@ def _tasks(runs: Runs, start: str) -> list[str]:
 
 def _arms(runs: Runs, start: str) -> list[str]:
     there = {run["arm"] for run in runs}
-    return [arm for arm in ARMS_OF[start] if arm in there]
+    return [arm for arm in (*ARMS_OF[start], *FORMER) if arm in there]
 
 
 def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

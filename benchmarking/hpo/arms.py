@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from evogrpo.evolution import (
-    PB2,
     FitnessConfig,
     Fixed,
-    IteratedRestarts,
     MultiFrequency,
     Mutation,
     MutationOnly,
@@ -60,9 +58,7 @@ ARMS: dict[str, Arm] = {
     "selection-only": Arm(what="selection without mutation", strategy=SelectionOnly),
     "mutation-only": Arm(what="mutation without selection", strategy=MutationOnly),
     "truncation-pbt": Arm(what="PBT as in Ray Tune", strategy=TruncationPBT),
-    "pb2": Arm(what="PB2", strategy=PB2),
     "multi-frequency": Arm(what="MF-PBT", strategy=MultiFrequency),
-    "restarts": Arm(what="iterated restarts (IPBT)", strategy=IteratedRestarts),
     "tournament-before": Arm(
         what="the tournament before the study: factor 1.2, every member validated greedily",
         strategy=lambda: Tournament(size=2, z=1.0, mutation=Mutation(probability=0.5), explore_when_stuck=False),

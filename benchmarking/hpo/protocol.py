@@ -14,9 +14,7 @@ STARTS_OF: dict[str, tuple[str, ...]] = {
 
 SEARCHES = (
     "truncation-pbt",
-    "pb2",
     "multi-frequency",
-    "restarts",
     "tournament-before",
     "tournament",
     "tournament-shared",
@@ -42,5 +40,7 @@ ARMS_OF: dict[str, tuple[str, ...]] = {
 }
 ONLY: dict[str, tuple[str, ...]] = {"ray-pbt": ("CartPole-v1", "Pendulum-v1")}
 """The tasks of an arm that does not run on all: starting Ray's processes takes longer than what they learn."""
+FORMER = ("pb2", "restarts")
+"""Arms whose runs are recorded, and whose strategies the package no longer includes."""
 CONTROLS = ("random-search", "halving", "selection-only")
 """What the default has to beat."""

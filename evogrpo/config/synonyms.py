@@ -63,7 +63,7 @@ _ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     "truncation_pbt": ("pbt", "PBT", "population_based_training", "PopulationBasedTraining", "pb2", "PB2"),
     "successive_halving": ("asha", "ASHA", "hyperband", "sha"),
     "random_search": ("random",),
-    "fixed": ("none", "no_evolution"),
+    "fixed": ("none",),
     "mask_truncated": ("mask_truncated_completions",),
     "max_prompt_length": ("prompt_length", "max_input_length"),
     "reward_funcs": ("reward_func", "reward_functions", "rewards"),

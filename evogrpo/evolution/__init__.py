@@ -14,9 +14,7 @@ from evogrpo.evolution.plans import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (
-    PB2,
     Fixed,
-    IteratedRestarts,
     MultiFrequency,
     MutationOnly,
     Narrowing,
@@ -33,7 +31,6 @@ from evogrpo.evolution.strategies import (
 )
 
 __all__ = [
-    "PB2",
     "Backtracked",
     "Birth",
     "Change",
@@ -46,7 +43,6 @@ __all__ = [
     "Fixed",
     "Generation",
     "History",
-    "IteratedRestarts",
     "Kept",
     "KeptKey",
     "Lineage",

@@ -325,10 +325,6 @@ def test_settings_left_out_of_json_take_their_defaults():
     assert strategy_from_json({"name": "tournament", "size": 3}) == Tournament(size=3)
 
 
-def test_what_was_written_under_an_earlier_name_is_still_read():
-    assert strategy_from_json({"name": "no_evolution"}) == Fixed()
-
-
 @dataclasses.dataclass(frozen=True)
 class Own(Fixed):
     width: float

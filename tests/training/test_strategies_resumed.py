@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo.evolution import PB2, IteratedRestarts, MultiFrequency, Narrowing, SuccessiveHalving, Tournament
+from evogrpo.evolution import MultiFrequency, Narrowing, SuccessiveHalving, Tournament
 from evogrpo.history.steps import StepReport
 from evogrpo.training.saved import open_run
 from tests.tiny_steps import resumed_step_run, step_run
@@ -13,13 +13,11 @@ from tests.tiny_training import equal_states, final_states, finish, story
     "make",
     [
         lambda: Tournament(z=0.0, backtrack=True),
-        lambda: PB2(backtrack=True),
         lambda: MultiFrequency(intervals=(1, 2)),
         SuccessiveHalving,
         lambda: Narrowing(every=1, z=0.0),
-        lambda: IteratedRestarts(patience=1, backtrack=True),
     ],
-    ids=["tournament", "pb2", "multi_frequency", "successive_halving", "narrowing", "iterated_restarts"],
+    ids=["tournament", "multi_frequency", "successive_halving", "narrowing"],
 )
 def test_stopped_and_resumed_it_ends_as_if_it_had_not_been(make, tmp_path):
     def run(name):

@@ -1,14 +1,12 @@
 """Strategies: one file each, from the history of a run to a plan for what follows."""
 
-from evogrpo.evolution.strategies.bandit.iterated_restarts import IteratedRestarts
-from evogrpo.evolution.strategies.bandit.pb2 import PB2
 from evogrpo.evolution.strategies.controls.fixed import Fixed
 from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
 from evogrpo.evolution.strategies.controls.random_search import RandomSearch
 from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.narrowing import Narrowing
-from evogrpo.evolution.strategies.registry import BUILT_IN, EARLIER_NAMES, strategy_from_json
+from evogrpo.evolution.strategies.registry import BUILT_IN, strategy_from_json
 from evogrpo.evolution.strategies.replay import Replay, ScheduleStage
 from evogrpo.evolution.strategies.strategy import Stateless, Strategy
 from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
@@ -17,10 +15,7 @@ from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
 
 __all__ = [
     "BUILT_IN",
-    "EARLIER_NAMES",
-    "PB2",
     "Fixed",
-    "IteratedRestarts",
     "MultiFrequency",
     "MutationOnly",
     "Narrowing",

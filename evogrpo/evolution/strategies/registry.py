@@ -6,8 +6,6 @@ from typing import Any
 
 from evogrpo.config.checks import unknown_name_error
 from evogrpo.evolution.perturbation import perturbation_from_json, with_settings
-from evogrpo.evolution.strategies.bandit.iterated_restarts import IteratedRestarts
-from evogrpo.evolution.strategies.bandit.pb2 import PB2
 from evogrpo.evolution.strategies.controls.fixed import Fixed
 from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
 from evogrpo.evolution.strategies.controls.random_search import RandomSearch
@@ -24,9 +22,7 @@ BUILT_IN: Mapping[str, type[Strategy]] = {
     "tournament": Tournament,
     "narrowing": Narrowing,
     "truncation_pbt": TruncationPBT,
-    "pb2": PB2,
     "multi_frequency": MultiFrequency,
-    "iterated_restarts": IteratedRestarts,
     "successive_halving": SuccessiveHalving,
     "selection_only": SelectionOnly,
     "mutation_only": MutationOnly,
@@ -35,9 +31,6 @@ BUILT_IN: Mapping[str, type[Strategy]] = {
     "replay": Replay,
 }
 """The strategies of this package by name."""
-
-EARLIER_NAMES: Mapping[str, str] = {"no_evolution": "fixed"}
-"""What they were called when some runs and configurations were written."""
 
 
 def strategy_from_json(
@@ -57,7 +50,6 @@ def strategy_from_json(
         ValueError: If the name or a setting is unknown, missing or refused.
     """
     name, settings = values.get("name"), {key: value for key, value in values.items() if key != "name"}
-    name = EARLIER_NAMES.get(name, name) if isinstance(name, str) else name
     kind = BUILT_IN.get(name, own) if isinstance(name, str) else own
     if kind is None:
         raise unknown_name_error("strategy", name, BUILT_IN)

@@ -5,7 +5,7 @@ from typing import Any
 
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.perturbation import defined
-from evogrpo.evolution.strategies import BUILT_IN, EARLIER_NAMES, Strategy, strategy_from_json
+from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
 from evogrpo.persistence.strict_json import dump_json, load_json
 from evogrpo.references import is_found, reference_to
 from evogrpo.training.configuration.sources import load_named
@@ -100,7 +100,7 @@ def restored_strategy(
     Raises:
         ValueError: If it is missing or another one.
     """
-    name = EARLIER_NAMES.get(str(record["name"]), str(record["name"]))
+    name = str(record["name"])
     if given is None and name not in BUILT_IN:
         raise ValueError(
             f"the strategy of this run is {name}, a class that is not imported merely because a checkpoint names it: "
