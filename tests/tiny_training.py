@@ -219,7 +219,7 @@ def start_or_resume(folder: str, own: type[Strategy] | None = None, **schedule: 
 
 def timeless(value: Any) -> Any:
     """Return a journal event without what two runs of the same work cannot share: clock readings."""
-    clock = ("time", "seconds", "step_time", "time/fps", "time/time_elapsed")
+    clock = ("time", "seconds", "step_time")
     if isinstance(value, Mapping):
         return {key: timeless(item) for key, item in value.items() if key not in clock}
     return [timeless(item) for item in value] if isinstance(value, list) else value

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from evogrpo.agents.learning.metrics import APART, NAMES
 from evogrpo.reporting.told.frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
 from evogrpo.training.charts import CURVES
-from evogrpo.training.loop.reports.sb3_names import SB3_NAMES
 
 _TYPES = {WHOLE: "whole number", REAL: "number", TEXT: "text", FLAG: "true or false"}
 
@@ -17,9 +16,7 @@ def definition(name: str) -> str | None:
     if own in NAMES:
         return NAMES[own]
     policy, _, rest = own.rpartition("/")
-    if name in SB3_NAMES or (policy and rest in APART):
-        return SB3_NAMES.get(name, f"{NAMES.get(rest)}, of this policy alone")
-    return None
+    return f"{NAMES[rest]}, of this policy alone" if policy and rest in APART else None
 
 
 def page() -> str:
@@ -30,8 +27,6 @@ def page() -> str:
             "### Of every member",
             _list(NAMES.items()),
             f"Members with several policies have {apart} of each as `POLICY/NAME` as well.",
-            "### Of members that play, under Stable-Baselines3's names",
-            _list(SB3_NAMES.items()),
         ]
     )
 

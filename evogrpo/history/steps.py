@@ -61,8 +61,7 @@ class MemberStep:
 
     Attributes:
         index: Who it is.
-        metrics: What was measured, what it cost and, for members that play, Stable-Baselines3's names for it; None =
-            not finite.
+        metrics: What was measured and what it cost; None = not finite.
         samples: How many completions or episodes it learnt from.
         failed: Why the member must be replaced; None when all is well.
     """

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import evogrpo
 from evogrpo.agents.checkpoints.saving import population_state, save_agent
@@ -18,12 +18,11 @@ from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.history.records import GenerationReport, TestReport
 from evogrpo.persistence.checkpoint import write_checkpoint
 from evogrpo.persistence.claim import Claim
 from evogrpo.persistence.folders import check_new_folder, left_by_kill
 from evogrpo.persistence.generations import CHECKPOINTS, generation_folder, latest_complete, prune
-from evogrpo.persistence.journal import Journal, latest_generations, read_journal
+from evogrpo.persistence.journal import Journal, read_journal
 from evogrpo.persistence.manifest import MANIFEST_NAME
 from evogrpo.persistence.placement import stored_at
 from evogrpo.training.charts import layout
@@ -34,9 +33,6 @@ from evogrpo.training.configuration.unchanged import CONFIG_FILE, is_stored
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn
-
-if TYPE_CHECKING:  # what TensorBoard needs is imported where it is used
-    from evogrpo.training.loop.reports.member_sessions import MemberSessions
 
 JOURNAL = "journal.jsonl"
 BEST = "best"
@@ -86,7 +82,6 @@ class RunDir:
         )
         self._journal: Journal | None = None
         self._writer: Any = None
-        self._sessions: MemberSessions | None = None
         self._unlogged = False
 
     def again(self) -> Self:
@@ -217,28 +212,6 @@ class RunDir:
         with self._logging() as logs:
             if logs:
                 self._add_scalars(step, values)
-
-    def log_members(self, report: GenerationReport, space: HyperparameterConfig) -> None:
-        """Log members as sessions for TensorBoard's HParams, after a generation that the journal has already."""
-        with self._logging() as logs:
-            if logs and self._sessions is not None:
-                self._sessions.add(report)
-            elif logs:
-                self._sessions = self._told_sessions(space)
-
-    def log_test(self, report: TestReport, step: int, space: HyperparameterConfig) -> None:
-        """Log what the best member earned in the test, in its session."""
-        with self._logging() as logs:
-            if logs:
-                self._sessions = self._sessions or self._told_sessions(space)
-                self._sessions.test(report, step)
-
-    def _told_sessions(self, space: HyperparameterConfig) -> "MemberSessions":
-        """Return sessions with all that the journal tells of members."""
-        from evogrpo.training.loop.reports.member_sessions import MemberSessions
-
-        events = latest_generations(read_journal(self.path / JOURNAL))
-        return MemberSessions(self.path / "tensorboard" / "members", space, map(GenerationReport.from_json, events))
 
     @contextmanager
     def _logging(self) -> Iterator[bool]:

@@ -120,19 +120,16 @@ class Schedule:
             return f"max_seconds {self.max_seconds:g} is reached"
         return None
 
-    def check_counted(self, *, plays: bool, counted: bool = True) -> None:
-        """Refuse a limit that would never be reached, because nobody counts what it bounds.
+    def check_counted(self, *, plays: bool) -> None:
+        """Refuse a limit on environment steps for language models.
 
         Args:
-            plays: Whether members take steps in an environment, rather than write.
-            counted: Whether these have been counted since the run began.
+            plays: Whether members take steps in an environment.
         """
-        if self.max_timesteps is None or (plays and counted):
-            return
-        why = "a run that an earlier version began has not counted them" if plays else "language models take none"
-        raise ValueError(
-            f"max_timesteps bounds steps in an environment, got {self.max_timesteps}, but {why}: give max_tokens"
-        )
+        if self.max_timesteps is not None and not plays:
+            raise ValueError(
+                f"language models take no environment steps, got max_timesteps={self.max_timesteps}: use max_tokens"
+            )
 
     def check_held_out(self, env: "GroupEnvironment") -> None:
         """Refuse an environment that holds out too little to tell members apart by, or to test on.

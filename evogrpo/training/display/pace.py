@@ -66,7 +66,7 @@ class Pace:
             unit = baseline if progress.baseline is None else test if self._evolution.finished() else 1.0
             parts.append(((0.0 if progress.baseline is None else baseline) + done + within * unit) / whole)
         if schedule.max_timesteps is not None:
-            parts.append((progress.timesteps or 0) / schedule.max_timesteps)
+            parts.append(progress.timesteps / schedule.max_timesteps)
         if schedule.max_tokens is not None:
             parts.append(progress.tokens / schedule.max_tokens)
         if schedule.max_seconds is not None:

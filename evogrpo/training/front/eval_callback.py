@@ -87,7 +87,7 @@ class EvalCallback:
             ValueError: If the run's members are no small networks of one agent, or were made for another environment.
         """
         timesteps, agent = run.evolution.progress.timesteps, run.population.agents[run.population.best_slot]
-        if timesteps is None or not isinstance(agent, GRPO) or run.population.members.kind != "networks":
+        if not isinstance(agent, GRPO) or run.population.members.kind != "networks":
             raise ValueError(
                 "EvalCallback evaluates small networks of GRPO in a Gymnasium environment, got a run of "
                 f"{type(agent).__name__} with members of kind {run.population.members.kind!r}: evaluate it with "

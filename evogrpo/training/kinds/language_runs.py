@@ -166,7 +166,6 @@ class LanguageKind:
     rows_are_samples = True
     completions = 16
     chooses_sizes = False
-    sb3_names = False
 
     def check(self, config: LanguageConfig) -> None:
         """Refuse limits on what only members that play take."""

@@ -168,7 +168,6 @@ class NetworkKind:
     rows_are_samples = False
     completions = 0
     chooses_sizes = True
-    sb3_names = True
 
     def check(self, config: Config[EnvironmentTask, NetworkAgent]) -> None:
         """Refuse what belongs to language models."""

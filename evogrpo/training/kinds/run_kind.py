@@ -141,11 +141,6 @@ class RunKind(Protocol[TaskT, AgentT]):
         """Whether `auto` may stand for how many members, samples and held-out questions there are."""
         ...
 
-    @property
-    def sb3_names(self) -> bool:
-        """Whether a step's numbers are also recorded under the names of Stable-Baselines3."""
-        ...
-
     def check(self, config: Config[TaskT, AgentT]) -> None:
         """Refuse with a ValueError sections that do not go together."""
         ...

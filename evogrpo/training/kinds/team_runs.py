@@ -193,7 +193,6 @@ class TeamKind:
     rows_are_samples = False
     completions = 0
     chooses_sizes = False
-    sb3_names = True
 
     def check(self, config: Config[ParallelTask, NetworkAgent]) -> None:
         """Refuse what belongs to language models."""

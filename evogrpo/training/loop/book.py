@@ -6,7 +6,7 @@ from typing import Any
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.history.records import BaselineReport, GenerationReport, Report, TestReport
-from evogrpo.training.charts import generation_curves, step_curves
+from evogrpo.training.charts import generation_curves, scalars
 from evogrpo.training.loop.acting import Acting
 from evogrpo.training.loop.reports.step_closing import ClosedStep
 from evogrpo.training.rundir import RunDir
@@ -76,22 +76,18 @@ class Book:
         if self.folder is not None:
             self.folder.completions.write(closed.report.step, closed.table)
             measured = {slot: member.metrics for slot, member in closed.report.learned.items()}
-            self.folder.log_scalars(closed.report.step, step_curves(measured, plays=self._population.plays))
+            self.folder.log_scalars(closed.report.step, scalars(measured))
 
     def generation(self, report: GenerationReport) -> None:
         """Write down a generation."""
         self.report(report)
         if self.folder is not None:
-            space = self._population.space
             # Under the last learning step: a run that goes on from here purges what stands from the next one on.
-            self.folder.log_scalars(self._progress.step - 1, generation_curves(report.members, space))
-            self.folder.log_members(report, space)
+            self.folder.log_scalars(self._progress.step - 1, generation_curves(report.members, self._population.space))
 
     def test(self, report: TestReport) -> None:
         """Write down the test."""
         self.report(report)
-        if self.folder is not None:
-            self.folder.log_test(report, self._progress.step, self._population.space)
 
     def save(self, stopped: str | None = None) -> None:
         """Write a checkpoint; `stopped` says why the run stops there, if it does."""

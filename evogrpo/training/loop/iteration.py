@@ -166,7 +166,7 @@ Callback = Callable[[Run], object]
 def _prolonged(evolution: Evolution, timesteps: int) -> Evolution:
     """Return a run for so many more steps in the environment, which take the place of its other limits."""
     ends = dict.fromkeys(("generations", "max_tokens", "max_seconds", "target_fitness"))
-    limits: dict[str, Any] = {**ends, "max_timesteps": (evolution.progress.timesteps or 0) + timesteps}
+    limits: dict[str, Any] = {**ends, "max_timesteps": evolution.progress.timesteps + timesteps}
     return Evolution(
         evolution.population,
         evolution.env,

@@ -8,7 +8,6 @@ from evogrpo.evolution.plans import Plan
 from evogrpo.evolution.shared_experience import SharedExperience, sampling_by_rank
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.loop.reports.observing import generation_of
 from evogrpo.training.schedule import Schedule
 
 
@@ -67,10 +66,7 @@ class Planning:
 
     def catch_up(self) -> None:
         """Carry out the plan that the last generation is still waiting for, if there is one to make."""
-        progress = self._progress
-        if progress.unplanned:
-            if not progress.history:  # a checkpoint of an earlier version, which kept none
-                progress.history.append(generation_of(self._population, progress, {}))
+        if self._progress.unplanned:
             self.carry_out(self.plan())
 
     def _set_samples(self, samples: Sequence[int] | None) -> None:

@@ -88,9 +88,7 @@ class Progress:
         out_of_time: The longest time limit that has ended a part of the run; 0 = none has.
         tokens: Tokens processed by all members.
         slot_tokens: Tokens of each slot since the run began, whoever lived there.
-        slot_timesteps: Those of them that were sampled to learn from; for small networks steps in the environment.
-        slot_epochs: Passes over learning steps' samples of each slot since the run began. These two are empty in a run
-            that an earlier version began, which did not count them.
+        timesteps: Tokens of all members that were sampled to learn from; for small networks steps in the environment.
         member_tokens: Tokens of each slot in the generation under way.
         member_seconds: Share of each slot in that generation's time, by tokens.
         metrics: Sums of each slot's metrics in that generation: name -> (sum, count).
@@ -105,8 +103,7 @@ class Progress:
         examples: One completion of each member, from the last learning step.
         baseline: Fitness of the untrained base; None before it was measured.
         best: The best member ever; None before the first evaluation.
-        history: Every generation that was evaluated; in a run that an earlier version began, which kept none, those
-            since it was resumed.
+        history: Every generation that was evaluated.
     """
 
     members: int
@@ -122,9 +119,8 @@ class Progress:
     seconds: float = 0.0
     out_of_time: float = 0.0
     tokens: int = 0
+    timesteps: int = 0
     slot_tokens: list[int] = field(default_factory=list)
-    slot_timesteps: list[int] = field(default_factory=list)
-    slot_epochs: list[int] = field(default_factory=list)
     member_tokens: list[int] = field(default_factory=list)
     member_seconds: list[float] = field(default_factory=list)
     metrics: list[dict[str, tuple[float, int]]] = field(default_factory=list)
@@ -142,10 +138,8 @@ class Progress:
 
     def __post_init__(self) -> None:
         if not self.member_tokens:
-            self.slot_tokens, self.slot_timesteps, self.slot_epochs = ([0] * self.members for _ in range(3))
+            self.slot_tokens = [0] * self.members
             self.start_generation()
-        if not self.rollouts:  # also amid a generation that an earlier version began
-            self.rollouts = [[] for _ in range(self.members)]
 
     @property
     def begun(self) -> bool:
@@ -165,12 +159,7 @@ class Progress:
     def spent(self, *, evaluations: bool) -> dict[str, int]:
         """Return timesteps and tokens so far, as limits count them: with or without those of evaluations."""
         extra = self.evaluation_tokens if evaluations else 0
-        return {"timesteps": (self.timesteps or 0) + extra, "tokens": self.tokens + extra}
-
-    @property
-    def timesteps(self) -> int | None:
-        """Steps in the environment to learn from, all members'; None in a run that began without counting them."""
-        return sum(self.slot_timesteps) if self.slot_timesteps else None
+        return {"timesteps": self.timesteps + extra, "tokens": self.tokens + extra}
 
     def start_generation(self) -> None:
         """Forget the sums of the generation that has ended."""
@@ -187,7 +176,6 @@ class Progress:
         metrics: Mapping[int, Mapping[str, float | None]],
         *,
         timesteps: Mapping[int, int],
-        epochs: Mapping[int, int],
         earned: Mapping[int, Mapping[int, float]],
     ) -> None:
         """Count one learning step; its time is shared out among members by their tokens.
@@ -197,7 +185,6 @@ class Progress:
             tokens: Processed, by slot.
             metrics: By slot.
             timesteps: Those of the tokens that were sampled, by slot; of those who sampled.
-            epochs: Passes over the samples, by slot.
             earned: Mean raw reward of each group, by slot and place of its start in the step's block.
         """
         for slot, groups in earned.items():
@@ -207,13 +194,11 @@ class Progress:
         self.step_in_generation += 1
         self.latest_tokens, self.latest_timesteps = sum(tokens.values()), sum(timesteps.values())
         self.tokens += self.latest_tokens
+        self.timesteps += sum(timesteps.get(slot, 0) for slot in tokens)
         for slot, amount in tokens.items():
             self.slot_tokens[slot] += amount
             self.member_tokens[slot] += amount
             self.member_seconds[slot] += seconds * amount / total
-            if self.slot_timesteps:
-                self.slot_timesteps[slot] += timesteps.get(slot, 0)
-                self.slot_epochs[slot] += epochs[slot]
         for slot, values in metrics.items():
             sums = self.metrics[slot]
             for name, value in values.items():
@@ -240,12 +225,10 @@ class Progress:
         """Build from what `to_json` returned, without the best member and the finalists."""
         plain = {name: value for name, value in values.items() if name != "finalists"}
         plain["metrics"] = [{name: (pair[0], pair[1]) for name, pair in slot.items()} for slot in plain["metrics"]]
-        plain["rollouts"] = [
-            [(step, place, score) for step, place, score in slot] for slot in plain.get("rollouts", [])
-        ]
+        plain["rollouts"] = [[(step, place, score) for step, place, score in slot] for slot in plain["rollouts"]]
         plain["examples"] = tuple(Example(**declared_fields(Example, example)) for example in plain["examples"])
         plain["baseline"] = None if plain["baseline"] is None else Fitness.from_json(plain["baseline"])
-        plain["history"] = [Generation.from_json(generation) for generation in plain.get("history", [])]
+        plain["history"] = [Generation.from_json(generation) for generation in plain["history"]]
         progress = cls(**declared_fields(cls, plain))
         progress.check_stored()
         return progress
@@ -257,7 +240,7 @@ class Progress:
             ValueError: If there are any.
         """
         whole_between("members", self.members, 1, MOST_SAMPLES)
-        for name in ("generation", "step", "step_in_generation", "tokens", "evaluation_tokens", "finals"):
+        for name in ("generation", "step", "step_in_generation", "tokens", "timesteps", "evaluation_tokens", "finals"):
             whole_between(name, getattr(self, name), 0)
         if any(len(each.seats) != self.members for each in self.history):
             raise ValueError(f"each generation must have a seat for each of {self.members} slots")

@@ -99,7 +99,7 @@ class Evolution:
         self.population, self.env = population, env
         self.strategy, self.fitness = strategy, fitness or FitnessConfig()
         self.progress = progress or Progress(members=len(population))
-        schedule.check_counted(plays=population.plays, counted=self.progress.timesteps is not None)
+        schedule.check_counted(plays=population.plays)
         self.experience = experience
         if self.fitness.selecting == ROLLOUTS:
             check_starts(population, schedule, experience)

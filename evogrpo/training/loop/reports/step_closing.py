@@ -10,7 +10,6 @@ from evogrpo.data import LearnReport
 from evogrpo.history.steps import Example, MemberStep, StepReport
 from evogrpo.training.completions import examples_of, first_of_each
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.loop.reports.sb3_names import sb3_names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +49,16 @@ def close_step(
     table = examples_of(collected, indices, learned, step=step, most=completions)
     progress.examples = first_of_each(table)
     measured = {slot: {**collected.scores.metrics, **finite_metrics(each)} for slot, each in learned.items()}
-    epochs = {slot: population.agents[slot].hyperparameters.update_epochs for slot in learned}
     earned = {slot: collected.earned.get(slot, {}) for slot in learned}
-    progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, epochs=epochs, earned=earned)
-    spent, renamed = step_costs(progress, seconds, tokens), sb3_names(population, progress, measured)
+    progress.add_step(seconds, tokens, measured, timesteps=collected.tokens, earned=earned)
+    spent = step_costs(progress, seconds, tokens)
     report = StepReport(
         step=step,
         generation=generation,
         learned={
             slot: MemberStep(
                 index=indices[slot],
-                metrics={**each, **spent[slot], **renamed[slot]},
+                metrics={**each, **spent[slot]},
                 samples=_learnt_from(learned[slot]),
                 failed=learned[slot].failed,
             )
