@@ -21,8 +21,7 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.forecast import possible
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun
-from evogrpo.training.memory import bytes_text, check_memory, gigabytes
-from evogrpo.training.traffic import Traffic
+from evogrpo.training.memory import check_memory, gigabytes
 
 
 def show_intent(console: Console, prepared: PreparedRun, run_dir: Path, *, preset: bool = False) -> None:
@@ -107,36 +106,9 @@ def show_forecast(console: Console, prepared: PreparedRun, *, allow_memory: bool
         if need.processes > 1:
             rows["together"] = f"{gigabytes(need.total)}, as {need.processes} processes share that memory"
         rows["there is"] = check_memory(need, allowed=True)
-    rows |= _traffic(forecast.traffic(prepared.config))
     _show(console, rows)
     if need is not None:
         check_memory(need, allowed=allow_memory, remedy="--allow-memory")
-
-
-def _traffic(traffic: Traffic) -> dict[str, str]:
-    """Say what processes send each other in a generation, where there are several."""
-    if len(traffic.shares) == 1:
-        return {}
-    rows = {
-        "records": f"about {bytes_text(traffic.records)} to each process in a generation, in "
-        f"{count_text(traffic.messages)} messages",
-        "clones": f"{bytes_text(traffic.state)} for each whose parent lives elsewhere, at most "
-        f"{count_text(traffic.clones)}",
-        "checkpoints": f"{bytes_text(traffic.gathered)} to the first process for each",
-    }
-    if traffic.lent:
-        rows["lent"] = (
-            f"at most {bytes_text(traffic.lent)} of samples to each process in a generation, as others learn from them"
-        )
-    if traffic.pooled:
-        rows["shared"] = (
-            f"at most {bytes_text(traffic.pooled)} of samples to each process of a shared member in a generation"
-        )
-    if traffic.gradients:
-        rows["gradients"] = (
-            f"{bytes_text(traffic.gradients)} from each process of a shared member in every optimizer step"
-        )
-    return rows
 
 
 def _show(console: Console, rows: Mapping[str, str]) -> None:

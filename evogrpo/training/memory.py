@@ -1,10 +1,14 @@
 """The memory that a run needs, and the memory that is there."""
 
+import socket
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Self
 
+from evogrpo.agents.members.spread.places import Places
 from evogrpo.evolution.strategies import Strategy
 from evogrpo.policies.devices import memory_of
+from evogrpo.processes import processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +46,21 @@ def kept_size(strategy: Strategy, members: int, state: int) -> int:
         state: Bytes of what one has learnt.
     """
     return members * state if getattr(strategy, "backtrack", False) is True else 0
+
+
+def largest_share(members: int) -> int:
+    """Return the number of members of the process that holds most, at least 1."""
+    return max(1, len(Places(members, processes().size, 0).shares[0]))
+
+
+def sharing(device: str) -> int:
+    """Return the largest number of processes that share one device's memory. A collective.
+
+    Args:
+        device: Device of this process, such as "cpu" or "cuda:1".
+    """
+    place = (socket.gethostname(), "cuda:0" if device == "cuda" else device)
+    return max(Counter(processes().all(place)).values())
 
 
 def state_size(parameters: int) -> int:

@@ -22,8 +22,7 @@ from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, possible, samples_row
-from evogrpo.training.memory import Need, bytes_text, gigabytes, kept_size, state_size
-from evogrpo.training.traffic import Traffic, lent_bytes, shares_of, sharing, traffic_of
+from evogrpo.training.memory import Need, bytes_text, gigabytes, kept_size, largest_share, sharing, state_size
 
 FLOAT = 4  # bytes of a float32
 SAVINGS = "population.size, agent.micro_batch_tokens or agent.max_output_tokens, or take a smaller model"
@@ -94,11 +93,6 @@ class LanguageForecast:
         own = Need(size=self.memory.total, device=self.device, savings=SAVINGS, processes=self.processes)
         return own.with_kept(self.memory.kept)
 
-    def traffic(self, config: AnyConfig) -> Traffic:
-        """Return what processes send each other."""
-        sample = lent_bytes(config, actions=self.longest_completion, shared=self.longest_prompt)
-        return traffic_of(config, state_size(self.adapter_parameters), sample=sample, tokens=self.longest_completion)
-
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
         fewest, most = self.optimizer_steps
@@ -120,7 +114,7 @@ class LanguageForecast:
             f"{self.longest_completion}; updates included, evaluations left out)",
             "parameters": f"{_millions(self.parameters)} in the base, "
             f"{_millions(self.adapter_parameters)} in each member's adapter",
-            "memory": _memory_row(self.memory, shares_of(config.population.size)[0]),
+            "memory": _memory_row(self.memory, largest_share(config.population.size)),
             **({"base in parts": f"each process gets {fetched}"} if self.fetched else {}),
             "completions": f"{written} of each learning step are written as {form}" if written else "none are written",
         }
@@ -145,7 +139,7 @@ def forecast_of(
         device: Where members will live.
     """
     rounds, samples = Rounds.of(config, env), config.schedule.samples_per_step
-    share = shares_of(config.population.size)[0]
+    share = largest_share(config.population.size)
     optimizer_steps = [
         epochs * math.ceil(samples / batch)
         for epochs in possible(config, "update_epochs")

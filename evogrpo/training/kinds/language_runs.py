@@ -40,10 +40,9 @@ from evogrpo.training.forecast import limited, sizes_text
 from evogrpo.training.kinds.founding import choose_device, founder_options
 from evogrpo.training.kinds.language_forecast import SAVINGS, LanguageForecast, forecast_of, peak_memory
 from evogrpo.training.loop.progress import Progress
-from evogrpo.training.memory import Need
+from evogrpo.training.memory import Need, sharing
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.traffic import sharing
 from evogrpo.training.video import Recorded
 
 LanguageConfig = Config[QuestionTask, LanguageAgent]

@@ -26,12 +26,11 @@ from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
 from evogrpo.training.kinds.fitting import fitted
 from evogrpo.training.kinds.founding import choose_device, founder_options
-from evogrpo.training.kinds.playing_memory import lent_episode, memory_row, playing_need
+from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need, kept_size, state_size
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.traffic import Traffic, traffic_of
 from evogrpo.training.video import Recorded, record_video
 
 ONE_THREAD = 1 << 15
@@ -50,7 +49,6 @@ class NetworkForecast:
         optimizer_steps: Most per learning step and member.
         parameters: Of one member's network as it starts.
         need: The memory that the run takes at most.
-        episode: Most bytes of an episode that members in other processes learn from.
     """
 
     rounds: Rounds
@@ -59,11 +57,6 @@ class NetworkForecast:
     optimizer_steps: int
     parameters: int
     need: Need
-    episode: int
-
-    def traffic(self, config: AnyConfig) -> Traffic:
-        """Return what processes send each other."""
-        return traffic_of(config, state_size(self.parameters), sample=self.episode)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -143,7 +136,6 @@ class PreparedNetworks:
             need=_need(config.schedule, self.env, config.population.size, self.parameters, config.experience).with_kept(
                 kept_size(config.strategy, config.population.size, state_size(self.parameters))
             ),
-            episode=lent_episode(config, [(self.env.observation_space, self.env.action_space)], longest=longest),
         )
 
     def population(self) -> Population:

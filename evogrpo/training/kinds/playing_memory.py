@@ -7,9 +7,7 @@ from typing import Any
 from gymnasium import spaces
 
 from evogrpo.envs.control.trees import leaf_spaces
-from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.memory import Need, gigabytes
-from evogrpo.training.traffic import lent_bytes, shares_of, sharing
+from evogrpo.training.memory import Need, gigabytes, largest_share, sharing
 
 HELD = 3.5
 """How many times over observations are held at the peak: as they were seen, by episode, by action, and by optimizer
@@ -42,7 +40,7 @@ def playing_need(
     """
     spaces_seen = list(observations)
     seen = sum(map(bytes_of, spaces_seen))
-    share = shares_of(members)[0]
+    share = largest_share(members)
     borrowed = others * share * samples * longest * len(spaces_seen) * TAUGHT
     # Those that come from members in other processes are not played here.
     episodes = share * max(HELD * samples, (HELD - 1) * validation) + (HELD - 1) * samples * min(
@@ -63,21 +61,6 @@ def memory_row(need: Need) -> str:
         f"at most {gigabytes(need.size)} (an estimate, where all episodes are as long as can be): what is seen in a "
         "learning step or an evaluation, a few times over; Python and its libraries come on top"
     )
-
-
-def lent_episode(
-    config: AnyConfig, seen: Iterable[tuple[spaces.Space[Any], spaces.Space[Any]]], *, longest: int
-) -> int:
-    """Return the bytes of an episode that members in other processes learn from.
-
-    Args:
-        config: Of the run.
-        seen: For each acting agent, the spaces of what it sees and does.
-        longest: Most steps of an episode.
-    """
-    reward = 4
-    each = (bytes_of(observations) + bytes_of(actions) - bytes_of(spaces.Discrete(2)) for observations, actions in seen)
-    return sum(lent_bytes(config, actions=longest, each=own + reward) for own in each)
 
 
 def bytes_of(space: spaces.Space[Any]) -> int:

@@ -14,7 +14,6 @@ from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.traffic import Traffic
 from evogrpo.training.video import Recorded
 
 
@@ -32,10 +31,6 @@ class Forecast(Protocol):
     @property
     def need(self) -> Need | None:
         """The memory that the run takes at its peak; None where that cannot be told."""
-        ...
-
-    def traffic(self, config: AnyConfig) -> Traffic:
-        """Return what the processes of the run send each other."""
         ...
 
     def rows(self, config: AnyConfig) -> Mapping[str, str]:

@@ -32,12 +32,11 @@ from evogrpo.training.kinds.network_runs import (
     small,
     words_of_policies,
 )
-from evogrpo.training.kinds.playing_memory import lent_episode, memory_row, playing_need
+from evogrpo.training.kinds.playing_memory import memory_row, playing_need
 from evogrpo.training.loop.progress import Progress
 from evogrpo.training.memory import Need, kept_size, state_size
 from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
-from evogrpo.training.traffic import Traffic, traffic_of
 from evogrpo.training.video import Recorded, record_video
 
 
@@ -53,7 +52,6 @@ class TeamForecast:
         optimizer_steps: Most per learning step and member, by policy.
         parameters: Of one member's networks as they start.
         need: The memory that the run takes at most.
-        episode: Most bytes of a joint episode that members in other processes learn from.
     """
 
     rounds: Rounds
@@ -63,11 +61,6 @@ class TeamForecast:
     optimizer_steps: Mapping[str, int]
     parameters: int
     need: Need
-    episode: int
-
-    def traffic(self, config: AnyConfig) -> Traffic:
-        """Return what processes send each other."""
-        return traffic_of(config, state_size(self.parameters), sample=self.episode)
 
     def rows(self, config: AnyConfig) -> dict[str, str]:
         """Return the numbers in words."""
@@ -164,11 +157,6 @@ class PreparedTeam:
                 parameters=self.parameters,
                 others=others_at_most(config.experience, config.population.size),
             ).with_kept(kept_size(config.strategy, config.population.size, state_size(self.parameters))),
-            episode=lent_episode(
-                config,
-                [(self.env.observation_spaces[agent], self.env.action_spaces[agent]) for agent in self.env.agents],
-                longest=longest,
-            ),
         )
 
     def population(self) -> Population:
