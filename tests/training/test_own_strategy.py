@@ -383,28 +383,6 @@ def test_strategies_of_the_package_need_not_be_given_and_their_relatives_go_by_t
     assert run.evolution.strategy == Relative(z=0.5)
 
 
-def test_a_checkpoint_of_a_version_without_history_goes_on_from_there(tmp_path):
-    """Both where the plan has been carried out, and where a run that had ended is trained further."""
-    finish(tiny_run(tmp_path / "whole"))
-    stop_after(tiny_run(tmp_path / "stopped"), 3)
-    finish(tiny_run(tmp_path / "ended", generations=1))
-    for name, known in (("stopped", [2, 3]), ("ended", [1, 2, 3])):
-        checkpoint = open_run(tmp_path / name).folder
-        tensors, record = read_checkpoint(checkpoint)
-        del record["strategy_state"]
-        record["strategy"] = {"name": "tournament", **Tournament(z=0.0).to_json()}
-        for field in ("history", "samples_per_step", "steps_per_generation"):
-            del record["progress"][field]
-        for member in record["population"]["members"]:
-            del member["retired"]
-        write_checkpoint(checkpoint, tensors, record, replace=True)
-        run = resumed_run(tmp_path / name, generations=3)
-        finish(run)
-        assert [generation.number for generation in run.progress.history] == known
-        assert story(tmp_path / name)[-1] == story(tmp_path / "whole")[-1]
-        assert equal_states(final_states(tmp_path / name), final_states(tmp_path / "whole"))
-
-
 # ---- named in a configuration
 
 OWN = """
