@@ -13,7 +13,6 @@ import evogrpo
 from evogrpo.agents.checkpoints.saving import population_state, save_agent
 from evogrpo.agents.classes import own_algorithm
 from evogrpo.agents.population import Population
-from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.fitness_config import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
