@@ -14,7 +14,6 @@ from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.envs.control.joint.assignment import Policies
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.policies.devices import MicroBatchTokens
 
 
 class CommonOptions(TypedDict, total=False):
@@ -107,9 +106,9 @@ class Options(CommonOptions, total=False):
             the vocabulary head.
         adapter: Folder of a PEFT adapter that every member starts from, an export or a checkpoint for instance, with
             the lora_config that it brings; the reference and the baseline stay the base without adapters.
-        micro_batch_tokens: Most tokens in one forward pass with gradients, the knob between memory and speed. "auto"
-            tries powers of two when members are made, and takes the fastest that fits into half of the memory that is
-            left; by default that is done on GPUs, and it is 1024 on CPUs, where the size hardly matters.
+        micro_batch_tokens: Most tokens in one forward pass with gradients, which trades memory for speed. Defaults
+            to 1024 on CPUs, and on CUDA to the largest power of two that fits into half of the memory left by the base
+            and the members, by estimate. Halved when memory runs out.
         source: What the base model was loaded from, for checkpoints; the model's own name by default.
     """
 
@@ -126,7 +125,7 @@ class Options(CommonOptions, total=False):
     eos_token_ids: int | tuple[int, ...]
     lora_config: LoraConfig | None
     adapter: str | Path | None
-    micro_batch_tokens: MicroBatchTokens
+    micro_batch_tokens: int | None
     source: str | None
 
 

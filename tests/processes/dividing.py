@@ -24,7 +24,6 @@ from tests.rounding import assert_metrics_agree, assert_states_agree
 from tests.tiny_models import EOS
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run, variety
-from tests.tried_sizes import room_for
 from tests.two_turns import GuessTwice
 
 LR = 1e-2
@@ -61,7 +60,6 @@ def divided() -> None:
     play_together()
     run_out_of_memory(beta=0.0)  # nothing is scored
     run_out_of_memory(beta=0.05)  # scored first
-    try_sizes()
 
 
 def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | None = None) -> None:
@@ -140,13 +138,6 @@ def run_out_of_memory(beta: float) -> None:
     alone.learn_together(alone.members, [alone.learner(0)], found.experience)
     assert_states_agree(together.members.banks.state(0), alone.members.banks.state(0), lr=LR)
     assert_equal_everywhere(together.members.banks.state(0))
-
-
-def try_sizes() -> None:
-    """Let processes with members of their own find different sizes of micro-batches to be the fastest."""
-    with room_for(70 if processes().leads else 40):
-        population = tiny_population(2, micro_batch_tokens="auto")
-    assert processes().all(population.members.policies["default"].bank.micro_batch_tokens) == [32] * processes().size
 
 
 def assert_equal_everywhere(state: Mapping[str, Tensor]) -> None:

@@ -11,12 +11,13 @@ from evogrpo.evolution import ScheduleStage, Tournament
 from evogrpo.history.schedules import found_schedule
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.training.configuration.reading import load_config
+from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.front.replaying import HyperparameterSchedule
 from tests.reporting.journals import generation, member
 from tests.strategies.halving import Halving
 from tests.strategies.returning import Returning
 from tests.tiny_steps import QUICK, cart_pole, resumed_step_run, step_population, step_run
-from tests.tiny_training import finish, story
+from tests.tiny_training import finish, story, tiny_run
 
 SPREAD = {"evolve_network": None, "spread": True, "samples_per_step": 8}
 EVENTFUL = Tournament(z=0.0, size=3, elitism=False)
@@ -84,6 +85,14 @@ def without_space():
 def indices(folder):
     events = latest_generations(read_journal(folder / "journal.jsonl"))
     return [event["members"][0]["index"] for event in events]
+
+
+def test_a_replay_learns_in_micro_batches_of_the_same_size(tmp_path):
+    folder = tmp_path / "run"
+    finish(tiny_run(folder, size=1, options={"micro_batch_tokens": 32}, generations=1, steps_per_generation=1))
+    (folder / CONFIG_FILE).write_text("task: {name: two_digit_sums}\nagent: {top_k: 9}\n")
+    agent = HyperparameterSchedule.read(folder).config().agent
+    assert (agent.micro_batch_tokens, agent.top_k) == (32, 9)
 
 
 def test_a_replay_that_was_stopped_goes_on_as_if_it_had_not_been(found, tmp_path):

@@ -8,7 +8,6 @@ from evogrpo.agents.members.tokens.language_settings import LanguageSettings
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
-from evogrpo.policies.devices import MicroBatchTokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +46,7 @@ class LanguageAgent:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     eos_token_ids: tuple[int, ...] | None = None
-    micro_batch_tokens: MicroBatchTokens = None
+    micro_batch_tokens: int | None = None
     reduce_memory_peak: bool = True
     calc_position_embeddings: bool = True
     objective: Objective = field(default_factory=Objective)

@@ -97,7 +97,7 @@ class HyperparameterSchedule:
             )
         config = run_dir / CONFIG_FILE
         values = read_yaml_file(config) if config.is_file() else None
-        tokens = began.get("micro_batch_tokens")  # as it was tried perhaps
+        tokens = began.get("micro_batch_tokens")  # the default depends on the device
         if values is not None and tokens is not None:
             values["agent"] = {**(values.get("agent") or {}), "micro_batch_tokens": tokens}
         return cls(stages=found.stages, of=_facts(began, found), configuration=values and _without_place(values))

@@ -1,8 +1,8 @@
-"""RunSizes that fit into a run's time and memory: what a configuration leaves open is chosen by measuring a step."""
+"""Sizes that a configuration leaves open: the largest that fit into memory, and by one measured step into the time."""
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,25 +18,24 @@ from evogrpo.training.configuration.sections import AnyConfig
 from evogrpo.training.loop.shared import sources_of
 from evogrpo.training.memory import Need
 
-LADDER = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
-"""Members, and groups of each in a learning step: from what is chosen where there is time enough to the least."""
+CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))
+"""Members, and groups of each in a learning step, the largest first."""
 
 SMALLER_GROUPS = (4, 2)
-"""Group sizes of a single member that does not even have time for whole groups, where their size is left open."""
+"""Group sizes of a single member without time for whole groups, if their size is left open."""
 
 HELD_OUT, LEAST_HELD_OUT = (2, 8), 32
 """Starts that members are compared by, and starts of the test, for each episode of a member's learning step; and the
 fewest: by too few the luckiest member is taken for the best."""
 
 STEPS, STEPS_OF_ONE = 100, 20
-"""Learning steps that a time limit shall leave room for, with several members and with one: fewer teach little, however
-large they are."""
+"""Learning steps that must fit into a time limit, with several members and with one."""
 
 TRIAL_SHARE, TRIAL_SECONDS = 0.05, 10.0
-"""The part of a time limit that the measurement takes at most, and the most seconds."""
+"""Largest part of a time limit, and most seconds, that the measured step may take."""
 
 MEMORY_SHARE = 0.5
-"""The part of the memory there is that a run whose sizes are chosen takes at most."""
+"""Largest part of the memory that a run of chosen sizes may need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ def fitted(
     Args:
         config: The configuration.
         env: Where members act.
-        longest: Most steps that an episode is made for; None where nobody says.
+        longest: Most steps of an episode; None = unknown.
         members: Makes the members of a configuration, to measure with.
         need: Estimates the memory of one.
 
@@ -76,18 +75,21 @@ def fitted(
         return Fitted(config=config, remark=None)
     group = config.hyperparameters.group_size
     smaller = SMALLER_GROUPS if "hyperparameters.group_size" in config.auto else ()
-    ladder = [(count, groups, group) for count, groups in LADDER] + [(1, 1, size) for size in smaller if size < group]
+    choices = [(count, groups, group) for count, groups in CHOICES] + [(1, 1, size) for size in smaller if size < group]
     shared_by = processes()
-    enough = [rung for rung in ladder if rung[0] >= shared_by.size] or ladder[:1]
-    rungs = [with_sizes(config, _sizes(env, *rung)) for rung in enough]
+    enough = [choice for choice in choices if choice[0] >= shared_by.size] or choices[:1]
+    sized = [with_sizes(config, _sizes(env, *choice)) for choice in enough]
+    # 1. The largest that half of the memory has room for.
     there, _ = shared_by.led(memory_of("cpu"))
-    roomy = [rung for rung in rungs if there is None or need(rung).total <= MEMORY_SHARE * there] or rungs[-1:]
-    why = "" if roomy[0] is rungs[0] else "to what fits into half of the memory there is"
+    roomy = [each for each in sized if there is None or need(each).total <= MEMORY_SHARE * there] or sized[-1:]
+    why = "" if roomy[0] is sized[0] else "to what fits into half of the memory there is"
     chosen, limit = roomy[0], config.schedule.max_seconds
+    # 2. Of these, the largest whose learning steps fit into the time limit often enough.
     if limit is not None:
-        trial = _Trial(env, members, longest=longest, at_most=min(TRIAL_SHARE * limit, TRIAL_SECONDS))
-        seconds = shared_by.led(trial.seconds_of(roomy))
-        chosen = next((rung for rung in roomy if limit >= _least_steps(rung) * seconds * _work(rung)), roomy[-1])
+        at_most = min(TRIAL_SHARE * limit, TRIAL_SECONDS)
+        measured = _measured_step(chosen, env, members(chosen), longest=longest, at_most=at_most)
+        seconds = shared_by.led(measured) / _work(chosen)  # for an episode
+        chosen = next((each for each in roomy if limit >= _least_steps(each) * seconds * _work(each)), roomy[-1])
         if chosen is not roomy[0]:
             steps = int(limit / (seconds * _work(chosen)))
             number = "1 learning step fits" if steps == 1 else f"{min(STEPS, steps)} learning steps fit"
@@ -116,62 +118,32 @@ def _work(config: AnyConfig) -> int:
     return config.population.size * config.schedule.samples_per_step
 
 
-class _Trial:
-    """Learning steps that are taken to see how long they take, by members that are thrown away.
+def _measured_step(
+    config: AnyConfig, env: GroupEnvironment, population: Population, *, longest: int | None, at_most: float
+) -> float:
+    """Return the expected seconds of a learning step: one is taken, and what it teaches is thrown away.
 
-    Args:
-        env: Where members act.
-        members: Makes them.
-        longest: See `fitted`.
-        at_most: Seconds that all of it may take.
+    A step that is not over after `at_most` seconds is extrapolated from the part that was played; infinity if that is
+    none. Members that learn mostly play longer episodes: the expected length is the geometric mean of the measured and
+    the longest one, if there is one.
     """
+    began, samples = time.monotonic(), config.schedule.samples_per_step
+    played = [(0.0, 0.0)]  # part and seconds
 
-    def __init__(
-        self,
-        env: GroupEnvironment,
-        members: Callable[[AnyConfig], Population],
-        *,
-        longest: int | None,
-        at_most: float,
-    ) -> None:
-        self._env, self._members, self._longest = env, members, longest
-        self._deadline = time.monotonic() + at_most
+    def hear(work: Work) -> None:
+        if work.doing == "playing" and work.part > played[-1][0]:
+            played.append((work.part, time.monotonic() - began))
 
-    def seconds_of(self, rungs: Sequence[AnyConfig]) -> float:
-        """Return how long a learning step of the largest size is going to take, by episode.
-
-        The smallest size is tried first, and once more, as the first learning step of a process takes longer. Where it
-        leaves time the largest one is tried too: many episodes side by side may take little longer than few.
-        """
-        seconds, complete = self._measure(rungs[-1])
-        for rung in (rungs[-1], rungs[0]) if complete else ():
-            again, complete = self._measure(rung)
-            seconds = min(seconds, again * _work(rungs[-1]) / _work(rung)) if complete else seconds
-        return seconds / _work(rungs[-1])
-
-    def _measure(self, rung: AnyConfig) -> tuple[float, bool]:
-        """Return about how long a learning step is going to take, and whether it was taken as a whole.
-
-        If not, it goes by the part of it that was played; infinity where that is none. Members that learn mostly play
-        longer episodes: the length to come is taken as the geometric mean of today's and the longest, if there is one.
-        """
-        population, samples = self._members(rung), rung.schedule.samples_per_step
-        began, parts = time.monotonic(), [0.0]
-
-        def hear(work: Work) -> None:
-            parts[0] = max(parts[0], work.part if work.doing == "playing" else 0.0)
-
-        with suppress(Interrupted), heard_by(hear), interruptible(lambda: time.monotonic() > self._deadline):
-            collected = population.collect(
-                self._env, step=0, samples_per_step=samples, block=rung.schedule.block(population)
-            )
-            shared = rung.experience if len(population) > 1 else None
-            sources = None if shared is None else sources_of(shared, population, collected)
-            population.learn(collected.experience, step=0, sources=sources, shared=shared)
-            taken = time.monotonic() - began
-            length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
-            return taken * math.sqrt((self._longest or length) / length), True
-        return (time.monotonic() - began) / parts[0] if parts[0] else math.inf, False
+    with suppress(Interrupted), heard_by(hear), interruptible(lambda: time.monotonic() - began > at_most):
+        collected = population.collect(env, step=0, samples_per_step=samples, block=config.schedule.block(population))
+        shared = config.experience if len(population) > 1 else None
+        sources = None if shared is None else sources_of(shared, population, collected)
+        population.learn(collected.experience, step=0, sources=sources, shared=shared)
+        taken = time.monotonic() - began
+        length = max(1.0, sum(collected.tokens.values()) / (len(population) * samples))
+        return taken * math.sqrt((longest or length) / length)
+    part, seconds = played[-1]
+    return seconds / part if part else math.inf
 
 
 def _remark(chosen: AnyConfig, asked: AnyConfig, why: str) -> str:

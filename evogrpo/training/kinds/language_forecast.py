@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from evogrpo.envs.prompts.huggingface import HuggingFaceGym
 from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
 from evogrpo.evolution.shared_experience import others_at_most
-from evogrpo.policies.devices import USUAL_TOKENS, MicroBatchTokens
+from evogrpo.policies.devices import USUAL_TOKENS
 from evogrpo.policies.tokens.bases.parts import fetched_parameters, held_parameters, parts_of
 from evogrpo.policies.tokens.bases.quantised import PACKAGES, bytes_of
 from evogrpo.policies.tokens.lora import Target
 from evogrpo.policies.tokens.models import own_precision
 from evogrpo.policies.tokens.sampling import rows_at_once
-from evogrpo.policies.tokens.sizing import begun_with, is_tried, learning_bytes, sampling_bytes
+from evogrpo.policies.tokens.sizing import learning_bytes, sampling_bytes
 from evogrpo.text import count_text, counted, number_text, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask
@@ -230,8 +230,8 @@ class Sizes(Protocol):
         """The most that they write."""
 
     @property
-    def micro_batch_tokens(self) -> MicroBatchTokens:
-        """The most that they learn from at a time, where that is settled."""
+    def micro_batch_tokens(self) -> int | None:
+        """The most that they learn from at a time; None = the default of the device."""
 
     @property
     def reduce_memory_peak(self) -> bool:
@@ -253,8 +253,8 @@ def peak_memory(
 ) -> Memory:
     """Estimate the peak memory.
 
-    A size of micro-batches that is still to be tried is taken as
-    `USUAL_TOKENS`: larger ones are only tried where half of the memory that is left has room for them.
+    Where the size of a micro-batch is left to the memory, `USUAL_TOKENS` are assumed: a larger size is only chosen if
+    half of the memory left has room for it.
 
     Args:
         model: The base, with or without weights.
@@ -268,7 +268,7 @@ def peak_memory(
         base: Bytes of the base's weights, as far as one process holds them.
         device: Where members live.
     """
-    budget = begun_with(agent.micro_batch_tokens)
+    budget = agent.micro_batch_tokens or USUAL_TOKENS
     width = longest + agent.max_output_tokens
     cached = width * min(members * max(samples, validation), rows_at_once(width, device.partition(":")[0]))
     return Memory(
@@ -280,10 +280,10 @@ def peak_memory(
     )
 
 
-def _micro_batches(wanted: MicroBatchTokens, device: str) -> str:
-    if is_tried(wanted, device):
-        return f"as many tokens as a trial before the run finds fastest, below taken as {count_text(USUAL_TOKENS)}"
-    return f"at most {counted(begun_with(wanted), 'token')}"
+def _micro_batches(wanted: int | None, device: str) -> str:
+    if wanted is None and device.startswith("cuda"):
+        return f"as many tokens as fit into memory, {count_text(USUAL_TOKENS)} assumed below"
+    return f"at most {counted(wanted or USUAL_TOKENS, 'token')}"
 
 
 def _memory_row(memory: Memory, size: int) -> str:

@@ -204,8 +204,8 @@ def prepared_in(config: Config[EnvironmentTask, NetworkAgent], env: GymnasiumGro
         config,
         env,
         longest=None if env.cut_off else env.max_episode_steps,
-        members=lambda rung: _members(rung, env, rung.population.size, device),
-        need=lambda rung: _need(rung.schedule, env, rung.population.size, parameters, rung.experience),
+        members=lambda sized: _members(sized, env, sized.population.size, device),
+        need=lambda sized: _need(sized.schedule, env, sized.population.size, parameters, sized.experience),
     )
     return PreparedNetworks(
         config=sized.config,

@@ -31,6 +31,7 @@ from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, SamplingBatch
 from evogrpo.envs.groups import Conversations, GroupEnvironment, Scores, Split
 from evogrpo.persistence.manifest import CheckpointError
+from evogrpo.policies.devices import USUAL_TOKENS
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
 from evogrpo.policies.tokens.bases.parts import held_by
@@ -39,7 +40,7 @@ from evogrpo.policies.tokens.engine.probes import check_token_ids
 from evogrpo.policies.tokens.engine.token_model import check_context
 from evogrpo.policies.tokens.lora import lora_from_json, lora_to_json
 from evogrpo.policies.tokens.models import fingerprint, load_tokenizer
-from evogrpo.policies.tokens.sizing import begun_with, is_tried, tried_size
+from evogrpo.policies.tokens.sizing import size_for_memory
 from evogrpo.policies.tokens.stored_adapters import StoredAdapter
 from evogrpo.randomness import generator
 from evogrpo.tally import Tally
@@ -118,7 +119,7 @@ class LanguageMembers:
             lora_config=lora_config,
             optimizer=settings.optimizer,
             seed=settings.seed,
-            micro_batch_tokens=begun_with(settings.micro_batch_tokens),
+            micro_batch_tokens=settings.micro_batch_tokens or USUAL_TOKENS,
             reduce_memory_peak=settings.reduce_memory_peak,
             explicit_positions=settings.calc_position_embeddings,
             autocast=autocast,
@@ -126,8 +127,8 @@ class LanguageMembers:
             start=start,
             like=like,
         )
-        if is_tried(settings.micro_batch_tokens, str(self.device)):
-            self.bank.micro_batch_tokens = tried_size(self.bank, model)
+        if settings.micro_batch_tokens is None and self.device.type == "cuda":
+            self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
         self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
         self.sampler: Sampler = self.bank
         self.policies = {DEFAULT: self}

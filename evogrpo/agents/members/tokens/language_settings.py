@@ -10,7 +10,6 @@ from evogrpo.config.loss_types import FULL_KLS
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.data import SamplingOptions
-from evogrpo.policies.devices import MicroBatchTokens
 
 MOST_TOKENS = 10_000_000
 """The most tokens of a completion; beyond any model's context."""
@@ -39,14 +38,6 @@ def token_ids(what: str, given: object) -> tuple[int, ...]:
     return found
 
 
-def _size_of_micro_batches(given: MicroBatchTokens) -> MicroBatchTokens:
-    if given is None or given == "auto":
-        return given
-    if isinstance(given, str):
-        raise ValueError(f'micro_batch_tokens must be a number, or "auto" for one that is tried, got {given!r}')
-    return whole_between("micro_batch_tokens", given, 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings:
     """Settings of a language-model population that do not evolve and that a checkpoint stores.
@@ -69,7 +60,7 @@ class LanguageSettings:
         seed: Root of every random stream.
         calc_position_embeddings: Whether positions, counted without padding, are passed to the model.
         reduce_memory_peak: Compute log-probabilities over a few hundred tokens' logits at a time.
-        micro_batch_tokens: Most tokens in one forward pass with gradients; members know the number, whatever was given.
+        micro_batch_tokens: Most tokens in one forward pass with gradients; None = the default of the device.
     """
 
     pad_token_id: int
@@ -86,7 +77,7 @@ class LanguageSettings:
     seed: int = 0
     calc_position_embeddings: bool = True
     reduce_memory_peak: bool = True
-    micro_batch_tokens: MicroBatchTokens = None
+    micro_batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "eos_token_ids", token_ids("eos_token_ids", self.eos_token_ids))
@@ -94,7 +85,10 @@ class LanguageSettings:
         for name, least, most in _WHOLE:
             if name != "max_episode_tokens" or self.max_episode_tokens is not None:
                 object.__setattr__(self, name, whole_between(name, getattr(self, name), least, most))
-        object.__setattr__(self, "micro_batch_tokens", _size_of_micro_batches(self.micro_batch_tokens))
+        if self.micro_batch_tokens is not None:
+            object.__setattr__(
+                self, "micro_batch_tokens", whole_between("micro_batch_tokens", self.micro_batch_tokens, 1)
+            )
         for name in ("top_p", "min_p", "repetition_penalty"):
             object.__setattr__(self, name, float(finite_number(name, getattr(self, name))))
         for name in ("calc_position_embeddings", "reduce_memory_peak"):

@@ -105,7 +105,7 @@ def member_reports(
 
 def description_of(population: Population, schedule: Schedule, fitness: FitnessConfig) -> dict[str, Any]:
     """Return what the journal's first event says of the members and the schedule."""
-    tokens = population.members.settings.to_json().get("micro_batch_tokens")  # perhaps tried; networks have none
+    tokens = population.members.settings.to_json().get("micro_batch_tokens")  # networks have none
     return {
         "kind": population.members.kind,
         "seed": population.members.settings.seed,
