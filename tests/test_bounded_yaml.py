@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from evogrpo import Objective
 from evogrpo.bounded_yaml import bounded_yaml
 from evogrpo.persistence.strict_json import dump_json, load_json
 from evogrpo.training.configuration.sources import read_rows
@@ -73,16 +72,3 @@ def test_datasets_that_cannot_be_read_are_named(tmp_path, name, lines, value):
     (tmp_path / name).write_text(lines.format(value))
     with pytest.raises(ValueError, match=rf"{name} is not JSON that can be read: .*(digits|recursion)"):
         read_rows(tmp_path / name)
-
-
-REFERENCES = {
-    "texts": 'a0: "0123456789"\n' + "\n".join(f'a{n}: "${{a{n - 1}}}${{a{n - 1}}}"' for n in range(1, 60)),
-    "empty texts": 'a0: ""\n' + "\n".join(f'a{n}: "${{a{n - 1}}}${{a{n - 1}}}"' for n in range(1, 60)),
-    "lists": "a0: [1]\n" + "\n".join(f'a{n}: ["${{a{n - 1}}}", "${{a{n - 1}}}"]' for n in range(1, 60)),
-}
-
-
-@pytest.mark.parametrize("bomb", REFERENCES.values(), ids=REFERENCES)
-def test_references_of_roll_that_double_and_double_are_refused(bomb):
-    with pytest.raises(ValueError, match="ROLL keys refer to each other"):
-        Objective.from_roll(bomb)

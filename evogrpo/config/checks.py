@@ -45,10 +45,10 @@ def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueEr
         return ValueError(f"unknown {kind} {name!r}: it is called {other!r}, and another call takes it")
     close = [each for each in names if is_one_edit(str(name), each)]
     close = close or difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
-    known = f"Valid names: {', '.join(names) or '(none)'}"
-    if close:
-        known = f"did you mean {close[0]!r}?" + (f" {known}" if len(names) <= MOST_LISTED else "")
-    return ValueError(f"unknown {kind} {name!r}: {known}")
+    parts = [f"did you mean {close[0]!r}?"] if close else []
+    if len(names) <= MOST_LISTED:
+        parts.append(f"Valid names: {', '.join(names) or '(none)'}")
+    return ValueError(f"unknown {kind} {name!r}" + (f": {' '.join(parts)}" if parts else ""))
 
 
 def is_one_edit(typed: str, name: str) -> bool:

@@ -25,7 +25,8 @@ from evogrpo.config.loss_types import (
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.roll import read_roll
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.config.trl import Translation, read_trl
+from evogrpo.config.translation import Translation
+from evogrpo.config.trl import read_trl
 
 __all__ = ["Imported", "Objective"]
 

@@ -1,86 +1,86 @@
 """ROLL's RLVR configuration as keyword arguments of this package's records."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from evogrpo.bounded_yaml import bounded_yaml
-from evogrpo.config.loss_types import AGGREGATIONS
-from evogrpo.config.trl import Fields, Translation, read_optimizer, training_argument_names
+from evogrpo.config.checks import flag, whole_number
+from evogrpo.config.loss_types import AGGREGATIONS, REWARD_NORMS
+from evogrpo.config.translation import (
+    Key,
+    Settings,
+    Translation,
+    count,
+    number,
+    one_of,
+    repetition_penalty,
+    top_k,
+    top_p,
+    unless,
+)
 
-# Keys that are translated, with ROLL's defaults.
-DEFAULTS: Mapping[str, Any] = {
-    "rollout_batch_size": None,
-    "num_return_sequences_in_group": None,
-    "prompt_length": None,
-    "response_length": None,
-    "seed": None,
-    "adv_estimator": "gae",
-    "ppo_epochs": 1,
-    "max_grad_norm": 1.0,
-    "gamma": 1.0,
-    "use_kl_loss": False,
-    "kl_loss_coef": 0.0,
-    "add_token_level_kl": False,
-    "init_kl_coef": 0.2,
-    "kl_penalty": "kl",
-    "target_kl": None,
-    "kl_horizon": 10_000,
-    "entropy_loss_coef": 0.0,
-    "loss_agg_mode": "seq-mean-token-mean",
-    "importance_sampling": "token",
-    "pg_clip": 0.2,
-    "dual_clip_loss": False,
-    "whiten_advantages": False,
-    "advantage_clip": None,
-    "reward_clip": None,
-    "reward_norm": None,
-    "reward_shift": False,
-    "reward_scale": False,
-    "norm_mean_type": None,
-    "norm_std_type": None,
-    "max_len_mask": False,
-    "difficulty_mask": False,
-    "difficulty_low_threshold": 0.0,
-    "difficulty_high_threshold": 1.0,
-    "actor_train": None,
-    "actor_infer": None,
+TRAINING, GENERATING = "actor_train.training_args", "actor_infer.generating_args"
+KLS = {"kl": "k1", "abs": "abs", "mse": "k2"}
+"""KL estimator here, by ROLL's kl_penalty."""
+KEYS: Mapping[str, Key] = {
+    "rollout_batch_size": Key(None, count),
+    "num_return_sequences_in_group": Key(None, whole_number, "hyperparameters.group_size"),
+    "prompt_length": Key(None, count, "settings.max_prompt_length"),
+    "response_length": Key(None, count, "settings.max_output_tokens"),
+    "seed": Key(None, whole_number, "settings.seed"),
+    "ppo_epochs": Key(1, whole_number, "hyperparameters.update_epochs"),
+    "max_grad_norm": Key(1.0, number, "hyperparameters.max_grad_norm"),
+    "gamma": Key(1.0, number, "hyperparameters.gamma"),
+    "entropy_loss_coef": Key(0.0, number, "hyperparameters.entropy_coef"),
+    "advantage_clip": Key(None, number, "hyperparameters.advantage_clip"),
+    "pg_clip": Key(0.2, number, "hyperparameters.clip_coef"),
+    "dual_clip_loss": Key(False, flag),
+    "importance_sampling": Key("token", one_of("token", "seq")),
+    "loss_agg_mode": Key("seq-mean-token-mean", one_of(*AGGREGATIONS), "objective.aggregation"),
+    "max_len_mask": Key(False, flag, "objective.mask_truncated"),
+    "whiten_advantages": Key(False, flag, "objective.whiten_advantages"),
+    "reward_clip": Key(None, unless((0,), number), "objective.reward_clip"),
+    "difficulty_mask": Key(False, flag),
+    "difficulty_low_threshold": Key(0.0, number),
+    "difficulty_high_threshold": Key(1.0, number),
+    "use_kl_loss": Key(False, flag),
+    "kl_loss_coef": Key(0.0, number),
+    "add_token_level_kl": Key(False, flag),
+    "init_kl_coef": Key(0.2, number),
+    "kl_penalty": Key("kl", one_of(*KLS)),
+    "target_kl": Key(None, number),
+    "kl_horizon": Key(10_000, whole_number),
+    "adv_estimator": Key("gae", lambda what, value: value),
+    "reward_norm": Key(None, one_of(*REWARD_NORMS)),
+    "norm_mean_type": Key(None, one_of(*REWARD_NORMS)),
+    "norm_std_type": Key(None, one_of(*REWARD_NORMS)),
+    "reward_shift": Key(False, flag),
+    "reward_scale": Key(False, flag),
+    # Of these two sections ROLL's defaults count only if the section is given.
+    f"{TRAINING}.learning_rate": Key(5e-5, number, "hyperparameters.lr"),
+    f"{TRAINING}.weight_decay": Key(0.0, number, "optimizer.weight_decay"),
+    f"{TRAINING}.warmup_steps": Key(0, whole_number, "optimizer.warmup_steps"),
+    f"{GENERATING}.temperature": Key(0.95, number, "hyperparameters.temperature"),
+    f"{GENERATING}.top_p": Key(0.7, top_p, "settings.top_p"),
+    f"{GENERATING}.top_k": Key(50, top_k, "settings.top_k"),
+    f"{GENERATING}.repetition_penalty": Key(1.0, repetition_penalty, "settings.repetition_penalty"),
 }
-TRAINING: Mapping[str, Any] = {
-    "learning_rate": 5e-5,
-    "weight_decay": 0.0,
-    "warmup_steps": 0,
-    "warmup_ratio": None,
-    "lr_scheduler_type": "linear",
-    "lr_scheduler_kwargs": None,
-    "adam_beta1": 0.9,
-    "adam_beta2": 0.999,
-    "adam_epsilon": 1e-8,
-}
-"""Keys of actor_train.training_args."""
-GENERATING: Mapping[str, Any] = {"temperature": 0.95, "top_p": 0.7, "top_k": 50, "repetition_penalty": 1.0}
-"""Keys of actor_infer.generating_args."""
-
-# Keys whose effect is not implemented: the values without effect, and the reason.
-_TERM = "this term of the loss does not exist"
-_WEIGHT = "samples have no such weight"
+"""Keys that are translated."""
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "pg_variant": (("ppo",), "choose ppo"),
-    "rl_loss_coef": ((1.0,), _TERM),
-    "positive_loss_coef": ((0,), _TERM),
-    "use_topr_neg_loss_coef": ((0,), _TERM),
-    "difficulty_loss_weight": ((False,), _WEIGHT),
-    "length_loss_weight": ((False,), _WEIGHT),
-    "error_max_len_clip": ((False,), _WEIGHT),
+    **dict.fromkeys(("positive_loss_coef", "use_topr_neg_loss_coef"), ((0,), "this term of the loss does not exist")),
+    "rl_loss_coef": ((1.0,), "the policy loss has no weight"),
+    **dict.fromkeys(
+        ("difficulty_loss_weight", "length_loss_weight", "error_max_len_clip"),
+        ((False,), "samples have no weight"),
+    ),
+    f"{GENERATING}.num_beams": ((1,), "completions are sampled"),
+    f"{GENERATING}.do_sample": ((True,), "completions are sampled"),
 }
-UNSUPPORTED_GENERATING: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "num_beams": ((1,), "completions are sampled"),
-    "do_sample": ((True,), "completions are sampled"),
-}
-REPEATED = ("max_new_tokens", "max_length", "num_return_sequences")  # generating arguments that other keys give
-# Keys that change nothing here, with the reason.
-_MACHINERY = "only concerns where and how ROLL runs"
+"""Keys whose effect is not implemented: the values without effect, and the reason."""
+_INFRASTRUCTURE = "only concerns where and how ROLL runs"
 IGNORED: Mapping[str, str] = {
     **dict.fromkeys(("lambd", "value_clip", "critic", "reward_pretrain"), "there is no critic or reward model"),
     **dict.fromkeys(("reference", "rewards", "reward_model", "validation"), "set up in the task section"),
@@ -89,21 +89,26 @@ IGNORED: Mapping[str, str] = {
             *("defaults", "hydra", "exp_name", "rpc_timeout", "output_dir", "logging_dir", "track_with"),
             *("tracker_kwargs", "max_steps", "save_steps", "logging_steps", "eval_steps", "resume_from_checkpoint"),
             *("checkpoint_config", "profiler_output_dir", "system_envs", "num_gpus_per_node", "model_download_type"),
-            *("rollout_mock", "is_num_return_sequences_expand", "pretrain", "async_generation_ratio"),
-            *("global_template", "offload_nccl", "reward_system_config"),
+            *("rollout_mock", "rollout_dump_dir", "is_num_return_sequences_expand", "pretrain", "tag_to_template"),
+            *("async_generation_ratio", "global_template", "offload_nccl", "reward_system_config"),
+            *(f"{TRAINING}.num_train_epochs", f"{TRAINING}.bf16"),
         ),
-        _MACHINERY,
+        _INFRASTRUCTURE,
     ),
+    **dict.fromkeys(
+        (f"{TRAINING}.per_device_train_batch_size", f"{TRAINING}.gradient_accumulation_steps"),
+        "depends on ROLL's data-parallel size: set batch_size, the samples per optimizer step",
+    ),
+    **dict.fromkeys((f"{GENERATING}.max_new_tokens", f"{GENERATING}.num_return_sequences"), "repeats another key"),
 }
-
+"""Keys that change nothing here, with the reason."""
 # Advantage switches by the statistics of the mean that is subtracted and of the standard deviation that divides.
-_NORMALISED = {
-    (norm if mean else None, norm if std else None): {"advantage": "reinforce", "reward_norm": norm, **switch}
-    for norm in ("batch", "running", "group")
-    for mean, std, switch in ((1, 1, {}), (1, 0, {"reward_shift": True}), (0, 1, {"reward_scale": True}))
-}
 ADVANTAGES: Mapping[tuple[str | None, str | None], dict[str, Any]] = {
-    **_NORMALISED,
+    **{
+        (norm if mean else None, norm if std else None): {"advantage": "reinforce", "reward_norm": norm, **switch}
+        for norm in REWARD_NORMS
+        for mean, std, switch in ((1, 1, {}), (1, 0, {"reward_shift": True}), (0, 1, {"reward_scale": True}))
+    },
     (None, None): {"advantage": "reinforce"},
     ("group", "group"): {"advantage": "outcome"},
     ("group", None): {"advantage": "mean_only"},
@@ -115,10 +120,9 @@ ADVANTAGES: Mapping[tuple[str | None, str | None], dict[str, Any]] = {
 def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
     """Translate the keys of a ROLL RLVR configuration.
 
-    Keys left out have ROLL's defaults. Sizes and lengths that are left out are not returned, nor are training and
-    generating arguments without their section. The order in which rewards become advantages is ROLL's (see
-    `Objective`). Aggregation modes do what their names say; ROLL's token-mean forgets the mask, and its
-    seq-mean-token-sum-norm divides by the padded width.
+    Keys left out have ROLL's defaults. The order in which rewards become advantages is ROLL's (see `Objective`).
+    Aggregation modes do what their names say; ROLL's token-mean ignores the mask, and its seq-mean-token-sum-norm
+    divides by the padded width.
 
     Args:
         source: A mapping of keys, the path of a YAML file, or YAML text. References such as `${response_length}` are
@@ -128,173 +132,11 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
         The keyword arguments, and every key that is unknown or not supported in `refused`.
 
     Raises:
-        ValueError: If `source` has no keys.
+        ValueError: If `source` has no keys, or keys refer to each other in a circle.
 
     Source: ROLL, `RLVRConfig`, `reward_postprocess`, `compute_advantage` and `ActorWorker.loss_func`.
     """
-    values, referenced = _resolved(source)
-    fields = Fields("ROLL key", values, DEFAULTS)
-    fields.check_names(UNSUPPORTED, IGNORED, referenced)
-    fields.check_unsupported(UNSUPPORTED)
-    for name in values:
-        if name in IGNORED:
-            fields.ignore(IGNORED[name], name)
-        elif name in referenced and name not in DEFAULTS and name not in UNSUPPORTED:
-            fields.ignored[name] = "used by references of other keys only"
-    training = _section(fields, "actor_train", "training_args", TRAINING)
-    training.check_names(training_argument_names())
-    generating = _section(fields, "actor_infer", "generating_args", GENERATING)
-    generating.check_names(UNSUPPORTED_GENERATING, REPEATED)
-    generating.check_unsupported(UNSUPPORTED_GENERATING)
-    sizes = ("per_device_train_batch_size", "gradient_accumulation_steps")
-    for section, place in ((training, "actor_train.training_args"), (generating, "actor_infer.generating_args")):
-        for name in section.values:
-            if name in sizes:
-                reason = "depends on ROLL's data-parallel size: set batch_size, the samples per optimizer step"
-                fields.ignored[f"{place}.{name}"] = reason
-            elif name not in section.defaults and name not in UNSUPPORTED_GENERATING:
-                fields.ignored[f"{place}.{name}"] = "repeats another key" if name in REPEATED else _MACHINERY
-
-    # 1. The objective.
-    beta, kl = _kl(fields)
-    clip = fields.number("pg_clip")
-    objective = {
-        "loss_type": "gspo" if fields.choice("importance_sampling", ("token", "seq")) == "seq" else "grpo",
-        "aggregation": fields.choice("loss_agg_mode", AGGREGATIONS),
-        "advantage_eps": 1e-6,
-        "mask_truncated": fields.flag("max_len_mask"),
-        "whiten_advantages": fields.flag("whiten_advantages"),
-        "reward_clip": fields.number("reward_clip") or None,  # 0 means no clip in ROLL
-        "dual_clip": 1 + 2 * clip if fields.flag("dual_clip_loss") else None,
-        **kl,
-        **_advantage(fields),
-    }
-    if fields.flag("difficulty_mask"):
-        objective["min_group_reward"] = fields.number("difficulty_low_threshold")
-        objective["max_group_reward"] = fields.number("difficulty_high_threshold")
-    else:
-        fields.ignore("used with difficulty_mask only", "difficulty_low_threshold", "difficulty_high_threshold")
-
-    # 2. Hyperparameters and settings of other sections.
-    group = fields.whole("num_return_sequences_in_group")
-    hyperparameters = {
-        "lr": training.number("learning_rate"),
-        "group_size": group,
-        "temperature": generating.number("temperature"),
-        "beta": beta,
-        "update_epochs": fields.whole("ppo_epochs"),
-        "max_grad_norm": fields.number("max_grad_norm"),
-        "entropy_coef": fields.number("entropy_loss_coef"),
-        "advantage_clip": fields.number("advantage_clip"),
-        "gamma": fields.number("gamma"),
-        "clip_coef": clip,
-    }
-    prompts = fields.whole("rollout_batch_size", 1)
-    if (prompts is None) != (group is None):
-        fields.refuse(
-            "ROLL keys rollout_batch_size and num_return_sequences_in_group must be given together, got "
-            f"{prompts} and {group}"
-        )
-        prompts = None
-    settings = {
-        "samples_per_step": None if prompts is None else prompts * group,
-        "max_output_tokens": fields.whole("response_length", 1),
-        "max_prompt_length": fields.whole("prompt_length", 1),
-        "seed": fields.whole("seed"),
-        **generating.truncation(),
-    }
-    return Translation(
-        objective=objective,
-        hyperparameters={name: value for name, value in hyperparameters.items() if value is not None},
-        # The number of optimizer steps depends on ROLL's data-parallel size.
-        optimizer=read_optimizer(training, None, constant_warms_up=True) if training.values else {},
-        settings={name: value for name, value in settings.items() if value is not None},
-        ignored=fields.ignored,
-        refused=fields.refused,
-    )
-
-
-def _section(fields: Fields, role: str, name: str, defaults: Mapping[str, Any]) -> Fields:
-    """Return the arguments of a role; without the section all defaults are None."""
-    found: Any = fields.get(role)
-    for place in (role, f"{role}.{name}"):
-        if found is not None and not isinstance(found, Mapping):
-            fields.refuse(f"ROLL key {place} must be a mapping, got {found!r:.80}")
-            found = None
-        if place == role and found is not None:
-            fields.ignored.update({f"{role}.{each}": _MACHINERY for each in found if each != name})
-            found = found.get(name)
-    values = dict(found or {})
-    return fields.section(f"ROLL key {role}.{name}:", values, defaults if values else dict.fromkeys(defaults))
-
-
-def _advantage(fields: Fields) -> dict[str, Any]:
-    """Return the advantage: adv_estimator decides, then reward_norm or the newer norm_mean_type and norm_std_type."""
-    shift, scale = fields.flag("reward_shift"), fields.flag("reward_scale")
-    if shift and scale:
-        fields.refuse("ROLL keys reward_shift and reward_scale exclude each other: leave both out to do both")
-    estimator = fields.get("adv_estimator")
-    if estimator not in ("grpo", "reinforce"):
-        default = "" if fields.given("adv_estimator") else " (its default)"
-        fields.refuse(f"ROLL key adv_estimator must be grpo or reinforce, got {estimator!r:.80}{default}")
-        return {}
-    norms = ("group", "batch", "running")
-    norm, mean, std = (fields.choice(name, norms) for name in ("reward_norm", "norm_mean_type", "norm_std_type"))
-    if estimator == "grpo":
-        reason = "adv_estimator 'grpo' uses the group's mean and deviation"
-        fields.ignore(reason, "reward_norm", "norm_mean_type", "norm_std_type")
-        mean = std = "group"
-    elif norm is not None:
-        if mean is not None or std is not None:
-            fields.refuse("ROLL keys reward_norm and norm_mean_type, norm_std_type exclude each other: give one")
-        mean = std = norm
-    if shift:
-        std = None
-    if scale and norm == "running" and estimator == "reinforce":
-        mean = None
-    elif scale:
-        fields.ignore("ROLL uses it with reward_norm 'running' only", "reward_scale")
-    if (mean, std) not in ADVANTAGES:
-        fields.refuse(
-            f"ROLL keys norm_mean_type {mean!r} and norm_std_type {std!r} are not supported together: set both to the "
-            'same value, one of them to null, or norm_mean_type to "group"'
-        )
-        return {}
-    return ADVANTAGES[mean, std]
-
-
-def _kl(fields: Fields) -> tuple[float, dict[str, Any]]:
-    """Return beta and the switches of the KL term: k3 in the loss, `kl_penalty` in the reward."""
-    in_loss = fields.number("kl_loss_coef") if fields.flag("use_kl_loss") else 0.0
-    in_reward = fields.number("init_kl_coef") if fields.flag("add_token_level_kl") else 0.0
-    if in_loss and in_reward:
-        fields.refuse("ROLL keys use_kl_loss and add_token_level_kl exclude each other: beta weighs one KL term")
-    if not in_loss:
-        fields.ignore("used with use_kl_loss only", "kl_loss_coef")
-    if not in_reward:
-        fields.ignore("used with add_token_level_kl only", "init_kl_coef", "kl_penalty", "target_kl", "kl_horizon")
-        return in_loss, {}
-    estimator = {"kl": "k1", "abs": "abs", "mse": "k2"}
-    penalty = fields.choice("kl_penalty", tuple(estimator))
-    switches: dict[str, Any] = {"kl_placement": "reward", "kl_estimator": estimator[penalty]}
-    if fields.given("target_kl"):
-        switches |= {"kl_target": fields.number("target_kl"), "kl_horizon": fields.whole("kl_horizon")}
-    else:
-        fields.ignore("used with target_kl only", "kl_horizon")
-    return in_reward, switches
-
-
-# ---- files, whose values may refer to other keys, as in `${response_length}`
-
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-MAX_REFERENCES, MAX_CHARACTERS = 10_000, 100_000
-
-
-def _resolved(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the keys with references resolved, and the names of the top-level keys that are referred to.
-
-    The number of references is bounded, since references that name each other can double a value at every level.
-    """
+    # 1. Read the keys.
     if isinstance(source, str) and "\n" not in source and ":" not in source:
         source = Path(source)
     if isinstance(source, Path):
@@ -302,43 +144,117 @@ def _resolved(source: Mapping[str, Any] | str | Path) -> tuple[dict[str, Any], f
     values = bounded_yaml(source, "ROLL's configuration") if isinstance(source, str) else source
     if not isinstance(values, Mapping):
         raise ValueError(f"expected a mapping of ROLL keys, the path of a YAML file or YAML text, got {values!r:.80}")
-    left = MAX_REFERENCES
+    given = {str(name): value for name, value in values.items() if name not in ("actor_train", "actor_infer")}
+    keys, ignored, refused = dict(KEYS), dict(IGNORED), []
+    for section in (TRAINING, GENERATING):
+        role, name = section.split(".")
+        found: Any = values.get(role)
+        for place in (role, section):
+            if found is not None and not isinstance(found, Mapping):
+                refused.append(f"ROLL key {place} must be a mapping, got {found!r:.80}")
+                found = None
+            if place == role:
+                others = {f"{role}.{each}": _INFRASTRUCTURE for each in found or () if each != name}
+                given, ignored, found = {**given, **others}, {**ignored, **others}, (found or {}).get(name)
+        given |= {f"{section}.{each}": value for each, value in (found or {}).items()}
+        keys = keys if found else {each: key for each, key in keys.items() if not each.startswith(section)}
+    referenced = {name.split(".")[0] for name in REFERENCE.findall(str(values))} - {*KEYS, *UNSUPPORTED, *IGNORED}
+    ignored |= dict.fromkeys(referenced, "only used by references of other keys")
+    roll = Settings("ROLL key", {name: _resolved(value, values) for name, value in given.items()}, keys)
+    roll.refused += refused
+    roll.check_names([*UNSUPPORTED, *ignored])
+    roll.check_unsupported(UNSUPPORTED)
+    roll.ignored.update({name: ignored[name] for name in roll.given if name in ignored})
 
-    def resolve(value: Any, trail: tuple[str, ...] = ()) -> Any:
-        if isinstance(value, Mapping):
-            return {key: resolve(each, trail) for key, each in value.items()}
-        if isinstance(value, list):
-            return [resolve(each, trail) for each in value]
-        if not isinstance(value, str):
-            return value
-        if whole := REFERENCE.fullmatch(value):  # keeps the type of the value
-            return look_up(whole[1], trail)
-        text = REFERENCE.sub(lambda found: str(look_up(found[1], trail)), value)
-        if len(text) > max(len(value), MAX_CHARACTERS):
-            raise ValueError(f"ROLL keys refer to each other: a text has more than {MAX_CHARACTERS:,} characters")
-        return text
+    # 2. Translate those that depend on each other.
+    masked, prompts, group = (roll[name] for name in ("difficulty_mask", *_SAMPLES))
+    if (prompts is None) != (group is None):
+        roll.refused.append(f"ROLL keys {' and '.join(_SAMPLES)} must be given together, got {prompts} and {group}")
+        prompts = None
+    in_loss = roll["kl_loss_coef"] if roll["use_kl_loss"] else 0.0
+    in_reward = roll["init_kl_coef"] if roll["add_token_level_kl"] else 0.0
+    if in_loss and in_reward:
+        roll.refused.append("ROLL keys use_kl_loss and add_token_level_kl exclude each other: beta weighs one KL term")
+    objective = {
+        "advantage_eps": 1e-6,
+        "loss_type": "gspo" if roll["importance_sampling"] == "seq" else "grpo",
+        "dual_clip": 1 + 2 * roll["pg_clip"] if roll["dual_clip_loss"] else None,
+        "min_group_reward": roll["difficulty_low_threshold"] if masked else None,
+        "max_group_reward": roll["difficulty_high_threshold"] if masked else None,
+        **_advantage(roll),
+    }
+    if in_reward:
+        objective |= {
+            "kl_placement": "reward",
+            "kl_estimator": KLS[roll["kl_penalty"]],
+        }
+        if roll["target_kl"] is not None:
+            objective |= {"kl_target": roll["target_kl"], "kl_horizon": roll["kl_horizon"]}
+    for switch, used, names in (
+        ("use_kl_loss", in_loss, ("kl_loss_coef",)),
+        ("target_kl", roll["target_kl"], ("kl_horizon",)),
+        ("add_token_level_kl", in_reward, ("init_kl_coef", "kl_penalty", "target_kl", "kl_horizon")),
+        ("difficulty_mask", masked, ("difficulty_low_threshold", "difficulty_high_threshold")),
+    ):
+        if not used:
+            roll.ignore(f"used with {switch} only", *names)
+    return roll.translated(
+        objective=objective,
+        hyperparameters={"beta": in_loss or in_reward},
+        settings={"samples_per_step": None if prompts is None else prompts * group},
+    )
 
-    def look_up(name: str, trail: tuple[str, ...]) -> Any:
-        nonlocal left
-        if name in trail:
-            raise ValueError(f"ROLL keys refer to each other in a circle: {' -> '.join((*trail, name))}")
-        left -= 1
-        if left < 0:
-            raise ValueError(f"ROLL keys refer to each other more than {MAX_REFERENCES:,} times")
-        found: Any = values
-        for part in name.split("."):
-            if not isinstance(found, Mapping) or part not in found:
-                return f"${{{name}}}"
-            found = found[part]
-        return resolve(found, (*trail, name))
 
-    referenced = frozenset(name.split(".")[0] for name in _references(values))
-    return {str(key): resolve(value) for key, value in values.items()}, referenced
+_SAMPLES = ("rollout_batch_size", "num_return_sequences_in_group")
 
 
-def _references(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        yield from REFERENCE.findall(value)
-    elif isinstance(value, Mapping | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _references(each)
+def _advantage(roll: Settings) -> dict[str, Any]:
+    """Return the advantage: adv_estimator decides, then reward_norm or the newer norm_mean_type and norm_std_type."""
+    estimator, norm, mean, std, shift, scale = (
+        roll[name]
+        for name in ("adv_estimator", "reward_norm", "norm_mean_type", "norm_std_type", "reward_shift", "reward_scale")
+    )
+    if shift and scale:
+        roll.refused.append("ROLL keys reward_shift and reward_scale exclude each other: leave both out to do both")
+    if estimator not in ("grpo", "reinforce"):
+        roll.refused.append(f"ROLL key adv_estimator must be grpo or reinforce, got {estimator!r:.80}")
+        return {}
+    if estimator == "grpo":
+        reason = "adv_estimator 'grpo' uses the group's mean and deviation"
+        roll.ignore(reason, "reward_norm", "norm_mean_type", "norm_std_type")
+        mean = std = "group"
+    elif norm is not None:
+        if mean is not None or std is not None:
+            roll.refused.append("ROLL keys reward_norm and norm_mean_type, norm_std_type exclude each other: give one")
+        mean = std = norm
+    if shift:
+        std = None
+    if scale and norm == "running" and estimator == "reinforce":
+        mean = None
+    elif scale:
+        roll.ignore("ROLL uses it with reward_norm 'running' only", "reward_scale")
+    if (mean, std) not in ADVANTAGES:
+        roll.refused.append(
+            f"ROLL keys norm_mean_type {mean!r} and norm_std_type {std!r} are not supported together: set both to the "
+            'same value, one of them to null, or norm_mean_type to "group"'
+        )
+    return ADVANTAGES.get((mean, std), {})
+
+
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+
+
+def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
+    """Return a value, or the one that a reference such as `${response_length}` stands for."""
+    trail: list[str] = []
+    while isinstance(value, str) and (found := REFERENCE.fullmatch(value)):
+        if found[1] in trail:
+            raise ValueError(f"ROLL keys refer to each other in a circle: {' -> '.join((*trail, found[1]))}")
+        trail.append(found[1])
+        target: Any = values
+        for part in found[1].split("."):
+            if not isinstance(target, Mapping) or part not in target:
+                return value
+            target = target[part]
+        value = target
+    return value

@@ -1,0 +1,159 @@
+"""Tables of another library's settings, read and checked before they are translated."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from evogrpo.config.checks import finite_number, unknown_name_error, whole_between, whole_number
+
+Parse = Callable[[str, Any], Any]
+"""Function of a setting's name in messages and its value; returns the value in our type or raises ValueError."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Translation:
+    """Settings of another library as keyword arguments.
+
+    Attributes:
+        objective: Arguments of `Objective`.
+        hyperparameters: Arguments of `Hyperparameters`.
+        optimizer: Arguments of `Optimizer`.
+        settings: Settings of other sections of a configuration, by name.
+        ignored: Settings that were given and have no counterpart, with the reason.
+        refused: One sentence for each setting that is unknown, invalid or not supported.
+    """
+
+    objective: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
+    optimizer: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    ignored: Mapping[str, str]
+    refused: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting of another library.
+
+    Attributes:
+        default: The other library's default.
+        parse: Check and conversion of the value.
+        target: Field of `Translation` and name there, such as "hyperparameters.lr"; empty if code decides.
+    """
+
+    default: Any
+    parse: Parse
+    target: str = ""
+
+
+@dataclass
+class Settings:
+    """Settings of another library, parsed by a table.
+
+    A refused setting is noted and its default is used, so that one error can name all refused settings.
+
+    Attributes:
+        kind: Name of a setting in messages, such as "TRL field".
+        given: Given values by name; None and the text "None", which YAML does not read as null, are left out.
+        keys: Table of the settings that are translated.
+        values: Parsed values by name, defaults included.
+        ignored: Reasons by name.
+        refused: One sentence for each refused setting.
+    """
+
+    kind: str
+    given: dict[str, Any]
+    keys: Mapping[str, Key]
+    values: dict[str, Any] = field(default_factory=dict)
+    ignored: dict[str, str] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.given = {name: value for name, value in self.given.items() if value is not None and value != "None"}
+        for name, key in self.keys.items():
+            self.values[name] = None if key.default is None else key.parse(name, key.default)
+            if name in self.given:
+                try:
+                    self.values[name] = key.parse(f"{self.kind} {name}", self.given[name])
+                except ValueError as error:
+                    self.refused.append(str(error))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def ignore(self, reason: str, *names: str) -> None:
+        """Note given settings that differ from their default and change nothing here."""
+        for name in names:
+            if name in self.given and (name not in self.keys or self.given[name] != self.keys[name].default):
+                self.ignored[name] = reason
+
+    def check_names(self, known: Iterable[str]) -> None:
+        """Refuse names that are neither translated nor known."""
+        names = [*self.keys, *known]
+        for name in self.given:
+            if name not in names:
+                self.refused.append(str(unknown_name_error(self.kind, name, names)))
+
+    def check_unsupported(self, unsupported: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+        """Refuse settings whose effect is not implemented, unless their value has no effect."""
+        for name, (neutral, reason) in unsupported.items():
+            if name in self.given and self.given[name] not in neutral:
+                self.refused.append(f"{self.kind} {name} is not supported, got {self.given[name]!r:.80}: {reason}")
+
+    def translated(self, **more: Mapping[str, Any]) -> Translation:
+        """Return all values with a target, and `more` by field of `Translation`; None is left out."""
+        found: dict[str, dict[str, Any]] = {"objective": {}, "hyperparameters": {}, "optimizer": {}, "settings": {}}
+        for name, key in self.keys.items():
+            if key.target:
+                section, target = key.target.split(".")
+                found[section][target] = self.values[name]
+        for section, values in more.items():
+            found[section].update(values)
+        kept = {
+            section: {name: value for name, value in values.items() if value is not None}
+            for section, values in found.items()
+        }
+        return Translation(**kept, ignored=self.ignored, refused=list(dict.fromkeys(self.refused)))
+
+
+# ---- parsers
+
+
+def number(what: str, value: Any) -> float:
+    """Return a finite number. Reads text, since YAML takes 1e-6 for text."""
+    with suppress(ValueError):
+        value = float(value) if isinstance(value, str) else value
+    return finite_number(what, value)
+
+
+def count(what: str, value: Any) -> int:
+    """Return an integer of at least 1."""
+    return whole_between(what, value, 1)
+
+
+def one_of(*choices: Any) -> Parse:
+    """Return a parser that accepts these values."""
+
+    def parse(what: str, value: Any) -> Any:
+        if value not in choices:
+            raise unknown_name_error(f"value of {what}:", value, map(str, choices))
+        return value
+
+    return parse
+
+
+def unless(neutral: Sequence[Any], parse: Parse) -> Parse:
+    """Return a parser that returns None for values without effect."""
+
+    def parsed(what: str, value: Any) -> Any:
+        result = parse(what, value)
+        return None if result in neutral else result
+
+    return parsed
+
+
+top_k = unless((0, -1), whole_number)
+top_p = unless((1.0,), number)
+min_p = unless((0.0,), number)
+repetition_penalty = unless((1.0,), number)
