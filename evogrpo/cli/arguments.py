@@ -1,7 +1,6 @@
 """From what was typed to a command that is carried out; errors become one clean line and an exit code."""
 
 import argparse
-import difflib
 import importlib
 import re
 import shutil
@@ -14,6 +13,7 @@ from typing import NoReturn
 import evogrpo
 from evogrpo.cli.commands import declare
 from evogrpo.cli.exit_codes import FAILED, IN_WORDS, INTERRUPTED, USAGE
+from evogrpo.config.synonyms import close_match
 from evogrpo.text import printable, shorten
 
 _WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
@@ -106,8 +106,8 @@ def _refuse(chosen: argparse.Namespace, typed: str) -> NoReturn:
 
 
 def _meant(typed: str, names: Sequence[str]) -> str:
-    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
+    near = close_match(typed, names)
+    return f"; did you mean {near}?" if near else ""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -129,6 +129,6 @@ def check_folder(folder: Path) -> None:
         return
     places = [place for place in (folder.parent, Path("runs")) if place.is_dir()]
     known = {path.name: path for place in places for path in place.iterdir() if path.is_dir()}
-    near = difflib.get_close_matches(folder.name, known, n=1)
-    meant = f": did you mean {known[near[0]]}?" if near else ": name the folder of a run"
+    near = close_match(folder.name, known)
+    meant = f": did you mean {known[near]}?" if near else ": name the folder of a run"
     raise ValueError(f"{folder} is no folder{meant}")

@@ -1,7 +1,6 @@
 """Checks of callers' values: names, numbers, records and keyword arguments."""
 
 import dataclasses
-import difflib
 import inspect
 import math
 import numbers
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, wraps
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from evogrpo.config.synonyms import counterpart, given_elsewhere, remark
+from evogrpo.config.synonyms import hint
 
 T = TypeVar("T")
 
@@ -25,39 +24,19 @@ _LARGEST_WHOLE = 10**300  # a float holds it, so that it can be compared with ot
 
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
-    """Build the error for a name that does not exist, with the name that it has here or the nearest one.
+    """Return the error for a name that does not exist, with a hint or the names that do.
 
     Args:
-        kind: What was being named, e.g. "hyperparameter".
+        kind: Kind of name, such as "hyperparameter".
         name: The unknown name.
         valid: The names that exist.
-
-    Returns:
-        The error, for the caller to raise.
     """
     names = list(valid)
-    own, said = counterpart(str(name), names), remark(str(name))
-    if own is not None:
-        return ValueError(f"unknown {kind} {name!r}: it is called {own!r} here")
-    if said is not None:
-        return ValueError(f"unknown {kind} {name!r}: {said}")
-    if (other := given_elsewhere(str(name))) is not None:
-        return ValueError(f"unknown {kind} {name!r}: it is called {other!r}, and another call takes it")
-    close = [each for each in names if is_one_edit(str(name), each)]
-    close = close or difflib.get_close_matches(str(name), names, n=1, cutoff=0.8)
-    parts = [f"did you mean {close[0]!r}?"] if close else []
-    if len(names) <= MOST_LISTED:
+    advice = hint(str(name), names)
+    parts = [] if advice is None else [advice]
+    if len(names) <= MOST_LISTED and (advice is None or advice.startswith("did you mean")):
         parts.append(f"Valid names: {', '.join(names) or '(none)'}")
     return ValueError(f"unknown {kind} {name!r}" + (f": {' '.join(parts)}" if parts else ""))
-
-
-def is_one_edit(typed: str, name: str) -> bool:
-    """Return whether one letter was changed, added or left out, or two neighbouring letters were swapped."""
-    start = next((place for place, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None)
-    start = min(len(typed), len(name)) if start is None else start
-    rest, other = typed[start:], name[start:]
-    swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
-    return swapped or rest[1:] == other[1:] or rest == other[1:] or rest[1:] == other
 
 
 def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> None:

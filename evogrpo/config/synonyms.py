@@ -1,206 +1,188 @@
-"""What other libraries call things: a name of theirs is answered with the one that it has here."""
+"""Names of other libraries, and hints for names that do not exist here."""
 
+import difflib
 from collections.abc import Iterable, Mapping
 
-_ELSEWHERE: Mapping[str, tuple[str, ...]] = {
-    # hyperparameters
-    "lr": ("learning_rate", "lr_actor", "actor_lr", "LR"),
-    "clip_coef": (
-        *("epsilon", "eps_clip", "clip_range", "cliprange", "clip_ratio", "clip_epsilon", "clip_param", "clip_eps"),
-        *("pg_clip",),
-    ),
-    "clip_low": ("epsilon_low", "clip_ratio_low", "pg_clip_low"),
-    "clip_high": ("epsilon_high", "clip_ratio_high", "pg_clip_high"),
-    "group_size": ("num_generations", "num_return_sequences", "num_return_sequences_in_group", "n_samples"),
-    "beta": ("kl_coef", "kl_loss_coef", "init_kl_coef", "kl_beta", "kl_coeff"),
-    "update_epochs": ("num_iterations", "ppo_epochs", "n_epochs", "num_epochs", "num_sgd_iter"),
-    "max_grad_norm": ("grad_clip", "gradient_clip", "clip_grad", "clip_grad_norm"),
-    "batch_size": (
-        *("per_device_train_batch_size", "mini_batch_size", "minibatch_size", "ppo_mini_batch_size", "BATCH_SIZE"),
-        *("sgd_minibatch_size",),
-    ),
-    "entropy_coef": ("ent_coef", "entropy_loss_coef", "entropy_coeff"),
-    "gamma": ("discount", "discount_factor"),
-    "advantage": ("adv_estimator",),
-    # completions
-    "max_output_tokens": ("max_completion_length", "max_new_tokens", "response_length", "max_response_length"),
-    "min_output_tokens": ("min_new_tokens",),
-    "max_episode_tokens": ("max_model_len", "max_seq_length", "max_length"),
-    "micro_batch_tokens": ("micro_batch_size_per_gpu", "micro_batch_size"),
-    # agents and populations
-    "observation_spaces": ("observation_space",),
-    "action_spaces": ("action_space",),
-    "size": (
-        *("pop_size", "num_agents", "n_agents", "num_members", "population_size", "POP_SIZE", "POPULATION_SIZE"),
-        *("tournament_size", "TOURN_SIZE"),
-    ),
-    "actor_network": ("model", "base_model", "actor"),
-    "hidden": ("net_arch", "hidden_sizes", "hidden_size", "hidden_layers", "fcnet_hiddens"),
-    "activation": ("activation_fn", "fcnet_activation"),
-    "log_std": ("log_std_init",),
-    "network": (
-        *("net_config", "network_config", "policy_kwargs", "net_arch", "hidden_sizes", "activation_fn", "log_std_init"),
-    ),
-    "normalise_observations": (
-        *("normalize_observations", "normalize_observation", "normalize", "normalise", "norm_obs"),
-    ),
-    "hp_config": ("hyperparameter_config", "HP_CONFIG"),
-    "lora_config": ("peft_config",),
-    "lora": ("lora_config", "peft_config"),
-    "objective": ("loss", "loss_config"),
-    # evolution
-    "elitism": ("ELITISM",),
-    "probability": ("mut_p", "MUT_P", "rl_hp", "RL_HP_MUT", "mutation_probability"),
-    "mutation": ("mutations", "custom_explore_fn", "hyperparam_mutations"),
-    "quantile": ("quantile_fraction",),
-    "resample": ("resample_probability",),
-    "factors": ("perturbation_factors",),
-    "factor": ("grow_factor", "shrink_factor"),
-    "min": ("low", "minimum"),
-    "max": ("high", "maximum"),
-    "choices": ("values",),
-    "strategy": ("tournament", "selection"),
-    "truncation_pbt": ("pbt", "PBT", "population_based_training", "PopulationBasedTraining", "pb2", "PB2"),
-    "successive_halving": ("asha", "ASHA", "hyperband", "sha"),
-    "random_search": ("random",),
-    "fixed": ("none",),
-    "mask_truncated": ("mask_truncated_completions",),
-    "max_prompt_length": ("prompt_length", "max_input_length"),
-    "reward_funcs": ("reward_func", "reward_functions", "rewards"),
-    "reward_fn": ("reward_function",),
-    "train_dataset": ("dataset",),
-    # runs
-    "generations": ("max_generations", "n_generations"),
-    "steps_per_generation": ("evo_steps", "EVO_STEPS"),
-    "samples_per_step": ("generation_batch_size", "rollout_batch_size"),
-    "total_timesteps": ("max_timesteps", "n_timesteps", "num_timesteps", "timesteps"),
-    "max_timesteps": ("total_timesteps", "n_timesteps", "num_timesteps", "timesteps"),
-    "checkpoint_steps": ("save_steps", "save_freq", "checkpoint_interval", "CHECKPOINT"),
-    "keep_checkpoints": ("save_total_limit", "num_to_keep"),
-    "completions": ("num_completions_to_print",),
-    "target_fitness": ("target", "TARGET_SCORE", "reward_threshold"),
-    "reward_threshold": ("target_fitness", "callback_on_new_best"),
-    "run_dir": (
-        "tensorboard_log",
-        "tb_log_name",
-        "log_dir",
-        "log_path",
-        "save_path",
-        "exp_name",
-        "output_dir",
-        "storage_path",
-    ),
-    "progress": ("progress_bar", "verbose"),
-    # environments
-    "env": ("env_id", "environment"),
-    "lanes": ("n_envs", "num_envs"),
-    "vectorization": ("vec_env_cls", "vec_env_class"),
-    "max_episode_steps": ("max_episode_length", "episode_length", "time_limit", "horizon"),
-    "env_kwargs": ("env_config", "env_args", "make_kwargs"),
+_SYNONYMS: Mapping[str, str] = {
+    # Hyperparameters.
+    "lr": "learning_rate lr_actor actor_lr LR",
+    "clip_coef": "epsilon eps_clip clip_range cliprange clip_ratio clip_epsilon clip_param clip_eps pg_clip",
+    "clip_low": "epsilon_low clip_ratio_low pg_clip_low",
+    "clip_high": "epsilon_high clip_ratio_high pg_clip_high",
+    "group_size": "num_generations num_return_sequences num_return_sequences_in_group n_samples",
+    "beta": "kl_coef kl_loss_coef init_kl_coef kl_beta kl_coeff",
+    "update_epochs": "num_iterations ppo_epochs n_epochs num_epochs num_sgd_iter",
+    "max_grad_norm": "grad_clip gradient_clip clip_grad clip_grad_norm",
+    "batch_size": "per_device_train_batch_size mini_batch_size minibatch_size ppo_mini_batch_size BATCH_SIZE "
+    "sgd_minibatch_size",
+    "entropy_coef": "ent_coef entropy_loss_coef entropy_coeff",
+    "gamma": "discount discount_factor",
+    "advantage": "adv_estimator",
+    # Completions.
+    "max_output_tokens": "max_completion_length max_new_tokens response_length max_response_length",
+    "min_output_tokens": "min_new_tokens",
+    "max_episode_tokens": "max_model_len max_seq_length max_length",
+    "micro_batch_tokens": "micro_batch_size_per_gpu micro_batch_size",
+    # Agents and populations.
+    "observation_spaces": "observation_space",
+    "action_spaces": "action_space",
+    "size": "pop_size num_agents n_agents num_members population_size POP_SIZE POPULATION_SIZE tournament_size "
+    "TOURN_SIZE",
+    "actor_network": "model base_model actor",
+    "hidden": "net_arch hidden_sizes hidden_size hidden_layers fcnet_hiddens",
+    "activation": "activation_fn fcnet_activation",
+    "log_std": "log_std_init",
+    "network": "net_config network_config policy_kwargs net_arch hidden_sizes activation_fn log_std_init",
+    "normalise_observations": "normalize_observations normalize_observation normalize normalise norm_obs",
+    "hp_config": "hyperparameter_config HP_CONFIG",
+    "lora_config": "peft_config",
+    "lora": "lora_config peft_config",
+    "objective": "loss loss_config",
+    "mask_truncated": "mask_truncated_completions",
+    # Evolution.
+    "elitism": "ELITISM",
+    "probability": "mut_p MUT_P rl_hp RL_HP_MUT mutation_probability",
+    "mutation": "mutations custom_explore_fn hyperparam_mutations",
+    "quantile": "quantile_fraction",
+    "resample": "resample_probability",
+    "factors": "perturbation_factors",
+    "factor": "grow_factor shrink_factor",
+    "min": "low minimum",
+    "max": "high maximum",
+    "choices": "values",
+    "strategy": "tournament selection",
+    "truncation_pbt": "pbt PBT population_based_training PopulationBasedTraining pb2 PB2",
+    "successive_halving": "asha ASHA hyperband sha",
+    "random_search": "random",
+    "fixed": "none no_evolution",
+    # Tasks and environments.
+    "max_prompt_length": "prompt_length max_input_length",
+    "reward_funcs": "reward_func reward_functions rewards",
+    "reward_fn": "reward_function",
+    "train_dataset": "dataset",
+    "env": "env_id environment",
+    "lanes": "n_envs num_envs",
+    "vectorization": "vec_env_cls vec_env_class",
+    "max_episode_steps": "max_episode_length episode_length time_limit horizon",
+    "env_kwargs": "env_config env_args make_kwargs",
+    # Runs.
+    "generations": "max_generations n_generations",
+    "steps_per_generation": "evo_steps EVO_STEPS",
+    "samples_per_step": "generation_batch_size rollout_batch_size",
+    "total_timesteps": "max_timesteps n_timesteps num_timesteps timesteps",
+    "max_timesteps": "total_timesteps n_timesteps num_timesteps timesteps",
+    "checkpoint_steps": "save_steps save_freq checkpoint_interval CHECKPOINT",
+    "keep_checkpoints": "save_total_limit num_to_keep",
+    "completions": "num_completions_to_print",
+    "target_fitness": "target TARGET_SCORE reward_threshold",
+    "reward_threshold": "target_fitness callback_on_new_best",
+    "run_dir": "tensorboard_log tb_log_name log_dir log_path save_path exp_name output_dir storage_path",
+    "progress": "progress_bar verbose",
 }
-"""By the name here; which of several names here is meant, the place says where another one is given."""
+"""Names in other libraries, separated by spaces, by the name here. One name may have several meanings here."""
 
-_SPACES = (
-    "an agent is made for spaces, GRPO(env.observation_space, env.action_space); to train in an environment write "
-    "evogrpo.train(env, total_timesteps=...)"
-)
-_REMARKS: Mapping[str, str] = {
+_ADVICE: Mapping[str, str] = {
     "INIT_HP": "give its entries by name, such as lr and group_size",
-    "dtype": "a hyperparameter's name says whether it is whole: leave it out",
-    "eval_loop": "fitness is measured on a whole split: leave it out",
-    "tokenizer": "an agent reads token ids: give pad_token_id, and the tokenizer to the environment",
-    "ref_model": "the reference is the model without adapters: leave it out, or see reference of Objective",
-    "use_vllm": "for an engine of your own see Population.sample_with",
-    "env env_id total_timesteps max_timesteps n_timesteps": _SPACES,
+    "dtype": "leave it out; the type follows from the hyperparameter's name",
+    "eval_loop": "leave it out; fitness is measured on a whole split",
+    "tokenizer": "give pad_token_id to the agent, and the tokenizer to the environment",
+    "ref_model": "leave it out; the reference is the model without adapters (see reference of Objective)",
+    "env env_id total_timesteps max_timesteps n_timesteps": "an agent is made for spaces, "
+    "GRPO(env.observation_space, env.action_space); to train, write evogrpo.train(env, total_timesteps=...)",
     "vf_coef vf_loss_coeff value_coef value_loss_coef clip_range_vf clip_vloss gae_lambda lambda_ lam GAE_LAMBDA "
-    "use_gae lr_critic critic_lr critic critic_network share_features_extractor vf_share_layers": (
-        "there is no critic, a group's episodes are compared with each other: leave it out"
-    ),
-    "n_steps num_steps rollout_fragment_length train_batch_size learn_step": (
-        "members learn from whole episodes: samples_per_step says how many, of every member and learning step"
-    ),
+    "use_gae lr_critic critic_lr critic critic_network share_features_extractor vf_share_layers": "leave it out; there "
+    "is no critic, since episodes of a group are compared with each other",
+    "n_steps num_steps rollout_fragment_length train_batch_size learn_step": "give samples_per_step, the number of "
+    "whole episodes of each member per learning step",
     "num_minibatches n_minibatches": "give batch_size, the transitions of an optimizer step",
     "buffer_size learning_starts train_freq gradient_steps tau memory_size replay_buffer_class replay_buffer_kwargs "
-    "optimize_memory_usage rollout_buffer_class rollout_buffer_kwargs target_update_interval": (
-        "members learn from the episodes that they have just played, there is no replay buffer: leave it out"
-    ),
-    "exploration_fraction exploration_initial_eps exploration_final_eps use_sde sde_sample_freq action_noise": (
-        "what members do in training is drawn from their policies: leave it out; see temperature and entropy_coef"
-    ),
-    "policy ortho_init": (
-        "the network follows from the spaces: leave it out; its layers are network=NetworkConfig(hidden=(64, 64))"
-    ),
-    "features_extractor_class features_extractor_kwargs normalize_images": (
-        "for a network of your own give a torch module as actor_network"
-    ),
-    "eval_env eval_freq n_eval_episodes n_eval_envs best_model_save_path": (
-        "fitness is measured after every generation, on validation_size starts that are held out: leave it out; for an "
-        "environment of your own, evaluations.npz and the best model see evogrpo.EvalCallback"
-    ),
-    "callback callbacks callback_on_new_best callback_after_eval": (
-        "what is to be done after a generation goes into the body of a loop over evolve(...), or to train(callback=...)"
-    ),
-    "log_interval stats_window_size monitor_dir track reset_num_timesteps": (
-        "every learning step is recorded: leave it out"
-    ),
+    "optimize_memory_usage rollout_buffer_class rollout_buffer_kwargs target_update_interval": "leave it out; there is "
+    "no replay buffer, since members learn from the episodes that they have just played",
+    "exploration_fraction exploration_initial_eps exploration_final_eps use_sde sde_sample_freq action_noise": "leave "
+    "it out; actions are sampled from the policies (see temperature and entropy_coef)",
+    "policy ortho_init": "leave it out; the network follows from the spaces. Set its layers with "
+    "network=NetworkConfig(hidden=(64, 64))",
+    "features_extractor_class features_extractor_kwargs normalize_images": "give a torch module as actor_network",
+    "eval_env eval_freq n_eval_episodes n_eval_envs best_model_save_path": "leave it out; fitness is measured after "
+    "every generation on validation_size held-out starts. For your own environment use evogrpo.EvalCallback",
+    "callback callbacks callback_on_new_best callback_after_eval": "put it into the body of a loop over evolve(...), "
+    "or give it to train(callback=...)",
+    "log_interval stats_window_size monitor_dir track reset_num_timesteps": "leave it out; every learning step is "
+    "recorded",
     "verbose progress_bar": "give progress to evolve, resume or train",
-    "tensorboard_log tb_log_name log_path": "give run_dir to evolve or train: TensorBoard's logs are part of it",
-    "n_envs num_envs": "episodes are played side by side in any case: see lanes of GymnasiumGroups",
-    "max_steps MAX_STEPS num_train_epochs total_episodes num_episodes": (
-        "a run takes generations * steps_per_generation learning steps; give these two"
-    ),
-    "logging_steps logging_strategy logging_first_step report_to run_name log_completions": (
-        "every learning step is recorded in run_dir: leave it out"
-    ),
-    "eval_strategy eval_steps do_eval eval_on_start": "fitness is measured after every generation: leave it out",
-    "save_strategy save_only_model": "a checkpoint is written after every generation; see checkpoint_steps",
-    "lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio cosine_lr_schedule_config": (
-        "give optimizer=Optimizer(schedule='cosine', warmup_steps=..., total_steps=...)"
-    ),
-    "weight_decay adam_beta1 adam_beta2 adam_epsilon adam_eps optim optimizer_kwargs optimizer_class": (
-        "give optimizer=Optimizer(weight_decay=..., betas=..., eps=...)"
-    ),
+    "tensorboard_log tb_log_name log_path": "give run_dir to evolve or train; it contains TensorBoard's logs",
+    "n_envs num_envs": "leave it out; episodes run side by side (see lanes of GymnasiumGroups)",
+    "max_steps MAX_STEPS num_train_epochs total_episodes num_episodes": "give generations and steps_per_generation; a "
+    "run takes their product in learning steps",
+    "logging_steps logging_strategy logging_first_step report_to run_name log_completions": "leave it out; every "
+    "learning step is recorded in run_dir",
+    "eval_strategy eval_steps do_eval eval_on_start": "leave it out; fitness is measured after every generation",
+    "save_strategy save_only_model": "leave it out; a checkpoint is written after every generation (see "
+    "checkpoint_steps)",
+    "lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio cosine_lr_schedule_config": "give "
+    "optimizer=Optimizer(schedule='cosine', warmup_steps=..., total_steps=...)",
+    "anneal_lr": "give optimizer=Optimizer(schedule='linear', total_steps=...)",
+    "weight_decay adam_beta1 adam_beta2 adam_epsilon adam_eps optim optimizer_kwargs optimizer_class": "give "
+    "optimizer=Optimizer(weight_decay=..., betas=..., eps=...)",
     "scale_rewards": "give objective=Objective(advantage=...): 'outcome', 'batch_std' or, for False, 'mean_only'",
-    "gradient_accumulation_steps gradient_checkpointing per_device_eval_batch_size": (
-        "give batch_size, the samples of an optimizer step; it is split by memory into micro-batches"
-    ),
-    "bf16 fp16 tf32 torch_dtype model_init_kwargs load_in_4bit load_in_8bit": (
-        "load the model with evogrpo.load_base(..., dtype='bfloat16'), or give precision on the command line"
-    ),
-    "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": (
-        "give objective=Objective(reference='snapshot', reference_sync_steps=..., reference_mixing=...)"
-    ),
+    "gradient_accumulation_steps gradient_checkpointing per_device_eval_batch_size": "give batch_size, the samples of "
+    "an optimizer step; it is split into micro-batches that fit into memory",
+    "bf16 fp16 tf32 torch_dtype model_init_kwargs load_in_4bit load_in_8bit": "load the model with "
+    "evogrpo.load_base(..., dtype='bfloat16'), or give precision on the command line",
+    "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": "give objective=Objective(reference='snapshot', "
+    "reference_sync_steps=..., reference_mixing=...)",
     "mask_truncated_completions": "give objective=Objective(mask_truncated=True)",
     "importance_sampling_level": "give objective=Objective(loss_type='gspo') for one ratio per completion",
     "use_liger_kernel use_liger_loss use_flash_attention": "leave it out",
-    "vllm_mode vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size": (
-        "for an engine of your own see Population.sample_with"
-    ),
+    "use_vllm vllm_mode vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size": "for "
+    "your own engine use Population.sample_with",
     "max_prompt_length": "give it to the environment: HuggingFaceGym(..., max_prompt_length=...)",
-    "train_dataset eval_dataset reward_funcs reward_weights reward_fn": (
-        "give it to the environment: HuggingFaceGym(...)"
-    ),
-    "target_kl": "epochs are not cut short: see beta, and kl_target of Objective",
-    "normalize_advantage norm_adv": "see advantage, which says how a group's episodes are compared",
-    "norm_reward": "rewards are compared within a group: leave it out, or see reward_norm of Objective",
-    "deterministic": "training draws actions: leave it out; predict(..., deterministic=True) takes the likeliest",
-    "anneal_lr": "give optimizer=Optimizer(schedule='linear', total_steps=...)",
+    "train_dataset eval_dataset reward_funcs reward_weights reward_fn": "give it to the environment: "
+    "HuggingFaceGym(...)",
+    "target_kl": "leave it out; epochs are not cut short (see beta, and kl_target of Objective)",
+    "normalize_advantage norm_adv": "leave it out; advantage decides how the episodes of a group are compared",
+    "norm_reward": "leave it out; rewards are compared within a group (see reward_norm of Objective)",
+    "deterministic": "leave it out; training samples actions, predict(..., deterministic=True) takes the likeliest",
     "cuda": "give device='cuda'",
 }
-"""What is to be said of names, set apart by spaces, that mean nothing where they are given."""
-_NO_COUNTERPART = {name: said for names, said in _REMARKS.items() for name in names.split()}
+"""Advice by names, separated by spaces, that have no counterpart where they are given."""
+
+_ELSEWHERE = {own: tuple(names.split()) for own, names in _SYNONYMS.items()}
+_ADVICE_BY_NAME = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 
 
 def counterpart(name: str, valid: Iterable[str]) -> str | None:
-    """Return which of the valid names means what another library calls `name`; None if none does."""
+    """Return the valid name for what another library calls `name`, or None."""
     return next((own for own in valid if name in _ELSEWHERE.get(own, ())), None)
 
 
-def given_elsewhere(name: str) -> str | None:
-    """Return the name here of what another library calls `name`, whichever call takes it; None if it is not known."""
-    return next((own for own, others in _ELSEWHERE.items() if name in others), None)
+def hint(name: str, valid: Iterable[str]) -> str | None:
+    """Return what to do about an unknown name, or None.
+
+    In this order: a synonym among the valid names, advice, a synonym that another call takes, a close match.
+    """
+    names = list(valid)
+    if (own := counterpart(name, names)) is not None:
+        return f"it is called {own!r} here"
+    if name in _ADVICE_BY_NAME:
+        return _ADVICE_BY_NAME[name]
+    if (own := counterpart(name, _ELSEWHERE)) is not None:
+        return f"it is called {own!r} here, and another call takes it"
+    near = close_match(name, names)
+    return None if near is None else f"did you mean {near!r}?"
 
 
-def remark(name: str) -> str | None:
-    """Return what to do about a name of another library that has no counterpart; None if it is not known."""
-    return _NO_COUNTERPART.get(name)
+def close_match(name: str, valid: Iterable[str]) -> str | None:
+    """Return the valid name that differs by one edit, or else the most similar one; None if all differ much."""
+    names = list(valid)
+    close = [each for each in names if _is_one_edit(name, each)]
+    return next(iter(close or difflib.get_close_matches(name, names, n=1, cutoff=0.8)), None)
+
+
+def _is_one_edit(typed: str, name: str) -> bool:
+    """Return True if one letter was changed, added or left out, or two neighbouring letters were swapped."""
+    start = next((place for place, (a, b) in enumerate(zip(typed, name, strict=False)) if a != b), None)
+    start = min(len(typed), len(name)) if start is None else start
+    rest, other = typed[start:], name[start:]
+    swapped = rest[:2] == other[:2][::-1] and rest[2:] == other[2:]
+    return swapped or rest[1:] == other[1:] or rest == other[1:] or rest[1:] == other

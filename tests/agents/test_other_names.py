@@ -7,7 +7,7 @@ import pytest
 
 from evogrpo import GRPO, EvalCallback, MultiAgentGRPO, evolve, train
 from evogrpo.agents.options import Options
-from evogrpo.config.synonyms import counterpart, remark
+from evogrpo.config.synonyms import hint
 from evogrpo.envs.control.gymnasium import GymnasiumGroups
 from tests.tiny_steps import cart_pole, step_agent, step_population
 
@@ -34,7 +34,7 @@ def test_every_argument_of_theirs_is_known():
     """As one of ours, by another name, or with a reason."""
     for name, arguments in theirs().items():
         ours = OURS[name]
-        assert [each for each in sorted(arguments - {*ours}) if not (counterpart(each, ours) or remark(each))] == []
+        assert [each for each in sorted(arguments - {*ours}) if hint(each, ours) is None] == []
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_every_argument_of_theirs_is_known():
         ("buffer_size", "there is no replay buffer"),
         ("callback", "the body of a loop over evolve"),
         ("eval_freq", "EvalCallback"),
-        ("use_sde", "drawn from their policies"),
+        ("use_sde", "entropy_coef"),
     ],
 )
 def test_their_arguments_are_answered_wherever_they_are_given(name, answer):

@@ -65,8 +65,7 @@ def parse_config(values: Mapping[str, Any]) -> AnyConfig:
         place = None if error.where.startswith("evolve.") else _place_of(error)
         if place is None:
             raise
-        near = "" if error.near is None else f"; {error.where or 'the configuration'} itself has {error.near!r}"
-        raise ValueError(f"unknown key {inside(error.where, error.name)!r}: it is {place!r} here{near}") from error
+        raise ValueError(f"unknown key {inside(error.where, error.name)!r}: it is {place!r} here") from error
 
 
 def _place_of(error: UnknownKeyError) -> str | None:

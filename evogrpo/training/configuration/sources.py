@@ -1,7 +1,6 @@
 """What a configuration names outside itself: prompt datasets in files, the user's own reward functions and strategy."""
 
 import csv
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
 
+from evogrpo.config.synonyms import close_match
 from evogrpo.installing import extra_command
 from evogrpo.references import USER_MODULE
 
@@ -74,10 +74,10 @@ def _holds_array(file: IO[str]) -> bool:
 
 def _absent(path: Path) -> ValueError:
     there = sorted(each.name for each in path.parent.glob("*") if each.suffix in FILE_KINDS)
-    near = difflib.get_close_matches(path.name, there, n=1)
+    near = close_match(path.name, there)
     remedy = "paths in a configuration are relative to it, those in overrides to the working directory"
     if near:
-        remedy = f"did you mean {near[0]}?"
+        remedy = f"did you mean {near}?"
     elif there:
         remedy = f"{path.parent} has {', '.join(there[:5])}{' and others' if len(there) > 5 else ''}"
     return ValueError(f"cannot read the dataset {path}, as there is no such file: {remedy}")
@@ -148,8 +148,8 @@ def load_named(reference: str, what: str, kind: str = "function") -> Callable[..
     fits = callable if kind == "function" else _is_class
     if not fits(function):
         known = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
-        close = difflib.get_close_matches(name, known, n=1)
-        meant = f"did you mean {close[0]!r}? It has" if close else "it has"
+        close = close_match(name, known)
+        meant = f"did you mean {close!r}? It has" if close else "it has"
         raise ValueError(f"{place} has no {kind} {name!r}: {meant} {', '.join(known) or 'none'}")
     loaded: Callable[..., Any] = function
     return loaded
@@ -215,8 +215,8 @@ def _meant(missing: str) -> str:
     """Return a question for the module whose name is nearest to one that is missing; empty if none is near."""
     parent, _, last = missing.rpartition(".")
     places = getattr(sys.modules.get(parent), "__path__", None) if parent else None
-    near = difflib.get_close_matches(last, [module.name for module in pkgutil.iter_modules(places)], n=1)
-    return f"did you mean {f'{parent}.' if parent else ''}{near[0]}? Otherwise " if near else ""
+    near = close_match(last, [module.name for module in pkgutil.iter_modules(places)])
+    return f"did you mean {f'{parent}.' if parent else ''}{near}? Otherwise " if near else ""
 
 
 def user_line(error: BaseException) -> str:

@@ -1,13 +1,12 @@
 """Frozen records from plain values, strictly: unknown names, missing ones and wrong types are refused by full path."""
 
 import dataclasses
-import difflib
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from evogrpo.config.checks import finite_number, unknown_name_error, whole_number
-from evogrpo.config.synonyms import counterpart
+from evogrpo.config.synonyms import close_match, counterpart
 
 T = TypeVar("T")
 
@@ -50,18 +49,15 @@ class UnknownKeyError(ValueError):
     Attributes:
         name: As given.
         where: As given.
-        near: What the section has that is spelt like it; None if nothing is.
-        answered: Whether that is what was meant, as far as one can tell: what other libraries call so, or a slip.
-        partly: Whether one of the names is a part of the other.
+        answered: True if the section has a key with a close name, or one that other libraries call so.
+        partly: True if the name is part of a key, or a key is part of the name.
     """
 
     def __init__(self, name: str, where: str, valid: Iterable[str]) -> None:
         super().__init__(str(unknown_name_error(f"key in {where}" if where else "key", name, valid)))
         self.name, self.where = name, where
         names = list(valid)
-        self.near = next(iter(difflib.get_close_matches(name, names, n=1)), None)
-        slip = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
-        self.answered = bool(slip) or counterpart(name, names) is not None
+        self.answered = (close_match(name, names) or counterpart(name, names)) is not None
         self.partly = any(name in key or key in name for key in names)
 
 
