@@ -209,8 +209,6 @@ def _test_text(summary: RunSummary) -> str:
         return "none yet"
     low, high = interval(test.after)
     text = f"{score_text(test.after.mean, test.after.standard_error)} [{number_text(low)}, {number_text(high)}]"
-    if test.gain is None:
-        return text
     noise = "beyond noise" if test.beyond_noise else "within noise"
     gain = score_text(test.gain.mean, test.gain.standard_error)
     questions = counted(test.questions, summary.words.questions[:-1])

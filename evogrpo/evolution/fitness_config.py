@@ -95,11 +95,6 @@ class FitnessConfig:
             )
         return cls(by=given)  # type: ignore[arg-type]  # any other text is refused
 
-    @classmethod
-    def stored(cls, values: Mapping[str, Any] | None) -> Self:
-        """Return the settings that a checkpoint holds; None in one of an earlier version, which asked everybody."""
-        return cls(by="validation", sampled=False, racing=False) if values is None else cls(**values)
-
     @property
     def asks(self) -> bool:
         """Whether members are asked validation questions."""

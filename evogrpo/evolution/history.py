@@ -55,13 +55,13 @@ class Seat:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; earlier versions measured in one way and counted no evaluations."""
+        """Build from what `to_json` returned."""
         member, scores = values["member"], values["scores"]
         plain = {name: value for name, value in values.items() if name not in ("member", "scores", "measured")}
         made = {
             "member": None if member is None else MemberRecord.from_json(member),
             "fitness": None if scores is None else Fitness.from_json(scores),
-            "measured": {name: Fitness.from_json(each) for name, each in values.get("measured", {}).items()},
+            "measured": {name: Fitness.from_json(each) for name, each in values["measured"].items()},
         }
         return cls(**declared_fields(cls, {**plain, **made}))
 
@@ -145,8 +145,7 @@ class History:
     Attributes:
         space: What evolves.
         next_index: The first index no member ever had; children take this one and those after it.
-        generations: The oldest first, the one to plan from last. A run that an earlier version began, which kept no
-            history, has those since it was resumed.
+        generations: The oldest first, the one to plan from last.
         kept: The states that are kept, in the order in which they were: a plan may let children begin with them. Never
             more than there are slots.
 
@@ -219,5 +218,5 @@ class History:
             space=HyperparameterConfig.from_json(values["space"]),
             next_index=values["next_index"],
             generations=tuple(Generation.from_json(each) for each in values["generations"]),
-            kept=tuple(Kept.from_json(each) for each in values.get("kept", ())),
+            kept=tuple(Kept.from_json(each) for each in values["kept"]),
         )

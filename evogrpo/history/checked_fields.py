@@ -36,15 +36,17 @@ class JournalFields:
         """Return a finite number; None if it is null or missing."""
         return None if self.values.get(name) is None else self.number(name)
 
-    def numbers_or_none(self, name: str) -> tuple[float, ...] | None:
-        """Return a list of finite numbers; None if it is null or missing."""
+    def each_number(self, name: str) -> tuple[float, ...]:
+        """Return a list of finite numbers."""
         values = self.values.get(name)
-        if values is None:
-            return None
         if not isinstance(values, list):
             raise self._error(name, "a list of finite numbers")
         inner = JournalFields({str(place): value for place, value in enumerate(values)}, f"{name} of {self.where}")
         return tuple(inner.number(place) for place in inner.values)
+
+    def numbers_or_none(self, name: str) -> tuple[float, ...] | None:
+        """Return a list of finite numbers; None if it is null or missing."""
+        return None if self.values.get(name) is None else self.each_number(name)
 
     def whole(self, name: str) -> int:
         """Return a whole number."""

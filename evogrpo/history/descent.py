@@ -1,55 +1,21 @@
 """Who won a run, and the states that led to a member: its line of descent, generation by generation."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from evogrpo.evolution.fitness import GREEDY, SAMPLED
 from evogrpo.history.estimates import Estimate
-from evogrpo.history.finals import FinalsReport
-from evogrpo.history.records import GenerationReport, MemberReport, TestReport
+from evogrpo.history.records import GenerationReport, MemberReport
 
 
-def winner_of(
-    generations: Sequence[GenerationReport], tested: int | None = None, finals: FinalsReport | None = None
-) -> MemberReport | None:
-    """Return the best member ever, as it was when it became that.
+def winner_of(generations: Sequence[GenerationReport]) -> MemberReport | None:
+    """Return the best member ever, as it was when it became that; None before any member was evaluated.
 
     Args:
-        generations: Those that count, in order.
-        tested: For a journal of an earlier version, which does not name the best: index of the member that the run has
-            tested.
-        finals: The finals that the run has ended with, if it has: who won them.
-
-    Returns:
-        Its report of that generation; None if nobody was ever evaluated. What an earlier version wrote goes by fitness:
-        of equally good ones the first, which is the one that was kept.
+        generations: Those that count, in order, as `evogrpo.persistence.journal.latest_generations` returns them.
     """
-    members = [member for generation in generations for member in generation.members]
     named = generations[-1].best_ever if generations else None
-    named = named if finals is None else (finals.index, finals.generation)
-    for member in members:
-        if (member.index, member.generation) == named:
-            return member
-    best: MemberReport | None = None
-    leaders = {(generation.generation, generation.best.index) for generation in generations}
-    for member in members:
-        chosen = (member.generation, member.index) in leaders if tested is None else member.index == tested
-        if chosen and member.fitness is not None and (best is None or member.fitness > (best.fitness or 0.0)):
-            best = member
-    return best
-
-
-def winner_in(events: Sequence[Mapping[str, Any]], generations: Sequence[GenerationReport]) -> MemberReport | None:
-    """Return `winner_of` a journal's generations; what a run said of its end before it was resumed does not count.
-
-    Raises:
-        ValueError: If a value is not what it must be.
-    """
-    place = max((place for place, event in enumerate(events) if event["event"] == "resumed"), default=-1)
-    ending = {event["event"]: event for event in events[place + 1 :]}
-    tested = TestReport.from_json(ending["test"]).index if "test" in ending else None
-    finals = FinalsReport.from_json(ending["finals"]) if "finals" in ending else None
-    return winner_of(generations, tested, finals)
+    members = (member for generation in generations for member in generation.members)
+    return next((member for member in members if (member.index, member.generation) == named), None)
 
 
 def standing_of(member: MemberReport) -> Estimate | None:

@@ -37,9 +37,7 @@ class Estimate:
 
     @classmethod
     def read_each(cls, fields: JournalFields, name: str) -> dict[str, Self]:
-        """Read those that stand under a name, by how they were measured; none where nothing does."""
-        if fields.values.get(name) is None:
-            return {}
+        """Read those that stand under a name, by how they were measured."""
         inner = fields.inner(name)
         return {measure: cls.from_json(inner.inner(measure)) for measure in MEASURES if measure in inner.values}
 
@@ -64,9 +62,6 @@ class EvaluationCost:
         return dict(vars(self))
 
     @classmethod
-    def read(cls, fields: JournalFields, name: str) -> "EvaluationCost | None":
-        """Read what `to_json` returned, where it stands under a name; None where it does not."""
-        if fields.values.get(name) is None:
-            return None
-        inner = fields.inner(name)
-        return cls(tokens=inner.whole("tokens"), seconds=inner.number("seconds"))
+    def from_json(cls, fields: JournalFields) -> Self:
+        """Read what `to_json` returned."""
+        return cls(tokens=fields.whole("tokens"), seconds=fields.number("seconds"))

@@ -77,5 +77,5 @@ class FinalsReport:
             generation=fields.whole("generation"),
             finalists=tuple(Finalist.from_json(each) for each in fields.each("finalists", "a finalist")),
             measure=fields.text("measure"),
-            cost=EvaluationCost.read(fields, "cost") or EvaluationCost(),
+            cost=EvaluationCost.from_json(fields.inner("cost")),
         )

@@ -1,7 +1,7 @@
 """The frozen records of a run, each as training yields it and as a line of the journal holds it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from evogrpo.config.hyperparameters import Hyperparameters, Value
@@ -21,16 +21,16 @@ class BaselineReport:
     Attributes:
         questions: Of the validation split; where fitness is measured by training rewards, starts of the first step.
         fitness: On them.
-        measure: How it was measured, as for members; None in the journal of an earlier version.
-        cost: What measuring it took; likewise.
+        measure: How it was measured, as for members.
+        cost: What measuring it took.
     """
 
     event: ClassVar[str] = "baseline"
 
     questions: int
     fitness: Estimate
-    measure: str | None = None
-    cost: EvaluationCost | None = None
+    measure: str
+    cost: EvaluationCost
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -39,7 +39,7 @@ class BaselineReport:
             "questions": self.questions,
             **self.fitness.to_json(),
             "measure": self.measure,
-            "cost": None if self.cost is None else self.cost.to_json(),
+            "cost": self.cost.to_json(),
         }
 
     @classmethod
@@ -49,8 +49,8 @@ class BaselineReport:
         return cls(
             questions=fields.whole("questions"),
             fitness=Estimate.from_json(fields),
-            measure=fields.text_or_none("measure"),
-            cost=EvaluationCost.read(fields, "cost"),
+            measure=fields.text("measure"),
+            cost=EvaluationCost.from_json(fields.inner("cost")),
         )
 
 
@@ -75,9 +75,9 @@ class MemberReport:
         back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
         metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
         measured: What it earned, by how that was measured: "greedy" and "sampled" answers to validation questions, and
-            "rollouts", its training rewards. One of them is `fitness`. Empty in the journal of an earlier version.
-        questions: How many validation questions it was asked; None in the journal of an earlier version.
-        evaluation: What its evaluation took; likewise.
+            "rollouts", its training rewards. One of them is `fitness`; empty when it failed.
+        questions: How many validation questions it was asked.
+        evaluation: What its evaluation took.
     """
 
     generation: int
@@ -93,11 +93,11 @@ class MemberReport:
     seconds: float
     changes: Mapping[str, tuple[Value, Value]]
     reason: str
-    back_to: int | None = None
-    metrics: Mapping[str, float | None] = field(default_factory=dict)
-    measured: Mapping[str, Estimate] = field(default_factory=dict)
-    questions: int | None = None
-    evaluation: EvaluationCost | None = None
+    back_to: int | None
+    metrics: Mapping[str, float | None]
+    measured: Mapping[str, Estimate]
+    questions: int
+    evaluation: EvaluationCost
 
     @property
     def worth(self) -> str:
@@ -115,7 +115,7 @@ class MemberReport:
         values["changes"] = {name: list(change) for name, change in self.changes.items()}
         values["metrics"] = dict(self.metrics)
         values["measured"] = {name: estimate.to_json() for name, estimate in self.measured.items()}
-        values["evaluation"] = None if self.evaluation is None else self.evaluation.to_json()
+        values["evaluation"] = self.evaluation.to_json()
         return values
 
     @classmethod
@@ -138,8 +138,8 @@ class MemberReport:
             back_to=fields.whole_or_none("back_to"),
             metrics=fields.inner("metrics").numbers(),
             measured=Estimate.read_each(fields, "measured"),
-            questions=fields.whole_or_none("questions"),
-            evaluation=EvaluationCost.read(fields, "evaluation"),
+            questions=fields.whole("questions"),
+            evaluation=EvaluationCost.from_json(fields.inner("evaluation")),
         )
 
 
@@ -156,15 +156,13 @@ class GenerationReport:
             generation's members show it.
         seconds: Wall-clock time of the run so far, resumed parts included.
         tokens: Tokens processed by all members so far, evaluations left out.
-        timesteps: Steps in the environment that all members have learnt from so far, likewise; None where they take
-            none, and in the journal of an earlier version.
+        timesteps: Steps in the environment that all members have learnt from so far, evaluations left out; None for
+            language models.
         examples: One completion of each member, from the last learning step.
-        questions: Questions (or starts) that members were compared by, the most that anyone had; None in the journal of
-            an earlier version.
-        evaluation: What all evaluations of the run took so far, that of the untrained base included; None in the
-            journal of an earlier version.
-        best_ever: Index of the run's best member so far, and the generation that it is of; None in the journal of an
-            earlier version.
+        questions: Questions (or starts) that members were compared by, the most of any member.
+        evaluation: What all evaluations of the run took so far, that of the untrained base included.
+        best_ever: Index of the run's best member so far, and the generation that it is of; None before any member was
+            evaluated.
     """
 
     event: ClassVar[str] = "generation"
@@ -176,11 +174,11 @@ class GenerationReport:
     plan: Plan | None
     seconds: float
     tokens: int
-    timesteps: int | None = None
-    examples: tuple[Example, ...] = ()
-    questions: int | None = None
-    evaluation: EvaluationCost | None = None
-    best_ever: tuple[int, int] | None = None
+    timesteps: int | None
+    examples: tuple[Example, ...]
+    questions: int
+    evaluation: EvaluationCost
+    best_ever: tuple[int, int] | None
 
     def _repr_html_(self) -> str:
         values = {member.index: member.hyperparameters.to_json() for member in self.members}
@@ -216,7 +214,7 @@ class GenerationReport:
             "plan": None if self.plan is None else self.plan.to_json(),
             "examples": [example.to_json() for example in self.examples],
             "questions": self.questions,
-            "evaluation": None if self.evaluation is None else self.evaluation.to_json(),
+            "evaluation": self.evaluation.to_json(),
             "best_ever": None if self.best_ever is None else list(self.best_ever),
         }
 
@@ -243,8 +241,8 @@ class GenerationReport:
             tokens=fields.whole("tokens"),
             timesteps=fields.whole_or_none("timesteps"),
             examples=tuple(Example.from_json(each) for each in fields.each("examples", f"an example of {where}")),
-            questions=fields.whole_or_none("questions"),
-            evaluation=EvaluationCost.read(fields, "evaluation"),
+            questions=fields.whole("questions"),
+            evaluation=EvaluationCost.from_json(fields.inner("evaluation")),
             best_ever=fields.pair_or_none("best_ever"),
         )
 
@@ -259,11 +257,11 @@ class TestReport:
         before: What the base earned.
         after: What the member earned.
         gain: What the member earned more, question by question, so that its standard error is that of paired
-            differences; None in the journal of an earlier version.
-        measure: How the answers were given, "greedy" or "sampled"; likewise.
-        cost: What the test took; likewise.
+            differences.
+        measure: How the answers were given, "greedy" or "sampled".
+        cost: What the test took.
         scores: What the member earned, one raw reward per question in the split's order, so that it can be compared
-            with other runs' question by question; empty in the journal of an earlier version.
+            with other runs' question by question.
     """
 
     __test__ = False  # the name is not pytest's
@@ -273,30 +271,28 @@ class TestReport:
     index: int
     before: Estimate
     after: Estimate
-    gain: Estimate | None = None
-    measure: str | None = None
-    cost: EvaluationCost | None = None
-    scores: tuple[float, ...] = ()
+    gain: Estimate
+    measure: str
+    cost: EvaluationCost
+    scores: tuple[float, ...]
 
     def __repr__(self) -> str:
-        gain = "" if self.gain is None else f", gain={self.gain!r}"
         told = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
-        return f"TestReport({told}{gain})"
+        return f"TestReport({told}, gain={self.gain!r})"
 
     def _repr_html_(self) -> str:
-        told = {None: "", True: ": beyond the noise", False: ": within the noise"}[self.beyond_noise]
-        return card("Test", (f"{self.questions} questions{told}",), ("", "mean ± SE"), self.estimates.items())
+        fact = f"{self.questions} questions: {'beyond' if self.beyond_noise else 'within'} the noise"
+        return card("Test", (fact,), ("", "mean ± SE"), self.estimates.items())
 
     @property
     def estimates(self) -> Mapping[str, Estimate]:
         """Before, after and the difference, by what they are called."""
-        gain = {} if self.gain is None else {"gain": self.gain}
-        return {"untrained": self.before, f"member #{self.index}": self.after, **gain}
+        return {"untrained": self.before, f"member #{self.index}": self.after, "gain": self.gain}
 
     @property
-    def beyond_noise(self) -> bool | None:
-        """Whether member and base differ by more than two standard errors of the paired difference; None = unknown."""
-        return None if self.gain is None else abs(self.gain.mean) > 2 * self.gain.standard_error
+    def beyond_noise(self) -> bool:
+        """Whether member and base differ by more than two standard errors of the paired difference."""
+        return abs(self.gain.mean) > 2 * self.gain.standard_error
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -306,9 +302,9 @@ class TestReport:
             "index": self.index,
             "before": self.before.to_json(),
             "after": self.after.to_json(),
-            "gain": None if self.gain is None else self.gain.to_json(),
+            "gain": self.gain.to_json(),
             "measure": self.measure,
-            "cost": None if self.cost is None else self.cost.to_json(),
+            "cost": self.cost.to_json(),
             "scores": list(self.scores),
         }
 
@@ -321,10 +317,10 @@ class TestReport:
             index=fields.whole("index"),
             before=Estimate.from_json(fields.inner("before", "before of the test")),
             after=Estimate.from_json(fields.inner("after", "after of the test")),
-            gain=None if values.get("gain") is None else Estimate.from_json(fields.inner("gain", "gain of the test")),
-            measure=fields.text_or_none("measure"),
-            cost=EvaluationCost.read(fields, "cost"),
-            scores=fields.numbers_or_none("scores") or (),
+            gain=Estimate.from_json(fields.inner("gain", "gain of the test")),
+            measure=fields.text("measure"),
+            cost=EvaluationCost.from_json(fields.inner("cost")),
+            scores=fields.each_number("scores"),
         )
 
 

@@ -19,14 +19,14 @@ class BestMember:
         generation: When.
         fitness: What it was chosen by.
         second: What it earned on the second set, which selection never saw; None where there is none.
-        hyperparameters: What it trained with; None in a run that an earlier version began, which did not keep them.
+        hyperparameters: What it trained with.
     """
 
     index: int
     generation: int
     fitness: Estimate
     second: Estimate | None
-    hyperparameters: Hyperparameters | None
+    hyperparameters: Hyperparameters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Result:
         generations: Generations evaluated.
         steps: Learning steps taken.
         timesteps: Steps in the environment that all members learnt from, evaluations left out; None for language
-            models, and in a run that began without counting them.
+            models.
         tokens: Tokens (or transitions) processed by all members, evaluations left out.
         seconds: Wall-clock time, resumed parts included.
         evaluation: What all evaluations took, those of the untrained base and the test included.

@@ -8,7 +8,7 @@ from typing import Any
 from evogrpo.evolution.lineage import NETWORK
 from evogrpo.evolution.strategies import ScheduleStage
 from evogrpo.history.checked_fields import JournalFields
-from evogrpo.history.descent import line_of, winner_in
+from evogrpo.history.descent import line_of, winner_of
 from evogrpo.history.records import GenerationReport, MemberReport
 from evogrpo.persistence.journal import latest_generations
 
@@ -43,7 +43,7 @@ def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
     numbers = [generation.generation for generation in generations]
     if numbers != list(range(1, len(numbers) + 1)):
         raise ValueError(f"a schedule needs every generation from 1 on, but the journal has {numbers}: restore it")
-    member = winner_in(events, generations)
+    member = winner_of(generations)
     if member is None:
         raise ValueError("no member was evaluated yet, so there is no best one: let the run finish a generation")
     lengths = _lengths(generations)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from evogrpo.config.hyperparameters import Hyperparameters
-from evogrpo.history.descent import winner_in
+from evogrpo.history.descent import winner_of
 from evogrpo.history.records import GenerationReport
 from evogrpo.persistence.journal import latest_generations, read_journal
 
@@ -23,7 +23,7 @@ def best_hyperparameters(run_dir: str | Path) -> tuple[Hyperparameters, ...]:
     """
     events = read_journal(Path(run_dir) / "journal.jsonl")
     generations = [GenerationReport.from_json(event) for event in latest_generations(events)]
-    winner = winner_in(events, generations)
+    winner = winner_of(generations)
     if winner is None:
         raise ValueError(f"no member of {run_dir} was evaluated yet, so there are no best ones: name another run")
     alive = [member for member in generations[-1].members if member.fitness is not None]

@@ -86,8 +86,8 @@ def second_look(result: Result, words: Words) -> list[str]:
 
 
 def verdict(test: TestReport, words: Words) -> str | None:
-    """Say what a test that shows no difference means; None where it shows one, or cannot tell."""
-    if test.beyond_noise is not False:
+    """Say what a test that shows no difference means; None where it shows one."""
+    if test.beyond_noise:
         return None
     return (
         f"The best member cannot be told from the {words.untrained}: they differ by less than two standard errors of "

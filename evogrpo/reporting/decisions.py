@@ -10,7 +10,7 @@ from evogrpo.persistence.journal import latest_generations
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """One plan, as its generation's event tells it; of an earlier version's events parts may be missing.
+    """One plan, as the event of its generation holds it.
 
     Attributes:
         generation: The generation that it was made from.

@@ -102,7 +102,7 @@ def fitness_before(summary: RunSummary) -> dict[tuple[int, int], float | None]:
 
 def winner(summary: RunSummary) -> MemberReport | None:
     """Return the run's best member, as it was when it was stored as the best; None if no member was evaluated."""
-    return winner_of(summary.generations, None if summary.test is None else summary.test.index, summary.finals)
+    return winner_of(summary.generations)
 
 
 def ancestors(summary: RunSummary, member: MemberReport | None) -> tuple[Ancestor, ...]:

@@ -133,7 +133,7 @@ def summarise(events: Sequence[Mapping[str, Any]]) -> RunSummary:
         changed_data=tuple(_changed_data(events)),
         curves=read_curves(events),
         decisions=read_decisions(events),
-        costs=run_costs(events, baseline, generations, finals, test),
+        costs=run_costs(events, generations, finals, test),
         finals=finals,
     )
 

@@ -159,11 +159,10 @@ def read_resumable(run_dir: Path, overrides: Sequence[str] = (), *, allow_change
             "train`; one started by evolve() in Python goes on with evogrpo.resume()"
         )
     limits, rest = _split_overrides(overrides)
-    stored = {"precision": None, **read_yaml_file(run_dir / CONFIG_FILE)}  # earlier versions did not say
-    config = parse_config(override(stored, rest))
+    config = parse_config(override(read_yaml_file(run_dir / CONFIG_FILE), rest))
     saved = open_run(run_dir)
     ignored = check_unchanged(
-        saved.record.get("config"),
+        saved.record["config"],
         saved.run_id,
         config.to_json(),
         run_dir / CONFIG_FILE,
@@ -210,7 +209,7 @@ def resume(
     population, progress = prepared.restore(saved)
     strategy = saved.strategy(prepared.config.strategy)
     folder = RunDir(
-        run_dir, prepared.config.logging, claim=saved.claim, run_id=saved.run_id, config=saved.record.get("config")
+        run_dir, prepared.config.logging, claim=saved.claim, run_id=saved.run_id, config=saved.record["config"]
     )
     return _evolution(prepared, population, resumable.schedule, strategy, folder, progress, changed)
 

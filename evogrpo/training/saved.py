@@ -70,7 +70,7 @@ class Saved:
         """
         if self.record["progress"]["baseline"] is None:
             return ()
-        return check_same_data(self.record.get("data"), env, allowed=allowed)
+        return check_same_data(self.record["data"], env, allowed=allowed)
 
     @property
     def schedule(self) -> Schedule:
@@ -80,31 +80,31 @@ class Saved:
     @property
     def fitness(self) -> FitnessConfig:
         """How the run measured fitness."""
-        return FitnessConfig.stored(self.record.get("fitness"))
+        return FitnessConfig(**self.record["fitness"])
 
     def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
         """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
         with readable(self.folder):
-            return restored_strategy(self.record["strategy"], self.record.get("strategy_state", {}), given)
+            return restored_strategy(self.record["strategy"], self.record["strategy_state"], given)
 
     @property
     def experience(self) -> SharedExperience | None:
-        """How its members learn from each other's samples; None = each from its own, as ever in earlier versions."""
-        return shared_experience(self.record.get("experience"))
+        """How its members learn from each other's samples; None = each from its own."""
+        return shared_experience(self.record["experience"])
 
     @property
     def logging(self) -> LoggingConfig:
         """What the run keeps."""
-        return LoggingConfig.from_json(self.record.get("records", {}))
+        return LoggingConfig.from_json(self.record["records"])
 
     def run_dir(self, path: str | Path) -> RunDir:
         """Return the run's folder, which keeps what it kept from the beginning."""
         return RunDir(path, self.logging, claim=self.claim, run_id=self.run_id)
 
     @property
-    def run_id(self) -> str | None:
-        """Names the run; None for one that an earlier version began."""
-        found: str | None = self.record.get("run_id")
+    def run_id(self) -> str:
+        """Identity of the run."""
+        found: str = self.record["run_id"]
         return found
 
     def restore(
@@ -119,7 +119,7 @@ class Saved:
             CheckpointError: If it is another base model, or the record does not fit together.
             ValueError: If the agents' class is the user's own and was not given, or another one was.
         """
-        kind = algorithm_class(self.base["kind"], self.record.get("algorithm"), algorithm)
+        kind = algorithm_class(self.base["kind"], self.record["algorithm"], algorithm)
         stored = self.record["population"]
         population = restore_population(kind, self.tensors, stored, model, self.folder, device=device)
         with readable(self.folder):
@@ -128,7 +128,7 @@ class Saved:
                 raise ValueError(f"its {len(population)} members are not the {progress.members} that it counts")
             finalists = {name: tensor for name, tensor in self.tensors.items() if name.startswith(FINALIST)}
             progress.finalists = KeptStates.restored(
-                self.record["progress"].get("finalists", []),
+                self.record["progress"]["finalists"],
                 {name.removeprefix(FINALIST): value for name, value in finalists.items()},
                 population.crew.members.banks,
             )
@@ -206,7 +206,7 @@ def _journal_run_id(folder: Path) -> str | None:
 def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
     """Refuse a checkpoint of another run, or one that lies under another number than it was written for."""
     record = read_record(checkpoint)
-    if expected is not None and record.get("run_id") != expected:
+    if expected is not None and record["run_id"] != expected:
         raise CheckpointError(
             f"{checkpoint} belongs to another run than the journal beside it: move it back to its own"
         )
@@ -223,22 +223,22 @@ def _check_settings(record: Mapping[str, Any]) -> None:
     if (kind := record["population"]["shared"]["kind"]) not in MEMBERS:
         raise unknown_name_error("kind of members", kind, MEMBERS)
     Schedule(**record["schedule"])
-    FitnessConfig.stored(record.get("fitness"))
-    shared_experience(record.get("experience"))
-    LoggingConfig.from_json(record.get("records", {}))
+    FitnessConfig(**record["fitness"])
+    shared_experience(record["experience"])
+    LoggingConfig.from_json(record["records"])
     KnownBest.of(record)
-    declared_fields(_Plain, {name: record.get(name) for name in _Plain.__dataclass_fields__})
+    declared_fields(_Plain, {name: record[name] for name in _Plain.__dataclass_fields__})
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plain:
-    """What a checkpoint says of its run in plain values; earlier versions said less of it."""
+    """Plain values that a checkpoint holds of its run."""
 
-    run_id: str | None
+    run_id: str
     population: Mapping[str, Any]
     algorithm: str | None
     strategy: Mapping[str, Any]
-    strategy_state: Mapping[str, Any] | None
+    strategy_state: Mapping[str, Any]
     data: Mapping[str, str] | None
     config: Mapping[str, Any] | None
 
@@ -271,16 +271,16 @@ def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor]
     try:
         tensors, own = read_checkpoint(folder / BEST, kind="agent")
         with readable(folder / BEST):
-            generation, run_id = own["note"]["generation"], own["note"].get("run_id")
+            generation, run_id = own["note"]["generation"], own["note"]["run_id"]
             _read_best(tensors, own, digest="")
     except CheckpointError as error:
         raise CheckpointError(_lost(folder, known, str(error))) from error
-    if run_id != record.get("run_id"):
+    if run_id != record["run_id"]:
         raise CheckpointError(_lost(folder, known, "it belongs to another run"))
     if generation > record["progress"]["generation"]:
         return None  # a kill fell between it and the checkpoint: its generation is done again
     if known is not None and digest_of(folder / BEST) != known.digest:
-        if "second" in own["note"] and record["progress"].get("finals", 0) < record["progress"]["generation"]:
+        if "second" in own["note"] and record["progress"]["finals"] < record["progress"]["generation"]:
             return None  # likewise: the finals are held again
         raise CheckpointError(_lost(folder, known, "it is another one than the checkpoint knows"))
     return tensors, own

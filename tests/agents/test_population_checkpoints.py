@@ -75,14 +75,6 @@ def test_a_population_may_lie_in_several_tensor_files(tmp_path):
     assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, again, strict=True))
 
 
-def test_members_of_a_version_that_retired_nobody_are_not_retired():
-    tensors, record = population_state(tiny_population(2))
-    for member in record["members"]:
-        del member["retired"]
-    again = restore_population(GRPO, tensors, record, shared_model(), "somewhere")
-    assert [agent.retired for agent in again] == [False, False]
-
-
 @pytest.mark.parametrize("part", ["shared", "members", "lineage", "next_index"])
 def test_a_population_without_a_part_is_refused(part):
     tensors, record = population_state(tiny_population(2))

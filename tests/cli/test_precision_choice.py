@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from evogrpo.cli import main
 from evogrpo.policies.tokens.engine.precision import PAYS, choose_precision, speed_up
-from evogrpo.training import launch
 from evogrpo.training.launch import read_resumable
 from tests.cli.project import prepare
 from tests.tiny_models import COMMON, tiny_model
@@ -93,17 +92,6 @@ def test_a_run_goes_on_as_it_began(trained, capsys):
     path.write_text(yaml.safe_dump(stored | {"precision": "float32"}))
     assert main(["resume", "run", "--generations", "2"]) == 2
     assert "precision 'bfloat16' -> 'float32'" in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_run_of_an_earlier_version_goes_on_as_it_was(trained, monkeypatch):
-    path = trained / "config.yaml"
-    stored = yaml.safe_load(path.read_text())
-    del stored["precision"]
-    path.write_text(yaml.safe_dump(stored))
-    saved = launch.open_run(trained)
-    del saved.record["config"]["precision"]
-    monkeypatch.setattr(launch, "open_run", lambda folder: saved)
-    assert precision_of(read_resumable(trained).config) == torch.float32
 
 
 @pytest.mark.parametrize("value", ["float16", "bf16", "8"])

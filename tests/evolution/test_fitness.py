@@ -70,7 +70,7 @@ def test_members_with_too_few_questions_in_common_cannot_be_compared():
 
 @pytest.mark.parametrize("keys", [None, [0, 1, 2], [4, 2, 9]])
 @pytest.mark.parametrize("shift", [0.0, 1.5])
-def test_a_fitness_comes_back_from_json_and_scores_alone_are_read_as_earlier_versions_wrote_them(keys, shift):
+def test_a_fitness_comes_back_from_json(keys, shift):
     plain = Fitness.from_scores([1.0, 0.25, 3.0], keys=keys)
     fitness = replace(plain, mean=plain.mean + shift)
     assert Fitness.from_json(json.loads(json.dumps(fitness.to_json()))) == fitness

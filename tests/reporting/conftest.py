@@ -20,6 +20,7 @@ EVOLVABLE = {
 
 
 FOUNDER_FIELDS = ("slot", "index", "parent", "hyperparameters")
+COST = {"tokens": 12_800, "seconds": 3.0}
 EXAMPLE = {"reward": None, "index": 0, "step": 0, "rewards": {}, "advantage": None, "truncated": False}
 
 
@@ -90,7 +91,7 @@ def write_fake_run(
          "hyperparameters": {name: first_values(parameter, rng) for name, parameter in space.items()}}
         for slot in range(size)
     ]  # fmt: skip
-    next_index, best = size, None
+    next_index, best, best_ever, highest = size, None, None, 0.0
     with Journal(run_dir / "journal.jsonl") as journal:
         journal.append(
             "run", version="0.1.0", seed=seed, population_size=size, samples_per_step=64, steps_per_generation=5,
@@ -98,9 +99,10 @@ def write_fake_run(
             members=[{name: member[name] for name in FOUNDER_FIELDS} for member in members],
         )  # fmt: skip
         base, base_error = score(0.05, rng)
-        journal.append("baseline", split="validation", fitness=base, standard_error=base_error, questions=128)
+        journal.append("baseline", split="validation", fitness=base, standard_error=base_error, questions=128,
+                       measure="greedy", cost=COST)  # fmt: skip
         for generation in range(1, generations + 1):
-            journal.append("step", step=5 * generation, generation=generation, members=[])
+            journal.append("step", step=5 * generation, generation=generation, seconds=40.0, members=[])
             results = []
             for member in members:
                 rate = 0.16 * math.exp(-(math.log10(member["hyperparameters"].get("lr", 3e-4) / 3e-4) ** 2) / 0.8)
@@ -111,10 +113,13 @@ def write_fake_run(
                     {**{name: member[name] for name in member if name != "skill"},
                      "fitness": None if failed else mean, "standard_error": None if failed else error,
                      "failed": "loss became NaN in step 12" if failed else None, "tokens": 51_200,
-                     "seconds": 21.5, "metrics": {}}
+                     "seconds": 21.5, "metrics": {}, "back_to": None, "questions": 128, "evaluation": COST,
+                     "measured": {} if failed else {"greedy": {"fitness": mean, "standard_error": error}}}
                 )  # fmt: skip
             healthy = [result for result in results if result["fitness"] is not None]
             best = max(healthy, key=lambda result: result["fitness"]) if healthy else None
+            if best is not None and (best_ever is None or best["fitness"] > highest):
+                best_ever, highest = [best["index"], generation], best["fitness"]
             last = generation == generations
             event = {
                 "generation": generation, "step": 5 * generation, "seconds": 97.3 * generation,
@@ -122,6 +127,7 @@ def write_fake_run(
                 "best": (best or members[0])["index"],
                 "plan": None if last else {"generation": generation},
                 "examples": [EXAMPLE | example for example in examples],
+                "timesteps": None, "questions": 128, "evaluation": COST, "best_ever": best_ever,
             }  # fmt: skip
             journal.append("generation", **event)
             if generation == resume_at:
@@ -135,6 +141,8 @@ def write_fake_run(
                 "test", split="test", questions=256, index=best["index"],
                 before={"fitness": before[0], "standard_error": before[1]},
                 after={"fitness": after[0], "standard_error": after[1]},
+                gain={"fitness": after[0] - before[0], "standard_error": math.hypot(before[1], after[1])},
+                measure="greedy", cost=COST, scores=[after[0], after[0]],
             )  # fmt: skip
         journal.append("stopped", reason="all generations done")
     return run_dir

@@ -1,6 +1,7 @@
 """Events of a journal as a run writes them, with everything that a test does not care about filled in."""
 
 HYPERPARAMETERS = {"lr": 1e-4}
+COST = {"tokens": 50, "seconds": 0.5}
 
 
 def member(slot, index, parent=None, fitness=0.5, **others):
@@ -17,7 +18,11 @@ def member(slot, index, parent=None, fitness=0.5, **others):
         "seconds": 1.5,
         "changes": {},
         "reason": "kept",
+        "back_to": None,
         "metrics": {},
+        "measured": {} if fitness is None else {"greedy": {"fitness": fitness, "standard_error": 0.1}},
+        "questions": 64,
+        "evaluation": COST,
         **others,
     }
 
@@ -32,8 +37,25 @@ def generation(number, *members, best=0, **others):
         "members": list(members),
         "best": best,
         "plan": None,
+        "timesteps": None,
         "examples": [],
+        "questions": 64,
+        "evaluation": COST,
+        "best_ever": [best, number],
         **others,
+    }
+
+
+def baseline(fitness=0.0, standard_error=0.1, questions=8):
+    """Return a baseline event."""
+    return {
+        "event": "baseline",
+        "split": "validation",
+        "questions": questions,
+        "fitness": fitness,
+        "standard_error": standard_error,
+        "measure": "greedy",
+        "cost": COST,
     }
 
 
@@ -48,4 +70,7 @@ def outcome(index, fitness=0.5, gain=0.25):
         "before": before,
         "after": after,
         "gain": paired,
+        "measure": "greedy",
+        "cost": COST,
+        "scores": [fitness, fitness],
     }

@@ -71,14 +71,6 @@ def step(number, seconds):
     return {"event": "step", "step": number, "generation": 1, "seconds": seconds, "members": []}
 
 
-def test_an_earlier_version_tells_the_time_of_learning_and_leaves_the_rest_together():
-    events = [RUN, *(step(number, 1.5) for number in range(4)), generation(1, member(0, 0)), outcome(0)]
-    assert summarise(events).costs == (
-        Cost(name="learning", tokens=800, seconds=6.0),
-        Cost(name="evaluations and everything else", tokens=None, seconds=3.0),
-    )
-
-
 def test_evaluations_and_the_test_are_shown_where_they_are_told():
     cost = {"tokens": 50, "seconds": 2.5}
     # The step after the generation's end belongs to a generation that has no costs yet.

@@ -9,12 +9,18 @@ from evogrpo import read_run
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.persistence.journal import latest_generations, read_journal
 from evogrpo.reporting.told.frames import COLUMNS
-from tests.reporting.journals import generation, member, outcome
+from tests.reporting.journals import baseline, generation, member, outcome
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish
 
 RUN = {"event": "run", "seed": 3, "evolvable": {}, "samples_per_step": 8}
-STEP = {"event": "step", "step": 0, "generation": 1, "members": [{"slot": 0, "index": 0, "reward": 1.5, "kl": None}]}
+STEP = {
+    "event": "step",
+    "step": 0,
+    "generation": 1,
+    "seconds": 1.0,
+    "members": [{"slot": 0, "index": 0, "reward": 1.5, "kl": None}],
+}
 
 
 def written(folder, *events):
@@ -75,7 +81,9 @@ def test_every_column_is_documented_and_typed(run_dir):
 
 def test_types_do_not_depend_on_what_a_run_has_come_to(run_dir, tmp_path):
     ended = read_run(run_dir)
-    for number, events in enumerate(([], [STEP], [STEP, generation(1, member(0, 0, fitness=None, failed="NaN"))])):
+    for number, events in enumerate(
+        ([], [STEP], [STEP, generation(1, member(0, 0, fitness=None, failed="NaN"), best_ever=None)])
+    ):
         early = read_run(written(tmp_path / str(number), RUN, *events))
         for name, columns in COLUMNS.items():
             kinds = [{column: str(getattr(run, name)[column].dtype) for column in columns} for run in (early, ended)]
@@ -123,13 +131,16 @@ def test_founders_are_followed_through_their_descendants(tmp_path):
 
 
 def test_the_way_to_the_winner_and_what_every_state_began_with_are_told(tmp_path):
-    baseline = {"event": "baseline", "split": "validation", "questions": 8, "fitness": 0.1, "standard_error": 0.01}
     family = [
         generation(1, member(0, 0, fitness=0.2), member(1, 1, fitness=0.3), best=1),
         generation(2, member(0, 0, fitness=None), member(1, 2, 0, fitness=0.6, born=1), best=2),
-        generation(3, member(0, 3, 0, fitness=0.4, born=2), member(1, 2, 0, fitness=0.5, born=1), best=2),
+        generation(
+            3, member(0, 3, 0, fitness=0.4, born=2), member(1, 2, 0, fitness=0.5, born=1), best=2, best_ever=[2, 2]
+        ),
     ]
-    members = read_run(written(tmp_path / "run", RUN, baseline, *family)).members.set_index(["generation", "member"])
+    members = read_run(written(tmp_path / "run", RUN, baseline(0.1), *family)).members.set_index(
+        ["generation", "member"]
+    )
     assert members.index[members["on_the_way"]].tolist() == [(1, 0), (2, 2)]  # not what the winner learnt afterwards
     before = members["fitness_before"].astype(object).where(members["fitness_before"].notna(), None).to_dict()
     assert before == {(1, 0): 0.1, (1, 1): 0.1, (2, 0): 0.2, (2, 2): 0.2, (3, 3): None, (3, 2): 0.6}

@@ -5,7 +5,7 @@ import pytest
 
 from evogrpo.reporting.response import Gain, response, responses
 from evogrpo.reporting.summary import summarise
-from tests.reporting.journals import generation, member
+from tests.reporting.journals import baseline, generation, member
 
 
 def gains_of(values, gains, each=1):
@@ -87,7 +87,7 @@ def test_equal_gains_explain_nothing():
     assert not found.share.told
 
 
-BASELINE = {"event": "baseline", "questions": 4, "fitness": 0.0, "standard_error": 0.1}
+BASELINE = baseline()
 
 
 def test_gains_begin_where_the_line_was_left_and_the_generation_is_taken_off():

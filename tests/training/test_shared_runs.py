@@ -73,15 +73,6 @@ def test_a_stop_in_between_changes_nothing(whole, tmp_path, stopped):
     assert equal_states(final_states(tmp_path / "run"), final_states(folder))
 
 
-def test_a_run_of_an_earlier_version_goes_on_with_every_member_learning_from_its_own(tmp_path):
-    population, env, _ = steps()
-    list(evolve(population, env, run_dir=tmp_path / "run", **QUICK))
-    saved = open_run(tmp_path / "run")
-    assert saved.record["experience"] == "own"
-    del saved.record["experience"]
-    assert saved.experience is None
-
-
 def test_sharing_changes_what_is_learnt_but_not_what_is_sampled_first():
     states, sampled = [], []
     for experience in ("own", SharedExperience(learn_from="leader")):

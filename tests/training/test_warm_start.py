@@ -47,7 +47,12 @@ def test_the_winner_comes_first_then_the_survivors_the_fittest_first_and_nobody_
     events = [
         RUN,
         generation(1, *with_rates(1e-3, 2e-3, 3e-3, fitness={1: 0.9}), best=1),
-        generation(2, *with_rates(1e-3, 2e-3, 3e-3, 4e-3, 1e-3, fitness={0: 0.2, 1: None, 2: 0.8, 4: 0.3}), best=2),
+        generation(
+            2,
+            *with_rates(1e-3, 2e-3, 3e-3, 4e-3, 1e-3, fitness={0: 0.2, 1: None, 2: 0.8, 4: 0.3}),
+            best=2,
+            best_ever=[1, 1],
+        ),
     ]
     found = best_hyperparameters(written(tmp_path / "run", *events))
     assert [each.lr for each in found] == [2e-3, 3e-3, 1e-3, 4e-3] or [each.lr for each in found] == [
@@ -60,8 +65,9 @@ def test_the_winner_comes_first_then_the_survivors_the_fittest_first_and_nobody_
 def test_what_is_no_run_or_has_evaluated_nobody_is_refused(tmp_path):
     with pytest.raises(ValueError, match="name the folder of a run"):
         best_hyperparameters(tmp_path)
+    failed = generation(1, *with_rates(1e-3, fitness={0: None}), best_ever=None)
     with pytest.raises(ValueError, match="was evaluated yet"):
-        best_hyperparameters(written(tmp_path / "run", RUN, generation(1, *with_rates(1e-3, fitness={0: None}))))
+        best_hyperparameters(written(tmp_path / "run", RUN, failed))
 
 
 VALUES = {

@@ -42,9 +42,9 @@ class _Counters:
     index: int
     parent: int | None
     born: int
-    back_to: int | None = None  # in earlier versions nobody went back, or retired
+    back_to: int | None
     failed: str | None
-    retired: bool = False
+    retired: bool
     training: bool
     steps: int
 
@@ -178,8 +178,7 @@ def restore_population(
             agents.append(agent)
         population = Population(agents, members, lineage=Lineage.from_json(record["lineage"]))
         population.next_index = _next_index(record["next_index"], population)
-        # Earlier versions kept no states.
-        population.kept = KeptStates.restored(record.get("kept", []), tensors, population.crew.members.banks)
+        population.kept = KeptStates.restored(record["kept"], tensors, population.crew.members.banks)
         population.crew.settle([agent.slot for agent in agents if agent.retired])
     return population
 

@@ -100,7 +100,7 @@ def _member(line: LineageLine, names: Sequence[str], run: Drawing) -> dict[str, 
                 _score(each.standard_error),
                 each.tokens,
                 _score(each.seconds),
-                None if each.evaluation is None else each.evaluation.tokens,
+                each.evaluation.tokens,
                 _otherwise(each),
             ]
             for each in line.results

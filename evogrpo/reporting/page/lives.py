@@ -129,7 +129,6 @@ def _latest(summary: RunSummary) -> list[GenerationReport]:
 
 def _generation(summary: RunSummary, generation: GenerationReport, decision: Decision | None) -> str:
     names, measures = list(summary.evolvable), list(summary.curves)
-    evaluated = any(member.evaluation is not None for member in generation.members)
     ways = sorted({way for member in generation.members for way in member.measured if len(member.measured) > 1})
     rows: _Rows = []
     for member in generation.members:
@@ -144,14 +143,14 @@ def _generation(summary: RunSummary, generation: GenerationReport, decision: Dec
             f"failed: {member.failed}" if member.failed else score_text(member.fitness, member.standard_error),
             *(score_text(each.mean, each.standard_error) if each else "–" for each in estimates),
             count_text(member.tokens),
-            *([count_text(member.evaluation.tokens) if member.evaluation else "–"] if evaluated else []),
+            count_text(member.evaluation.tokens),
             duration_text(member.seconds),
             member.reason,
             *([_next(decision, member.slot)] if decision and decision.reasons else []),
         ]
         rows.append((kind, cells))
     heads = ["slot", "member", "parent", *names, *(MEASURES[name][0] for name in measures), "fitness ± SE", *ways]
-    heads += [summary.words.tokens, *(["evaluation"] if evaluated else []), "time", "reason of birth"]
+    heads += [summary.words.tokens, "evaluation", "time", "reason of birth"]
     heads += ["its slot next"] if decision and decision.reasons else []
     best = generation.best
     words = f"Generation {generation.generation}: best #{best.index}, {score_text(best.fitness, best.standard_error)}"

@@ -43,8 +43,7 @@ def outcome(summary: RunSummary) -> str:
         tested = f"{summary.test.questions} {words.questions}"
         cards.append(_card(f"{words.untrained}, test", _estimate(summary.test.before), tested))
         cards.append(_card(f"member #{summary.test.index}, test", _estimate(summary.test.after), tested, best=True))
-        if summary.test.gain is not None:
-            cards.append(_card("difference, question by question", _estimate(summary.test.gain), tested))
+        cards.append(_card("difference, question by question", _estimate(summary.test.gain), tested))
         remark = verdict(summary.test, words)
         lead += f" {remark}" if remark else ""
     return f'<p class="quiet">{escape(lead)}</p>\n<div class="cards">{"".join(cards)}</div>'

@@ -350,7 +350,7 @@ function describe(member, generation) {
     ...run.parameters.map((parameter, place) => [parameter.name, number(member.values[place])]),
     [run.words.tokens, count(tokens)], ["time", `${number(seconds)} s`]];
   if (otherwise) facts.splice(1, 0, ["measured", otherwise]);
-  if (evaluation !== null) facts.push(["evaluation", `${count(evaluation)} ${run.words.tokens}`]);
+  facts.push(["evaluation", `${count(evaluation)} ${run.words.tokens}`]);
   for (const [name, value] of facts) {
     add(list, "dt", {}, name);
     add(list, "dd", {}, value);

@@ -46,7 +46,7 @@ class ComparedRun:
             "steps": last.step,
             "timesteps": last.timesteps,
             "tokens": last.tokens,
-            "evaluation_tokens": None if last.evaluation is None else last.evaluation.tokens,
+            "evaluation_tokens": last.evaluation.tokens,
             "seconds": last.seconds,
         }
 
@@ -180,8 +180,6 @@ def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
     if differs - _beside_the_test(data):
         return _unpaired(own, other, f"other test questions: {', '.join(sorted(differs))}")
     count = min(len(own.scores), len(other.scores))
-    if count < 2:
-        return _unpaired(own, other, "a journal of an earlier version keeps no single scores")
     pairs = Fitness.from_scores(own.scores[:count]), Fitness.from_scores(other.scores[:count])
     mean, standard_error = paired_difference(*pairs)
     return TestDifference(gain=Estimate(mean=mean, standard_error=standard_error), paired=True, questions=count)

@@ -38,7 +38,7 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             REAL,
             "of the state it began the generation with (its own, its parent's, the untrained's); missing if unknown",
         ),
-        "questions": (WHOLE, "how many it was asked; missing in the journal of an earlier version"),
+        "questions": (WHOLE, "how many it was asked"),
         "failed": (TEXT, "why it failed; missing if it did not"),
         "best": (FLAG, "whether it was the best of its generation"),
         "on_the_way": (
@@ -84,7 +84,7 @@ COLUMNS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     },
     "evaluations": {
         "split": (TEXT, "validation, test, or train where fitness is measured by training rewards"),
-        "measure": (TEXT, "greedy, sampled or rollouts; missing in the journal of an earlier version"),
+        "measure": (TEXT, "greedy, sampled or rollouts"),
         "who": (TEXT, "untrained, member, or gain: a member less the untrained, question by question"),
         "member": (WHOLE, "index of the member; missing for the untrained"),
         "generation": (WHOLE, "at whose end; 0 before the first one, missing for the test"),
@@ -139,7 +139,7 @@ class RunFrames:
 
 
 def read_run(run_dir: str | Path) -> RunFrames:
-    """Read a run's journal into data frames; it may be under way, stopped, or of an earlier version.
+    """Read a run's journal into data frames; it may be under way or stopped.
 
     Args:
         run_dir: The run's folder.
@@ -179,7 +179,7 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
     states = {(member.index, member.generation) for member in way}
     for generation in summary.generations:
         for member in generation.members:
-            cost, state = member.evaluation, (member.index, member.generation)
+            state = member.index, member.generation
             yield {
                 **{name: getattr(member, name) for name in COLUMNS["members"] if hasattr(member, name)},
                 "member": member.index,
@@ -187,9 +187,8 @@ def _members(summary: RunSummary) -> Iterator[dict[str, Any]]:
                 "fitness_before": before[state],
                 "best": member.index == generation.best.index,
                 "on_the_way": state in states,
-                "questions": generation.questions if member.questions is None else member.questions,
-                "evaluation_tokens": None if cost is None else cost.tokens,
-                "evaluation_seconds": None if cost is None else cost.seconds,
+                "evaluation_tokens": member.evaluation.tokens,
+                "evaluation_seconds": member.evaluation.seconds,
                 **member.hyperparameters.to_json(),
                 **{f"mean/{name}": value for name, value in member.metrics.items()},
             }
@@ -240,19 +239,15 @@ def _changes(births: Sequence[ToldBirth]) -> Iterator[dict[str, Any]]:
 
 def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
     baseline, test = summary.baseline, summary.test
-    split, used = "validation", None
     if baseline is not None:
         used = baseline.measure
-        split = "train" if used == "rollouts" else split
+        split = "train" if used == "rollouts" else "validation"
         row = {"split": split, "measure": used, "who": "untrained", "generation": 0, "questions": baseline.questions}
         yield {**row, **_told(baseline.fitness)}
     for generation in summary.generations:
         for member in generation.members:
-            asked = generation.questions if member.questions is None else member.questions
+            asked = member.questions
             row = {"who": "member", "member": member.index, "generation": generation.generation, "questions": asked}
-            if not member.measured and member.fitness is not None and member.standard_error is not None:
-                earned = Estimate(mean=member.fitness, standard_error=member.standard_error)
-                yield {"split": split, "measure": used, **row, **_told(earned)}
             for measure, earned in member.measured.items():
                 where = "train" if measure == "rollouts" else "validation"
                 own = None if measure == "rollouts" else asked  # training starts are not counted here
@@ -261,8 +256,7 @@ def _evaluations(summary: RunSummary) -> Iterator[dict[str, Any]]:
         row = {"split": "test", "measure": test.measure, "questions": test.questions}
         yield {**row, "who": "untrained", **_told(test.before)}
         yield {**row, "who": "member", "member": test.index, **_told(test.after)}
-        if test.gain is not None:
-            yield {**row, "who": "gain", "member": test.index, **_told(test.gain)}
+        yield {**row, "who": "gain", "member": test.index, **_told(test.gain)}
 
 
 def _told(estimate: Estimate) -> dict[str, float]:

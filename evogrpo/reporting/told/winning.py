@@ -1,6 +1,6 @@
 """The best member of a run: what it earned, what it learnt with, what the test says, and where it lies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,13 +83,10 @@ def interval(estimate: Estimate) -> tuple[float, float]:
 
 def told_test(test: TestReport) -> dict[str, Any]:
     """Return a test as plain JSON values: without single scores, with intervals of 95 %."""
-    parts: Mapping[str, Estimate | None] = {"untrained": test.before, "member": test.after, "gain": test.gain}
+    parts = {"untrained": test.before, "member": test.after, "gain": test.gain}
     return {
         "questions": test.questions,
         "measure": test.measure,
         "beyond_noise": test.beyond_noise,
-        **{
-            name: None if each is None else {**each.to_json(), "interval": list(interval(each))}
-            for name, each in parts.items()
-        },
+        **{name: {**each.to_json(), "interval": list(interval(each))} for name, each in parts.items()},
     }

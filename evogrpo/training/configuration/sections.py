@@ -101,7 +101,7 @@ class LoggingConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from what `to_json` returned; checkpoints of earlier versions hold nothing."""
+        """Build from what `to_json` returned."""
         return cls(**{"keep_checkpoints" if name == "keep" else name: value for name, value in values.items()})
 
 
@@ -150,7 +150,6 @@ class Config(Generic[TaskT, AgentT]):
             that it pays, which is settled when the run begins. "int8" and "nf4" hold its linear layers in 8 bits
             (torchao) and, on GPUs, in 4 (bitsandbytes): less memory, more time.
             Adapters, moments and losses are in float32 in any case.
-            null in runs of earlier versions: float32 on the CPU and bfloat16 elsewhere.
         base_parts: How many processes hold a base model together, each a part of every layer (FSDP2), where it is too
             large for one card; 1 = each process holds all of it. Where that does not divide the number of processes, it
             is the greatest number that divides both.

@@ -27,7 +27,7 @@ def check_unchanged(
     """Refuse a stored configuration that would make a resumed run another experiment.
 
     Args:
-        began: What the run's checkpoint knows of its configuration; None in a run that an earlier version began.
+        began: What the run's checkpoint knows of its configuration; None in a run that was begun in Python.
         run_id: Of the run.
         now: What its file says.
         path: That file.

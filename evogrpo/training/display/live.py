@@ -226,7 +226,6 @@ def _colour(report: TestOutcome) -> str:
 def outcome_lines(report: TestOutcome, words: Words) -> list[Text]:
     """Write the test: before training, the best member after, and the difference."""
     before, after, gain = report.before, report.after, report.gain
-    assert gain is not None  # only journals of earlier versions lack it
     lines = [
         Text(f"Test: {report.questions} {words.questions} that neither training nor selection saw", "bold"),
         Text(f"  {words.untrained:<17}  {score_text(before.mean, before.standard_error)}"),

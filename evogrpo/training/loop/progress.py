@@ -65,7 +65,7 @@ class KnownBest:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> Self | None:
         """Read it from a checkpoint's record; None where there was none yet."""
-        known = record.get("best")
+        known = record["best"]
         return None if known is None else cls(**declared_fields(cls, known))
 
 

@@ -331,7 +331,7 @@ class NetworkMembers:
             device=device_of(accelerator, device) or "cpu",
         )
         members = cls(networks, hp_config)
-        members.masked = bool(record.get("masked"))  # earlier versions did not say
+        members.masked = bool(record["masked"])
         return members
 
 

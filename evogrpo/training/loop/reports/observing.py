@@ -1,6 +1,6 @@
 """From a population's state to plain numbers: member reports and metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from evogrpo.history.estimates import Estimate, EvaluationCost
 from evogrpo.history.records import BaselineReport, GenerationReport, MemberReport, TestReport
 from evogrpo.history.results import BestMember, Result
 from evogrpo.training.loop.assessment.measuring import Measured
-from evogrpo.training.loop.progress import Progress
+from evogrpo.training.loop.progress import Best, Progress
 from evogrpo.training.schedule import Schedule
 
 
@@ -160,8 +160,6 @@ def result_of(
 ) -> Result:
     """Return what a run came to; see `evogrpo.history.results.Result`."""
     best = progress.best
-    lived = [] if best is None else [seat for each in progress.history for seat in each.seats]
-    members = [seat.member for seat in lived if best is not None and seat.member and seat.member.index == best.index]
     return Result(
         reason=reason,
         complete=complete,
@@ -172,15 +170,18 @@ def result_of(
         seconds=progress.seconds,
         evaluation=progress.evaluation,
         baseline=None if progress.baseline is None else estimate(progress.baseline),
-        best=None
-        if best is None
-        else BestMember(
-            index=best.index,
-            generation=best.generation,
-            fitness=estimate(best.fitness),
-            second=None if best.second is None else estimate(best.second),
-            hyperparameters=members[0].hyperparameters if members else None,
-        ),
+        best=None if best is None else _best_member(best, progress.history),
         test=test,
         run_dir=run_dir,
+    )
+
+
+def _best_member(best: Best, history: Sequence[Generation]) -> BestMember:
+    seats = (seat.member for generation in history if generation.number == best.generation for seat in generation.seats)
+    return BestMember(
+        index=best.index,
+        generation=best.generation,
+        fitness=estimate(best.fitness),
+        second=None if best.second is None else estimate(best.second),
+        hyperparameters=next(member.hyperparameters for member in seats if member and member.index == best.index),
     )
