@@ -60,11 +60,6 @@ def test_what_is_asked_for_is_taken(wanted, device):
     assert choose_precision(wanted, tiny_model(), device) == wanted
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cpu", "float32"), ("mps", "bfloat16")])
-def test_where_nothing_was_recorded_it_is_what_it_was(device, chosen):
-    assert choose_precision(None, outline(LlamaConfig, **WIDE), device) == chosen
-
-
 def test_by_default_a_cpu_takes_bfloat16_where_products_gain_enough_for_what_lies_between(monkeypatch):
     monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
     gains = speed_up(512, 2048) >= PAYS

@@ -120,7 +120,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
     parsed = {
         "model": typed(str | None, values.get("model"), "model"),
         "device": typed(str | None, values.get("device"), "device"),
-        "precision": typed(Precision | None, values.get("precision", "auto"), "precision"),
+        "precision": typed(Precision, values.get("precision", "auto"), "precision"),
         "base_parts": typed(int, values.get("base_parts", 1), "base_parts"),
         "seed": typed(int, values.get("seed", 0), "seed"),
         "run_dir": typed(str | None, values.get("run_dir"), "run_dir"),

@@ -175,7 +175,7 @@ class Config(Generic[TaskT, AgentT]):
     task: TaskT
     schedule: Schedule
     device: str | None = None
-    precision: Precision | None = "auto"
+    precision: Precision = "auto"
     base_parts: int = 1
     seed: int = 0
     run_dir: str | None = None

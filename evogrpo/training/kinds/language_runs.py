@@ -115,7 +115,6 @@ class PreparedLanguage:
 
     def _base(self) -> PreTrainedModel:
         """Load the base model in the precision that `LanguageKind.prepare` settled."""
-        assert self.config.precision is not None
         dtype: Any = self.config.precision
         if dtype not in PACKAGES:
             dtype = getattr(torch, dtype)

@@ -259,7 +259,7 @@ def refuse_words(config: AnyConfig) -> None:
             f"base_parts must be left out where task.{config.task.key} is given, as small networks have no base, got "
             f"{config.base_parts}"
         )
-    if config.precision not in ("auto", None):
+    if config.precision != "auto":
         raise ValueError(
             f"precision must be left out where task.{config.task.key} is given, as small networks are in float32, got "
             f"{config.precision!r}"

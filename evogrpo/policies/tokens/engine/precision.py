@@ -20,22 +20,21 @@ PAYS = 1.5  # how much faster products have to be: what lies between them is a q
 TOKENS, ROUNDS, SECONDS = 256, 40, 1.0
 
 
-def choose_precision(wanted: Precision | None, model: PreTrainedModel, device: str) -> Chosen:
+def choose_precision(wanted: Precision, model: PreTrainedModel, device: str) -> Chosen:
     """Return the precision of a base's weights; adapters, moments and losses are in float32 anyway.
 
     Args:
         wanted: "auto" for bfloat16 where it pays: on a GPU that computes in it; on a CPU whose products are `PAYS`
-            times as fast in it, for a model of more than `SMALL` parameters that is computed by the direct pass. None
-            for what was used before there was a choice: float32 on a CPU and bfloat16 elsewhere.
+            times as fast in it, for a model of more than `SMALL` parameters that is computed by the direct pass.
         model: The base, or its outline.
         device: Where it will be.
     """
-    if wanted is not None and wanted != "auto":
+    if wanted != "auto":
         return wanted
     if not device.startswith("cpu"):
         return "bfloat16" if not device.startswith("cuda") or torch.cuda.is_bf16_supported() else "float32"
     small = sum(weights.numel() for weights in model.parameters()) < SMALL
-    if wanted is None or small or switched_off() or anatomy(model, find_decoder(model)) is None:
+    if small or switched_off() or anatomy(model, find_decoder(model)) is None:
         return "float32"
     text = model.config.get_text_config()
     return "bfloat16" if speed_up(int(text.hidden_size), int(text.intermediate_size)) >= PAYS else "float32"
