@@ -18,6 +18,8 @@ from evogrpo.functional.losses import loss_weights, policy_loss
 from evogrpo.policies.bank import LossFunction
 from evogrpo.policies.sampler import Sampler
 from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
+from evogrpo.policies.tokens.engine.direct.decoding import DirectDecoding
 from evogrpo.randomness import generator
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, PAD
@@ -101,15 +103,15 @@ def clear(sampler: Sampler, rows: SamplingBatch, *, base: bool = False) -> Sampl
 
 def rows_run(bank: AdapterBank, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that grows, with every token that the bank writes, by how many rows are run."""
-    counts, begin = list[int](), bank.base.decode
+    counts = list[int]()
+    for kind in (DirectDecoding, CachedDecoding, PlainDecoding):
+        advance = kind.advance
 
-    def decode(*args: Any) -> Any:
-        decoding = begin(*args)
-        advance = decoding.advance
-        decoding.advance = lambda tokens: counts.append(len(tokens)) or advance(tokens)
-        return decoding
+        def counted(self: Any, tokens: Tensor, advance: Any = advance) -> Tensor:
+            counts.append(len(tokens))
+            return advance(self, tokens)
 
-    monkeypatch.setattr(bank.base, "decode", decode)
+        monkeypatch.setattr(kind, "advance", counted)
     return counts
 
 

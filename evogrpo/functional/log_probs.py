@@ -226,7 +226,7 @@ def scaled_logits(
     return scaled
 
 
-def invert_cumulative(weights: Tensor, uniforms: Tensor, block: int = 256, *, rows: Tensor | None = None) -> Tensor:
+def invert_cumulative(weights: Tensor, uniforms: Tensor, block: int = 256) -> Tensor:
     """Draw categories by inverting the cumulative distribution of a row at a given uniform number.
 
     The first category whose cumulative weight exceeds `uniform * total` is chosen, so categories of weight zero are
@@ -235,21 +235,20 @@ def invert_cumulative(weights: Tensor, uniforms: Tensor, block: int = 256, *, ro
 
     Args:
         weights: `[k, v]` at least 0, not necessarily normalised.
-        uniforms: `[n]` in [0, 1).
+        uniforms: `[k]` in [0, 1).
         block: Categories per block.
-        rows: `[n]` which row of the weights each is drawn from; None = one from each, in that order.
 
     Returns:
-        `[n]` int64 category numbers.
+        `[k]` int64 category numbers.
     """
     count, width = weights.shape
     short = -width % block
     if short:
         weights = torch.nn.functional.pad(weights, (0, short))
     blocks = weights.view(count, -1, block)
-    sums = blocks.sum(2) if rows is None else blocks.sum(2)[rows]
+    sums = blocks.sum(2)
     chosen, rest = _first_exceeding(sums, uniforms.to(weights.dtype) * sums.sum(1))
-    inside = blocks[torch.arange(count, device=weights.device) if rows is None else rows, chosen]
+    inside = blocks[torch.arange(count, device=weights.device), chosen]
     offset, _ = _first_exceeding(inside, rest)
     return chosen * block + offset
 

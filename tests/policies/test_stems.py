@@ -4,14 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from evogrpo.data import SamplingBatch, SamplingOptions
+from evogrpo.data import SamplingOptions
 from evogrpo.functional.products import filled_up
-from evogrpo.policies.tokens import generation
-from evogrpo.policies.tokens import stems as sharing
-from evogrpo.policies.tokens.stems import Stems
+from evogrpo.policies.tokens import stems
 from tests.tiny_batches import clear, different_members, make_rows, rows_run
 from tests.tiny_models import tiny_model
 
@@ -47,13 +43,13 @@ def beginnings(rows, rollout, at):
 @pytest.mark.parametrize("architecture", KNOWN)
 def test_the_same_is_written_as_row_by_row(architecture, ends, monkeypatch):
     bank = different_members(tiny_model(architecture), SIZE, eos_token_ids=ends)
-    monkeypatch.setattr(sharing, "MOST_STEMS", 0.0)
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
     rows = clear(bank, alike(tokens=10, min_new_tokens=2, temperature=0.2))
     counts = rows_run(bank, monkeypatch)
     expected = bank.sample(rows)
     apart = list(counts)
     counts.clear()
-    monkeypatch.setattr(sharing, "MOST_STEMS", 1.0)
+    monkeypatch.setattr(stems, "MOST_STEMS", 1.0)
     got = bank.sample(rows)
     for name in ("actions", "present", "truncated"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
@@ -70,11 +66,11 @@ def test_rows_go_by_themselves_once_they_have_little_in_common(monkeypatch):
     counts = rows_run(bank, monkeypatch)
     got = bank.sample(rows)
     needed = [len(beginnings(rows, got, at)) for at in range(1, 12)]
-    within = [least <= sharing.MOST_STEMS * len(rows) for least in needed]
+    within = [least <= stems.MOST_STEMS * len(rows) for least in needed]
     assert any(within)
     assert not all(within)
     assert counts == [filled_up(least) if few else len(rows) for least, few in zip(needed, within, strict=True)]
-    monkeypatch.setattr(sharing, "MOST_STEMS", 0.0)
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
     assert torch.equal(bank.sample(rows).actions, got.actions)
 
 
@@ -83,11 +79,10 @@ def test_rows_go_by_themselves_once_they_have_little_in_common(monkeypatch):
     [SamplingOptions(repetition_penalty=1.3), SamplingOptions(top_k=5), SamplingOptions(top_p=0.7, min_p=0.05)],
 )
 def test_whatever_is_asked_of_the_tokens(options, monkeypatch):
-    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", 100)  # they branch at every token all the same
     bank = different_members(tiny_model("llama"), SIZE)
     rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8), options=options))
     got = bank.sample(rows)
-    monkeypatch.setattr(sharing, "MOST_STEMS", 0.0)
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
     expected = bank.sample(rows)
     assert torch.equal(got.actions, expected.actions)
     torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
@@ -103,76 +98,99 @@ def test_greedy_rows_are_one_for_good(monkeypatch):
     assert float(rollout.log_probs.abs().max()) == 0.0
 
 
-@pytest.mark.parametrize("why", ["turns", "temperatures", "slow"])
-def test_rows_are_run_one_by_one_where_they_have_to_be(why, monkeypatch):
-    if why == "slow":
-        monkeypatch.setenv("EVOGRPO_SLOW", "1")
+def test_slow_passes_run_each_row(monkeypatch):
+    monkeypatch.setenv("EVOGRPO_SLOW", "1")
     bank = different_members(tiny_model("llama"), SIZE)
     rows = alike(tokens=5, min_new_tokens=5, temperature=0.2)
-    if why == "turns":
-        rows = replace(rows, keep=True)
-    elif why == "temperatures":
-        rows = replace(rows, temperature=rows.temperature + 0.1 * (torch.arange(len(rows)) % 2))
     counts = rows_run(bank, monkeypatch)
     bank.sample(rows)
     assert set(counts) == {len(rows)}
 
 
-# ---- where rows have come to
-
-WORDS = st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), min_size=4, max_size=24)
-
-
-@given(WORDS, st.lists(st.integers(1, 7), min_size=24, max_size=24), st.sampled_from([0.5, 1.0]))
-def test_every_row_s_stem_is_what_it_has_written(words, lengths, most):
-    """A decoding that is a list of what has been run; `branch` says how it goes on."""
-    count = len(words)
-    prompt_of = torch.arange(count) // 4
-    rows = SamplingBatch(
-        prompts=((1,),),
-        prompt_ids=torch.zeros(count, dtype=torch.long),
-        member_ids=torch.zeros(count, dtype=torch.long),
-        temperature=torch.ones(count),
-        uniforms=torch.zeros(count, 6),
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharing, "MOST_STEMS", most)
-        stems = Stems.of_prompts(prompt_of, rows)
-        if stems is None:
-            assert count < 2 * (count + 3) // 4 / most
-            return
-        ran = [(prompt,) for prompt in range(stems.run)]
-        numbers = torch.arange(count)
-        for at in range(6):
-            assert [(int(prompt_of[number]), *words[number][:at]) for number in numbers.tolist()] == [
-                ran[of] for of in stems.of.tolist()
-            ]
-            drawn = slice(0, stems.run)
-            assert stems.within(drawn)[0] == slice(0, len(numbers))
-            assert torch.equal(stems.of[stems.firsts[stems.of]], stems.of)
-            staying = torch.tensor([lengths[number] > at for number in numbers.tolist()]).nonzero()[:, 0]
-            if not len(staying):
-                return
-            tokens = torch.tensor([words[number][at] for number in numbers[staying].tolist()])
-            order, (keep, fed, after) = stems.branch(stems.of[staying], tokens, at + 1)
-            numbers = numbers[staying][order]
-            kept = ran if keep is None else [ran[of] for of in keep.tolist()]
-            ran = [(*before, token) for before, token in zip(kept, fed.tolist(), strict=True)]
-            if after is None:
-                assert ran == [(int(prompt_of[number]), *words[number][: at + 1]) for number in numbers.tolist()]
-                return
-            assert after.run == len(ran)
-            stems = after
+def test_rows_of_one_beginning_have_temperatures_of_their_own(monkeypatch):
+    bank = different_members(tiny_model("llama"), SIZE)
+    rows = alike(tokens=8, min_new_tokens=8, temperature=0.2)
+    rows = clear(bank, replace(rows, temperature=rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)))
+    got = bank.sample(rows)
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    assert torch.equal(bank.sample(rows).actions, got.actions)
 
 
-def test_copying_ends_where_it_takes_longer_than_running(monkeypatch):
-    """Of 16 rows 8 are spared at first; one stem goes apart at every token, and 9 are copied, of ever more tokens."""
-    monkeypatch.setattr(sharing, "MOST_STEMS", 1.0)
-    monkeypatch.setattr(sharing, "DEAREST", 5)
-    of = torch.arange(8).repeat_interleave(2)
-    tokens = (torch.arange(16) == 1).long()
-    stems, written = Stems(of, 8), 0
-    while stems is not None:
-        written += 1
-        _, (_, _, stems) = stems.branch(of, tokens, written)
-    assert written == 3, "9 (1 + 2) <= 5 * 8 < 9 (1 + 2 + 3)"
+def test_further_turns_resume_from_shared_beginnings(monkeypatch):
+    bank = different_members(tiny_model("llama"), SIZE)
+    rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
+    turns = []
+    for most in (1.0, 0.0):
+        monkeypatch.setattr(stems, "MOST_STEMS", most)
+        first = bank.sample(rows)
+        assert first.kept is not None
+        history = tuple((*said, 3, 4) for said in map(tuple, first.actions.tolist()))
+        turns.append(bank.sample(replace(rows, history=history, kept=first.kept)))
+    assert torch.equal(turns[0].present, turns[1].present)
+    torch.testing.assert_close(turns[0].log_probs[:, 0], turns[1].log_probs[:, 0], rtol=1e-4, atol=1e-4)
+
+
+# ---- each row comes to the stem of what it has written
+
+
+class Listed:
+    """A decoding whose hidden state is the number of a beginning, and which lists the beginnings."""
+
+    def __init__(self, rows):
+        self.rows, self.numbers, self.advances = [(row,) for row in rows.tolist()], {}, []
+
+    def start(self):
+        return self.states()
+
+    def states(self):
+        return torch.tensor([[float(self.numbers.setdefault(row, len(self.numbers)))] for row in self.rows])
+
+    def advance(self, tokens):
+        self.advances.append(len(tokens))
+        self.rows = [(*row, token) for row, token in zip(self.rows, tokens.tolist(), strict=True)]
+        return self.states()
+
+    def keep(self, rows):
+        self.rows = [self.rows[row] for row in rows.tolist()]
+
+
+def listed(prompt_of):
+    """Return a shared decoding, and the decoding of beginnings that it runs."""
+    begun = []
+
+    def begin(rows):
+        begun.append(Listed(prompt_of[rows]))
+        return begun[0]
+
+    return stems.share_beginnings(begin, prompt_of), begun[0]
+
+
+@pytest.mark.parametrize("most", [0.5, 1.0])
+def test_each_row_gets_the_hidden_state_of_what_it_has_written(most, monkeypatch):
+    """A random walk: rows choose among two tokens, and at every third step a third of them leaves."""
+    rng = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(stems, "MOST_STEMS", most)
+    prompt_of = torch.arange(24) // 6
+    decoding, beginnings = listed(prompt_of)
+    written = [(prompt,) for prompt in prompt_of.tolist()]
+    hidden = decoding.start()
+    for step in range(8):
+        assert hidden[:, 0].tolist() == [beginnings.numbers[row] for row in written]
+        if step % 3 == 2:
+            left = (torch.arange(len(written)) % 3 != 0).nonzero()[:, 0]
+            decoding.keep(left)
+            written = [written[row] for row in left.tolist()]
+        tokens = (torch.rand(len(written), generator=rng) < 0.2).long() + 1
+        hidden = decoding.advance(tokens)
+        written = [(*row, token) for row, token in zip(written, tokens.tolist(), strict=True)]
+    assert beginnings.advances[0] < 24
+
+
+@pytest.mark.parametrize(("most", "ran"), [(1, 32), (2, 24)])
+def test_copying_ends_where_it_takes_longer_than_running(most, ran, monkeypatch):
+    """Of 32 rows 16 are not run; one stem forks, so 17 are copied, and run with others as 24."""
+    monkeypatch.setattr(stems, "MOST_STEMS", 1.0)
+    monkeypatch.setattr(stems, "MOST_COPIES", most)
+    decoding, beginnings = listed(torch.arange(16).repeat_interleave(2))
+    decoding.advance((torch.arange(32) == 1).long())
+    assert beginnings.advances == [ran]

@@ -13,10 +13,11 @@ from evogrpo.functional.products import filled_up
 from evogrpo.functional.truncation import penalise_repetition, truncate
 from evogrpo.interruption import give_way
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel
-from evogrpo.policies.tokens.stems import COMPACT_BELOW, Stems
 from evogrpo.tally import Tally
 
 ROWS_OF_LOGITS = 128
+COMPACT_BELOW = 0.75
+"""Largest part of unfinished rows at which finished rows are removed, because copying keys and values takes time."""
 LOOK_EVERY = {"cpu": 1}
 """After how many tokens it is asked which rows have ended, by the kind of device: 8 where that means to wait for it."""
 
@@ -67,26 +68,24 @@ def generate(
     tally: Tally,
     pages: Pages,
     finished: Callable[[Tensor], None] | None = None,
-    stems: Stems | None = None,
 ) -> list[tuple[Tensor, Any]]:
     """Sample one completion per row until an end of sequence or until there are enough tokens.
 
     Args:
         model: The base model, working and without gradients.
-        decoding: The rows, prompts done; or what they have in common.
+        decoding: The rows, prompts done.
         rows: The same as work, on the model's device, uniforms included.
         end_ids: `[e]` token ids that end a completion.
         tally: Counts completions: those under way by their tokens, of the most that they may have.
         pages: Empty ones of these rows, which the completions are written into.
         finished: Takes the numbers of rows that are finished, at every look and as long as they are carried along.
-        stems: What of `decoding` is whose; None = each is one row's.
 
     Returns:
         Where `rows.keep` asks for it, row numbers and what was set aside of them: the prompt and all tokens but the
         last.
     """
     count, width = len(rows), rows.max_new_tokens
-    writing = _Writing(model, decoding, rows, end_ids, pages, stems)
+    writing = _Writing(model, decoding, rows, end_ids, pages)
     aside: list[tuple[Tensor, Any]] = []
 
     def set_aside(local: Tensor, numbers: Tensor, fed: int) -> None:
@@ -95,7 +94,7 @@ def generate(
         if context is not None:
             aside.append((numbers, context))
 
-    alive, looked, every = count, 0, 1 if stems is not None else LOOK_EVERY.get(model.device.type, 8)
+    alive, looked, every = count, 0, LOOK_EVERY.get(model.device.type, 8)
     for step in range(width):
         give_way()
         writing.write(step)
@@ -109,9 +108,7 @@ def generate(
             if alive == 0 or step == width - 1:
                 set_aside(torch.arange(len(carried), device=model.device), carried, step)
                 break
-            if writing.stems is not None:
-                writing.branch(step + 1)
-            elif filled_up(alive) <= COMPACT_BELOW * len(carried):
+            if filled_up(alive) <= COMPACT_BELOW * len(carried):
                 ended = (~live).nonzero()[:, 0]
                 staying = live.index_fill(0, ended[: filled_up(alive) - alive], value=True)
                 gone, left = (~staying).nonzero()[:, 0], staying.nonzero()[:, 0]
@@ -152,12 +149,10 @@ class _Writing:
         rows: The same as work.
         end_ids: `[e]` token ids that end a completion.
         pages: What the completions are written into.
-        stems: What is run for them; None = each by itself.
 
     Attributes:
         carried: `[c]` numbers of the rows that take part in the forward passes.
         live: `[c]` which of them have not ended.
-        stems: As given, or where they have come to since.
     """
 
     def __init__(
@@ -167,7 +162,6 @@ class _Writing:
         rows: SamplingBatch,
         end_ids: Tensor,
         pages: Pages,
-        stems: Stems | None,
     ) -> None:
         assert rows.uniforms is not None
         self._model, self._decoding, self._uniforms, self._pages = model, decoding, rows.uniforms, pages
@@ -177,69 +171,44 @@ class _Writing:
         self._read = None if rows.options.repetition_penalty == 1.0 else _read(rows, model.device)
         self.carried = torch.arange(len(rows), device=model.device)
         self.live = torch.ones_like(self.carried, dtype=torch.bool)
-        self.stems = stems
         self._tokens = torch.zeros_like(self.carried)
-        self._fed = self._tokens  # of what is run
         self._places = torch.arange(rows.max_new_tokens, device=model.device)
 
     def write(self, step: int) -> None:
         """Write token number `step` of each row."""
-        hidden = self._decoding.start() if step == 0 else self._decoding.advance(self._fed)
+        hidden = self._decoding.start() if step == 0 else self._decoding.advance(self._tokens)
         tokens, chosen = self._drawn(hidden, self._uniforms[self.carried, step], step)
         pages, at = self._pages, (self.carried, step)
-        pages.actions[at] = torch.where(self.live, tokens, self._model.pad_id)
+        pages.actions[at] = self._tokens = torch.where(self.live, tokens, self._model.pad_id)
         pages.log_probs[at] = torch.where(self.live, chosen, 0.0)
         pages.present[at] = self.live
         self.live &= ~torch.isin(tokens, self._end_ids)
-        self._tokens = self._fed = tokens
 
     def keep(self, rows: Tensor) -> None:
         """Go on with the given rows of those carried along alone."""
         self._decoding.keep(rows)
         self.carried, self.live, self._tokens = self.carried[rows], self.live[rows], self._tokens[rows]
-        self._fed = self._tokens
-
-    def branch(self, written: int) -> None:
-        """Let rows that have ended leave, and those go apart whose latest tokens differ."""
-        assert self.stems is not None
-        live = self.live.nonzero()[:, 0]
-        order, (keep, self._fed, stems) = self.stems.branch(self.stems.of[live], self._tokens[live], written)
-        self.carried, self._tokens = self.carried[live[order]], self._tokens[live[order]]
-        if stems is None:
-            # Rows that have ended fill them up, as they do wherever each row is run by itself.
-            ended = torch.ones(len(self._uniforms), dtype=torch.bool).index_fill(0, self.carried, value=False)
-            more = ended.nonzero()[:, 0][: filled_up(len(live)) - len(live)]
-            assert keep is not None
-            keep, self._tokens = (torch.cat([of, of[-1:].expand(len(more))]) for of in (keep, self._tokens))
-            self.carried, self._fed = torch.cat([self.carried, more]), self._tokens
-        if keep is not None:
-            self._decoding.keep(keep)
-        self.stems = stems
-        self.live = torch.arange(len(self.carried)) < len(live)
 
     def _drawn(self, hidden: Tensor, uniforms: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Return the next token of each row and its log-probability under what it is drawn from (0 for greedy rows)."""
         tokens = torch.empty(len(uniforms), dtype=torch.long, device=hidden.device)
         log_probs = torch.zeros(len(uniforms), device=hidden.device)
-        numbers = self.carried if self.stems is None else self.carried[self.stems.firsts]
-        said, forbid = self._said(numbers, step), step < self._fewest
+        said, forbid = self._said(step), step < self._fewest
         for start in range(0, len(hidden), ROWS_OF_LOGITS):
             logits = self._model.logits(hidden[start : start + ROWS_OF_LOGITS])
             for part in tiles(logits):
-                run = slice(start + part.start, start + part.stop)
-                rows, run_as = (run, None) if self.stems is None else self.stems.within(run)
-                if rows.start < rows.stop:
-                    heard = None if said is None else said[run]
-                    tokens[rows], log_probs[rows] = _drawn(
-                        logits[part], uniforms[rows], self._asked, numbers[run], forbid, heard, run_as
-                    )
+                rows = slice(start + part.start, start + part.stop)
+                heard = None if said is None else said[rows]
+                tokens[rows], log_probs[rows] = _drawn(
+                    logits[part], uniforms[rows], self._asked, self.carried[rows], forbid, heard
+                )
         return tokens, log_probs
 
-    def _said(self, numbers: Tensor, step: int) -> Tensor | None:
-        """Return what rows of these numbers have read and said; what they have not said yet, they have read."""
+    def _said(self, step: int) -> Tensor | None:
+        """Return the prompts and completions so far, `[c, w]`; filled up with tokens of the prompt."""
         if self._read is None:
             return None
-        read, said = self._read[numbers], self._pages.actions[numbers]
+        read, said = self._read[self.carried], self._pages.actions[self.carried]
         return torch.cat([read, torch.where(self._places < step, said, read[:, :1])], dim=1)
 
 
@@ -250,18 +219,16 @@ def _drawn(
     numbers: Tensor,
     forbid: bool,
     said: Tensor | None,
-    rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Draw tokens as `_Writing._drawn` does, given logits, which are overwritten.
 
     Args:
         logits: `[r, v]`.
-        uniforms: `[n]` in [0, 1).
+        uniforms: `[r]` in [0, 1).
         asked: What is asked of the tokens.
-        numbers: `[r]` of the rows that have come there.
+        numbers: `[r]` of the rows.
         forbid: Whether ends are ruled out.
         said: `[r, w]` what these have read and said, where it matters.
-        rows: `[n]` which logits each token is drawn from; None = one from each.
     """
     options, heat, greedy = asked.options, asked.heat[numbers], asked.greedy[numbers]
     if said is not None:
@@ -269,17 +236,15 @@ def _drawn(
     forbidden = torch.ones_like(greedy) if forbid else None
     scaled = scaled_logits(logits, heat if asked.heated else None, forbidden, asked.end_ids)
     if asked.all_greedy:
-        likeliest = scaled.argmax(1)
-        return likeliest if rows is None else likeliest[rows], torch.zeros(len(uniforms), device=logits.device)
+        return scaled.argmax(1), torch.zeros(len(uniforms), device=logits.device)
     # Where the largest is costs three times as much as how large it is.
     best = scaled.argmax(1) if asked.any_greedy else None
     largest = scaled.amax(1)
     if not options.whole:
         scaled = truncate(scaled, top_k=options.top_k, top_p=options.top_p, min_p=options.min_p)
     weights = scaled.sub_(largest[:, None]).exp_()
-    drawn = invert_cumulative(weights, uniforms, rows=rows)
+    drawn = invert_cumulative(weights, uniforms)
     drawn = drawn.clamp(max=weights.shape[1] - 1)  # a row of NaN points past the end
-    own, total = torch.arange(len(weights), device=weights.device) if rows is None else rows, weights.sum(1)
-    tokens = drawn if best is None else torch.where(greedy[own], best[own], drawn)
-    chance = weights[own, drawn] / total[own]
-    return tokens, torch.where(greedy[own], 0.0, chance.log())
+    tokens = drawn if best is None else torch.where(greedy, best, drawn)
+    chance = weights.gather(1, drawn[:, None])[:, 0] / weights.sum(1)
+    return tokens, torch.where(greedy, 0.0, chance.log())

@@ -13,7 +13,6 @@ from evogrpo.finished import listened, tell
 from evogrpo.policies.tokens.engine.token_model import Decoding, TokenModel, check_context
 from evogrpo.policies.tokens.generation import Pages, generate
 from evogrpo.policies.tokens.micro_batches import lexsort, share_prefixes
-from evogrpo.policies.tokens.stems import Stems
 from evogrpo.policies.tokens.weights.weights import Route, Weights
 from evogrpo.tally import Tally
 
@@ -172,7 +171,7 @@ class _Sampling:
             pages.told[new] = True
 
         try:
-            decoding, stems = self._fresh(part) if kept is None else (self._resumed(part, kept), None)
+            decoding = self._fresh(part) if kept is None else self._resumed(part, kept)
             aside = generate(
                 self.model,
                 decoding,
@@ -181,7 +180,6 @@ class _Sampling:
                 self.tally,
                 pages,
                 finished if self.hearing else None,
-                stems,
             )
             rollout = pages.rollout(slice(None), self.end_ids, exact=exact)
             return [_Piece(numbers=wave, rollout=rollout, aside=aside)]
@@ -194,15 +192,12 @@ class _Sampling:
         pieces = [piece for half in wave[~told].chunk(2) for piece in self.wave(rows, half, kept)]
         return [done, *pieces] if len(done.numbers) else pieces
 
-    def _fresh(self, rows: SamplingBatch) -> tuple[Decoding, Stems | None]:
-        """Begin with rows whose prompts have not been run: each runs once per member, and so may what follows it."""
+    def _fresh(self, rows: SamplingBatch) -> Decoding:
+        """Begin with rows whose prompts have not been run: each runs once per member."""
         pairs, prefix_of = share_prefixes(rows.member_ids, rows.prompt_ids)
         prompts, slots = [rows.prompts[prompt] for _, prompt in pairs], [member for member, _ in pairs]
         prefix = self.model.prefix(prompts, slots, self.route)
-        stems = Stems.of_prompts(prefix_of, rows) if self.model.branches else None
-        run = torch.arange(len(prefix_of), device=self.model.device) if stems is None else stems.firsts
-        decoding = self.model.decode(prefix, prefix_of[run], rows.member_ids[run], rows.max_new_tokens - 1, self.route)
-        return decoding, stems
+        return self.model.decode(prefix, prefix_of, rows.member_ids, rows.max_new_tokens - 1, self.route)
 
     def _resumed(self, rows: SamplingBatch, kept: KeptRows) -> Decoding:
         """Begin with rows of which everything but their latest tokens has been run."""

@@ -1,97 +1,89 @@
-"""Rows that have written the same so far are run as one, and go apart where their next tokens differ."""
+"""Decoding that runs rows with equal beginnings as one row, until their next tokens differ."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from evogrpo.data import SamplingBatch
 from evogrpo.functional.products import filled_up
+from evogrpo.policies.tokens.engine.token_model import Decoding
 
 COMPACT_BELOW = 0.75
-"""Copying keys and values pays when at least a quarter of what they are of is not needed any more."""
+"""Largest part of the rows in use at which the others are removed, because copying keys and values takes time."""
 
 MOST_STEMS = 0.5
-"""How many stems there may be for each row: beyond that each had better be run by itself, equally many of a prompt."""
+"""Largest number of distinct beginnings per row; with more of them each row runs by itself."""
 
-DEAREST = 50
-"""Tokens whose keys and values may be copied for each that is not run, which takes far longer than to copy one."""
+MOST_COPIES = 50
+"""Largest number of tokens whose keys and values are copied per token that is not run."""
 
 
-class Stems:
-    """What rows that are being written have in common: the beginnings that are run, and whose they are.
+def share_beginnings(begin: Callable[[Tensor], Decoding], prompt_of: Tensor) -> Decoding:
+    """Return the decoding of rows that continue prompt number `prompt_of[i]`, `[n]`, sorted.
 
     Args:
-        of: `[c]` which stem each row has come to, sorted.
-        run: How many there are; some may be no row's any more.
-        copied: Tokens whose keys and values have been copied so far.
-        spared: Tokens that need not have been run.
+        begin: Begins the decoding of some of the rows, given their numbers.
+        prompt_of: Rows of one prompt act with the same weights.
+    """
+    prompts, of = torch.unique_consecutive(prompt_of, return_inverse=True)
+    if len(prompts) > MOST_STEMS * len(of):
+        return begin(torch.arange(len(of), device=of.device))
+    firsts = torch.searchsorted(of, torch.arange(len(prompts), device=of.device))
+    return _SharedDecoding(begin(firsts), of, len(prompts))
 
-    Attributes:
-        of: As given.
-        run: As given.
-        firsts: `[run]` the first row of each stem, or any where it has none.
+
+class _SharedDecoding:
+    """See `evogrpo.policies.tokens.engine.token_model.Decoding`.
+
+    Args:
+        decoding: Decoding of the distinct beginnings (stems).
+        of: `[n]` stem of each row.
+        run: Number of stems.
     """
 
-    def __init__(self, of: Tensor, run: int, *, copied: int = 0, spared: int = 0) -> None:
-        self.of, self.run, self._copied, self._spared = of, run, copied, spared
-        bounds = torch.searchsorted(of, torch.arange(run + 1, device=of.device))
-        self.firsts, self._bounds = bounds[:-1].clamp(max=len(of) - 1), bounds.tolist()
+    def __init__(self, decoding: Decoding, of: Tensor, run: int) -> None:
+        self._decoding, self._run = decoding, run
+        self._of: Tensor | None = of  # None = each row runs by itself
+        self._tokens = self._copied = self._spared = 0
 
-    @classmethod
-    def of_prompts(cls, prompt_of: Tensor, rows: SamplingBatch) -> "Stems | None":
-        """Return the stems of rows `[n]` that have written nothing; None where each had better be run by itself.
+    def start(self) -> Tensor:
+        """Return the hidden states of the prompts' last tokens."""
+        return self._each(self._decoding.start())
 
-        Args:
-            prompt_of: `[n]` which prompt of which member each continues, sorted.
-            rows: The rows. Where they are going to be set aside for further turns, each is run by itself.
-        """
-        stems = cls(prompt_of, int(prompt_of[-1]) + 1)
-        alike = bool((rows.temperature[stems.firsts][prompt_of] == rows.temperature).all())
-        return stems if alike and not rows.keep and stems.run <= MOST_STEMS * len(prompt_of) else None
-
-    def within(self, run: slice) -> tuple[slice, Tensor]:
-        """Return the rows of some neighbouring stems, and `[.]` which of these each has come to."""
-        rows = slice(self._bounds[run.start], self._bounds[run.stop])
-        return rows, self.of[rows] - run.start
-
-    def branch(self, of: Tensor, tokens: Tensor, written: int) -> "tuple[Tensor, Branches]":
-        """Go on by one token of every row that has not ended.
-
-        Args:
-            of: `[c]` which stem each has come to, sorted.
-            tokens: `[c]` its next token.
-            written: How many tokens there have been.
-
-        Returns:
-            `[c]` the order in which rows are sorted by where they come to, and how they go on.
-        """
-        pairs, branch_of = torch.unique(of << 32 | tokens, return_inverse=True)
+    def advance(self, tokens: Tensor) -> Tensor:
+        """Run one more token of each row; rows of one stem with different tokens come to different stems."""
+        if self._of is None:
+            return self._decoding.advance(tokens)
+        pairs, pair_of = torch.unique(self._of << 32 | tokens, return_inverse=True)
         parents, nexts = pairs >> 32, pairs & (1 << 32) - 1
-        order = branch_of.argsort(stable=True)
-        branch_of = branch_of[order]
         forked = bool((parents[1:] == parents[:-1]).any())
-        copied, spared = self._copied + forked * len(pairs) * written, self._spared + len(of) - self.run
-        if len(pairs) > MOST_STEMS * len(of) or copied > DEAREST * spared:
-            return order, Branches(parents[branch_of], nexts[branch_of], None)
-        if not forked and filled_up(len(pairs)) > COMPACT_BELOW * self.run:
-            fed = tokens.new_zeros(self.run).index_copy(0, parents, nexts)
-            return order, Branches(None, fed, Stems(parents[branch_of], self.run, copied=copied, spared=spared))
-        more = filled_up(len(pairs)) - len(pairs)
-        keep, fed = (torch.cat([part, part[-1:].expand(more)]) for part in (parents, nexts))
-        return order, Branches(keep, fed, Stems(branch_of, len(keep), copied=copied, spared=spared))
+        self._tokens += 1
+        self._copied += forked * len(pairs) * self._tokens
+        self._spared += len(self._of) - self._run
+        if len(pairs) > MOST_STEMS * len(self._of) or self._copied > MOST_COPIES * self._spared:
+            self._decoding.keep(self._of)
+            self._of = None
+            return self._decoding.advance(tokens)
+        if forked or filled_up(len(pairs)) <= COMPACT_BELOW * self._run:
+            more = filled_up(len(pairs)) - len(pairs)  # copies of the last stem
+            parents, nexts = (torch.cat([part, part[-1:].expand(more)]) for part in (parents, nexts))
+            self._decoding.keep(parents)
+            self._of, self._run = pair_of, len(parents)
+        else:
+            nexts = tokens.new_zeros(self._run).index_copy(0, parents, nexts)  # a stem without rows gets any token
+        return self._each(self._decoding.advance(nexts))
 
+    def keep(self, rows: Tensor) -> None:
+        """Continue with the given rows only."""
+        if self._of is None:
+            self._decoding.keep(rows)
+        else:
+            self._of = self._of[rows]
 
-class Branches(NamedTuple):
-    """How stems go on.
+    def set_aside(self, rows: Tensor, real: Tensor) -> Any:
+        """Return what the given rows can be resumed from."""
+        return self._decoding.set_aside(rows if self._of is None else self._of[rows], real)
 
-    Attributes:
-        keep: `[r]` which of those that were run go on, one that goes apart several times, further ones that no row
-            needs as copies of the last; None = all as they are.
-        tokens: `[r]` the next token of each.
-        stems: Where rows have come to; None = every row goes on by itself.
-    """
-
-    keep: Tensor | None
-    tokens: Tensor
-    stems: Stems | None
+    def _each(self, hidden: Tensor) -> Tensor:
+        return hidden if self._of is None else hidden[self._of]

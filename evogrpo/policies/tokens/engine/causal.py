@@ -31,6 +31,7 @@ from evogrpo.policies.tokens.engine.probes import (
     find_decoder,
 )
 from evogrpo.policies.tokens.engine.token_model import Decoding
+from evogrpo.policies.tokens.stems import share_beginnings
 from evogrpo.policies.tokens.weights.low_rank import RoutedAdapters
 from evogrpo.policies.tokens.weights.weights import Route, View
 from evogrpo.warnings import warn
@@ -135,14 +136,6 @@ class CausalModel:
         """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
         dtype = next(self.model.parameters()).dtype
         return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
-
-    @property
-    def branches(self) -> bool:
-        """Whether rows go apart at little cost: by the direct pass, on CPUs.
-
-        Other passes copy prompts' keys with a row's own.
-        """
-        return self._direct is not None and self.device.type == "cpu"
 
     @property
     def direct(self) -> bool:
@@ -325,7 +318,14 @@ class CausalModel:
         if isinstance(prefix, Prompts):
             return PlainDecoding(self.run, prefix, rows, slots, route)
         if self._direct is not None:
-            return DirectDecoding(self._direct, prefix, rows, slots, room, route)
+            passes = self._direct
+
+            def begin(some: Tensor) -> Decoding:
+                return DirectDecoding(passes, prefix, rows[some], slots[some], room, route)
+
+            if self.device.type == "cpu":
+                return share_beginnings(begin, rows)
+            return begin(torch.arange(len(rows), device=self.device))
         return CachedDecoding(self.run, prefix, rows, slots, room, route)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -61,11 +61,6 @@ class TokenModel(Protocol[P]):
         """Whether sampling and scoring agree up to rounding in float32."""
         ...
 
-    @property
-    def branches(self) -> bool:
-        """Whether rows that have written the same so far had better be run as one, and go apart later."""
-        ...
-
     def working(self) -> AbstractContextManager[None]:
         """Make the model ready; all calls below happen inside, and leaving it puts everything back."""
         ...
