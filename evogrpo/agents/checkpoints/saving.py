@@ -266,7 +266,7 @@ def _member_record(agent: "Agent") -> dict[str, Any]:
 
 def _restore(agent: "Agent", member: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Give an agent all that was saved of one, or change nothing; it stays in its own slot."""
-    counters = vars(_Counters(**declared_fields(_Counters, {n: member[n] for n in COUNTERS if n in member})))
+    counters = vars(_Counters(**declared_fields(_Counters, {name: member[name] for name in COUNTERS})))
     hyperparameters = Hyperparameters.from_json(member["hyperparameters"])
     fitness = None if member["scores"] is None else Fitness.from_json(member["scores"])
     agent.load_state(tensors)
