@@ -14,13 +14,13 @@ from evogrpo.config.synonyms import hint
 
 T = TypeVar("T")
 
-MOST_LISTED = 60  # more names than that hide the nearest one
-LARGEST = 1e38  # what float32, in which members compute, holds with room to spare
+MOST_LISTED = 60  # a longer list would hide the hint
+LARGEST = 1e38  # members compute in float32
 MOST_COUNTED = 10**15
-"""The most of what is only counted, never looped over."""
+"""Largest number that is only counted, never looped over."""
 MOST_SEED = 2**63 - 1
-"""The largest seed."""
-_LARGEST_WHOLE = 10**300  # a float holds it, so that it can be compared with others
+"""Largest seed."""
+_LARGEST_WHOLE = 10**300  # fits into a float
 
 
 def unknown_name_error(kind: str, name: object, valid: Iterable[str]) -> ValueError:
@@ -48,7 +48,7 @@ def refuse_unknown(kind: str, names: Iterable[object], valid: Iterable[str]) -> 
 
 
 def finite_number(what: str, value: object) -> float:
-    """Return `value` as a plain int or float, or raise ValueError naming `what` if it is no finite real number."""
+    """Return `value` as a plain int or float, or raise ValueError if it is not a finite real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         # YAML 1.1 reads 1e-4, without a dot, as text.
         remedy = ". In YAML write 1.0e-4, with the dot" if re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", str(value)) else ""
@@ -61,10 +61,10 @@ def finite_number(what: str, value: object) -> float:
 
 
 def single_number(what: str, value: object) -> float:
-    """Return `value` as a plain float, or raise ValueError naming `what` if it is none that float32 can hold."""
+    """Return `value` as a plain float, or raise ValueError if it does not fit into float32."""
     number = float(finite_number(what, value))
     if abs(number) > LARGEST:
-        raise ValueError(f"{what} must be at most {LARGEST:g} in size, got {number:g}: float32 holds no more")
+        raise ValueError(f"{what} must be at most {LARGEST:g} in size, got {number:g}: float32 cannot hold it")
     return number
 
 
@@ -80,9 +80,9 @@ def whole_number(what: str, value: object) -> int:
 
 
 def whole_between(what: str, value: object, least: int, most: int = MOST_COUNTED) -> int:
-    """Return `value` as a plain int, or raise ValueError naming `what` if it is none or lies outside [least, most].
+    """Return `value` as a plain int, or raise ValueError if it is not an integer in [least, most].
 
-    Whatever is looped over or allocated has a most: a number of that size is a slip, and would look like a hang.
+    The bound catches typing errors in numbers that are looped over or allocated, which would look like a hang.
     """
     number = whole_number(what, value)
     if number < least:
@@ -93,14 +93,14 @@ def whole_between(what: str, value: object, least: int, most: int = MOST_COUNTED
 
 
 def flag(what: str, value: object) -> bool:
-    """Return `value`, or raise ValueError naming `what` if it is neither True nor False."""
+    """Return `value`, or raise ValueError if it is neither True nor False."""
     if not isinstance(value, bool):
         raise ValueError(f"{what} must be True or False, got {value!r:.80}")
     return value
 
 
 def instance(what: str, value: object, kind: type[T], example: str) -> T:
-    """Return `value`, or raise ValueError naming `what` and an example if it is no instance of `kind`."""
+    """Return `value`, or raise ValueError with an example if it is not an instance of `kind`."""
     if not isinstance(value, kind):
         title = getattr(kind, "__name__", str(kind))
         article = "an" if title[0] in "AEIOU" else "a"
@@ -111,27 +111,25 @@ def instance(what: str, value: object, kind: type[T], example: str) -> T:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-MOST_WHOLE, LARGEST = 2**63 - 1, 1e150  # what its square can still be computed of
+MOST_WHOLE, LARGEST_STORED = 2**63 - 1, 1e150  # its square is finite
 
 
 def declared_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a record, if each is what the record declares.
+    """Return the keyword arguments of a record after checking each against its declared type.
 
     Args:
-        kind: A dataclass, whose fields are declared as numbers, text, flags, sequences and mappings of these, and other
-            classes.
-        values: By field; what is a class by declaration has been made one already.
+        kind: A dataclass with fields of numbers, text, flags, sequences and mappings of these, and other classes.
+        values: Values by field; those of other classes are already instances.
 
     Raises:
-        ValueError: If a name is unknown or missing, or a value is of another type, or no number that can be counted
-            with.
+        ValueError: If a name is unknown or missing, or a value is of another type or too large.
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     refuse_unknown(f"field of {kind.__name__}", values, fields)
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and name not in values:
-            raise ValueError(f"{kind.__name__} must have {name}, which is missing")
+            raise ValueError(f"{kind.__name__} must have {name}")
     hints = _hints(kind)
     for name, value in values.items():
         if not fits(hints[name], value):
@@ -141,14 +139,14 @@ def declared_fields(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fits(hint: Any, value: object) -> bool:
-    """Tell whether a value is what a type says; whole numbers of at most 64 bits, others not beyond `LARGEST`."""
+    """Return True if a value has a type; integers have at most 64 bits, floats a size of at most 1e150."""
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST_WHOLE
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_STORED
     if origin in (Union, types.UnionType):
         return any(fits(arm, value) for arm in arguments)
     if origin is Literal:
@@ -181,8 +179,9 @@ def lists_options(names: Iterable[str], *records: type) -> Callable[[F], F]:
     `help` and the documentation then show each option with its default.
 
     Args:
-        names: The options.
-        records: Dataclasses; the first that has a field of an option's name gives its default. None otherwise.
+        names: Names of the options.
+        records: Dataclasses whose fields give the defaults; the first with a field of that name counts. Without one
+            the default is None.
     """
     found = {
         field.name: field.default
@@ -203,7 +202,7 @@ def lists_options(names: Iterable[str], *records: type) -> Callable[[F], F]:
 
 
 def names_unknown(function: F) -> F:
-    """Decorate a function so that an unknown keyword is answered with a ValueError that names the one meant."""
+    """Decorate a function so that an unknown keyword raises a ValueError with a hint."""
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name not in ("self", "cls")]
     title = function.__qualname__.removesuffix(".__init__")

@@ -1,4 +1,4 @@
-"""The hyperparameters of one member: names, types and legal values."""
+"""Hyperparameters of one member: names, types and legal values."""
 
 import dataclasses
 import math
@@ -12,28 +12,28 @@ from evogrpo.config.loss_types import ADVANTAGES, LOSS_TYPES, AdvantageType, Los
 __all__ = ["CATEGORIES", "HYPERPARAMETER_NAMES", "Hyperparameters", "Value", "is_categorical", "is_integer"]
 
 Value = int | float | str | None
-"""What a hyperparameter can be: a number, a name, or None where its meaning says so."""
+"""Value of a hyperparameter: a number, a name, or None where that has a meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
-    """What evolution may change between generations: one frozen record per member.
+    """Hyperparameters that evolution may change between generations: one frozen record per member.
 
     Attributes:
-        lr: AdamW step size, greater than 0.
-        clip_coef: Half-width of the trust region on the probability ratio, in (0, 1).
+        lr: AdamW learning rate, greater than 0.
+        clip_coef: Half-width of the clipping interval of the probability ratio, in (0, 1).
         group_size: Completions (episodes) per initial state, from 2 to 1,000,000.
-        beta: Weight of the KL to the reference, at least 0; 0 costs no reference pass.
-        temperature: Divides the logits while sampling and learning, at least 1e-6. Fitness is measured greedily.
+        beta: Weight of the KL to the reference policy, at least 0; with 0 there is no reference pass.
+        temperature: Divisor of the logits while sampling and learning, at least 1e-6. Fitness is measured greedily.
         update_epochs: Passes over each learning step's samples, from 1 to 10,000.
-        max_grad_norm: Bound on the member's gradient norm, greater than 0. AdamW divides by the gradient's own size:
-            where the bound always holds, changing it changes next to nothing.
+        max_grad_norm: Bound on the member's gradient norm, greater than 0. AdamW divides by the gradient's size, so the
+            bound has almost no effect if it applies at every step.
         batch_size: Samples (transitions for small networks) per optimizer step, at least 1.
-        clip_low: The lower half-width apart, in (0, 1]; None = `clip_coef`. 1 means no lower bound.
-        clip_high: The upper half-width apart, greater than 0; None = `clip_coef`.
-        entropy_coef: Weight of the policy's entropy, in nats, as a bonus; at least 0.
+        clip_low: Half-width below a ratio of 1, in (0, 1]; None = `clip_coef`. 1 means no lower bound.
+        clip_high: Half-width above a ratio of 1, greater than 0; None = `clip_coef`.
+        entropy_coef: Weight of the entropy bonus, in nats, at least 0.
         advantage_clip: Bound on the size of advantages, greater than 0; None = no bound.
-        gamma: Discount per action of the rewards ahead, in [0, 1]; a completion's reward stands at its last action.
+        gamma: Discount per action of later rewards, in [0, 1]; a completion's reward belongs to its last action.
         loss_type: One of `LossType`; None = the objective's.
         advantage: One of `AdvantageType`; None = the objective's.
 
@@ -63,22 +63,22 @@ class Hyperparameters:
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
-        """The half-widths below and above a ratio of 1: `clip_low` and `clip_high`, `clip_coef` where they are None."""
+        """Half-widths below and above a ratio of 1: `clip_low` and `clip_high`, or `clip_coef` where they are None."""
         return (
             self.clip_coef if self.clip_low is None else self.clip_low,
             self.clip_coef if self.clip_high is None else self.clip_high,
         )
 
     def number(self, name: str) -> float:
-        """Return the value of a numeric hyperparameter; for None, the number that it stands for.
+        """Return the value of a numeric hyperparameter, or the number that None means.
 
-        That is `clip_coef` for `clip_low` and `clip_high`, and infinity for `advantage_clip`.
+        None means `clip_coef` for `clip_low` and `clip_high`, and infinity for `advantage_clip`.
 
         Raises:
             ValueError: If `name` is unknown or not numeric.
         """
         if is_categorical(name):
-            raise ValueError(f"{name} is a name and stands for no number")
+            raise ValueError(f"{name} is a name, not a number")
         value = getattr(self, name)
         if value is not None:
             return float(value) if isinstance(value, float) else int(value)
@@ -96,21 +96,21 @@ class Hyperparameters:
 
 
 HYPERPARAMETER_NAMES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Hyperparameters))
-"""The names of all hyperparameters, in the order of their fields."""
+"""Names of all hyperparameters, in the order of their fields."""
 CATEGORIES: Mapping[str, tuple[str, ...]] = {"loss_type": tuple(LOSS_TYPES), "advantage": tuple(ADVANTAGES)}
-"""The hyperparameters that are names, and the names that each may be."""
+"""Values of the hyperparameters that are names."""
 _INTEGER_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.type is int)
 _OPTIONAL_NAMES = frozenset(field.name for field in dataclasses.fields(Hyperparameters) if field.default is None)
 
 
 def is_integer(name: str) -> bool:
-    """Say whether the hyperparameter `name` takes whole numbers only; raises ValueError if there is none."""
+    """Return True if a hyperparameter takes integers only; raise ValueError if there is none of this name."""
     refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
     return name in _INTEGER_NAMES
 
 
 def is_categorical(name: str) -> bool:
-    """Say whether the hyperparameter `name` takes names, without order; raises ValueError if there is none."""
+    """Return True if a hyperparameter takes names; raise ValueError if there is none of this name."""
     refuse_unknown("hyperparameter", [name], HYPERPARAMETER_NAMES)
     return name in CATEGORIES
 
@@ -130,7 +130,7 @@ def checked_value(name: str, value: object) -> Any:
     number: float = whole_number(name, value) if is_integer(name) else single_number(name, value)
     rule, legal = _rule(name, number)
     if not legal:
-        reason = ": a lone completion has no group to be compared with" if name == "group_size" else ""
+        reason = ": a single completion cannot be compared with its group" if name == "group_size" else ""
         raise ValueError(f"{name} must {rule}, got {number}{reason}")
     if number > _MOST_OF.get(name, math.inf):
         raise ValueError(f"{name} must be at most {_MOST_OF[name]:,}, got {number:,}")
@@ -138,12 +138,12 @@ def checked_value(name: str, value: object) -> Any:
 
 
 _MOST_OF: Mapping[str, int] = {"group_size": 1_000_000, "update_epochs": 10_000, "batch_size": 10**9}
-"""The most of what is looped over: more is a slip, and would look like a hang."""
-COLDEST = 1e-6  # colder, logits over temperature leave float32
+"""Bounds of numbers that are looped over; larger ones are typing errors and would look like a hang."""
+MIN_TEMPERATURE = 1e-6  # below it, logits / temperature overflow float32
 
 
 def _rule(name: str, number: float) -> tuple[str, bool]:
-    """Return the rule for a number, in words, and whether it is kept."""
+    """Return the rule for a number in words, and True if the number follows it."""
     match name:
         case "clip_coef":
             return "lie in (0, 1)", 0 < number < 1
@@ -152,7 +152,7 @@ def _rule(name: str, number: float) -> tuple[str, bool]:
         case "gamma":
             return "lie in [0, 1]", 0 <= number <= 1
         case "temperature":
-            return ("be greater than 0", False) if number <= 0 else (f"be at least {COLDEST:g}", number >= COLDEST)
+            return f"be at least {MIN_TEMPERATURE:g}", number >= MIN_TEMPERATURE
         case "group_size":
             return "be at least 2", number >= 2
         case "beta" | "entropy_coef":

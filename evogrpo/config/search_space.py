@@ -24,30 +24,30 @@ __all__ = [
 ]
 
 Scale = Literal["linear", "log"]
-"""How steps in a range are measured."""
+"""Scale on which steps in a range are measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLParameter:
-    """The values one hyperparameter may take: a range (`min` and `max`), a ladder of numbers or a set of names.
+    """Values that one hyperparameter may take: a range (`min` and `max`), a ladder of numbers or a set of names.
 
     Attributes:
         min: Smallest value of the range.
         max: Largest value of the range.
         scale: "log" multiplies or divides by `factor`; "linear" adds or subtracts (`factor` - 1) times the range.
-        choices: At least two distinct values, instead of a range. Numbers are a ladder, stored in ascending order:
-            mutation climbs it, one rung or a few. Names have no order: mutation takes any other one.
-        factor: The size of every mutation on a range, greater than 1: with 1.2 a log step is x1.2 or /1.2 and a linear
-            step is a fifth of the range, and nothing else. By default steps are about a fifth of the range on its
-            scale, adapt, and now and then the whole range is drawn from; see `Mutation`.
-        founders: Part of the range, (low, high), that the members of a first population are spread over; all of it by
-            default. Mutation may leave it.
-        when: The values of other hyperparameters without which this one changes nothing, by name, such as
-            {"loss_type": ["grpo", "dapo"]}: where a member has others, it is neither drawn nor mutated, and no
-            difference. None is a value of its own: what the objective says. By default it always counts.
+        choices: At least two distinct values, instead of a range. Numbers form a ladder in ascending order; mutation
+            moves one or a few rungs. Names have no order; mutation takes any other one.
+        factor: Size of every mutation on a range, greater than 1. With 1.2 a log step is x1.2 or /1.2, and a linear
+            step is a fifth of the range. By default steps start at about a fifth of the range on its scale and adapt,
+            and some mutations draw from the whole range; see `Mutation`.
+        founders: Part of the range, (low, high), over which the members of a first population are spread; by default
+            all of it. Mutation may leave it.
+        when: Condition under which this hyperparameter has an effect: required values of others by name, such as
+            {"loss_type": ["grpo", "dapo"]}. Members that do not meet it neither draw nor mutate it, and do not differ
+            by it. None as a value means the objective's. By default there is no condition.
 
     Raises:
-        ValueError: If the fields do not describe a range, a ladder or a set as above.
+        ValueError: If the fields do not describe a range, a ladder or a set.
     """
 
     min: float | None = None
@@ -63,7 +63,7 @@ class RLParameter:
         if self.factor is not None:
             object.__setattr__(self, "factor", single_number("factor", self.factor))
             if self.factor <= 1:
-                raise ValueError(f"factor must be greater than 1, got {self.factor}: a step of factor 1 would not move")
+                raise ValueError(f"factor must be greater than 1, got {self.factor}")
         if self.when is not None:
             object.__setattr__(self, "when", checked_condition(self.when))
         if self.choices is None:
@@ -80,7 +80,7 @@ class RLParameter:
         object.__setattr__(self, "min", low)
         object.__setattr__(self, "max", high)
         if not low < high:
-            raise ValueError(f"min must be below max, got min={self.min}, max={self.max}: leave out what stays fixed")
+            raise ValueError(f"min must be below max, got min={self.min}, max={self.max}: leave out what is fixed")
         if self.scale == "log" and low <= 0:
             raise ValueError(f'scale="log" needs min greater than 0, got {self.min}: use choices to include 0')
         if self.founders is not None:
@@ -101,7 +101,7 @@ class RLParameter:
         if tuple(given.values()) != (None, None, "linear", None, None):
             raise ValueError(
                 "an RLParameter with choices takes no min, max, scale, factor or founders, got "
-                f"{', '.join(f'{name}={value!r}' for name, value in given.items())}: a mutation takes another of them"
+                f"{', '.join(f'{name}={value!r}' for name, value in given.items())}"
             )
         if isinstance(choices, str) or not isinstance(choices, Iterable):
             raise ValueError(f"choices must be a list of numbers or of names, got {choices!r}")
@@ -115,17 +115,17 @@ class RLParameter:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names to choose from; empty for numbers."""
+        """Names to choose from; empty for numbers."""
         return tuple(value for value in self.choices or () if isinstance(value, str))
 
     @property
     def ladder(self) -> tuple[float, ...]:
-        """The numbers to choose from, ascending; empty for a range and for names."""
+        """Numbers to choose from, ascending; empty for a range and for names."""
         return tuple(value for value in self.choices or () if not isinstance(value, str))
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The smallest and the largest number; raises ValueError for names, which have no order."""
+        """Smallest and largest number; raises ValueError for names, which have no order."""
         if self.names:
             raise ValueError(f"names have no bounds, got choices {list(self.names)}")
         if self.ladder:
@@ -135,19 +135,19 @@ class RLParameter:
 
     @property
     def condition(self) -> Mapping[str, tuple[Value, ...]]:
-        """What other hyperparameters must be for this one to count, by name; empty where it always does."""
+        """Values that other hyperparameters must have for this one to have an effect, by name."""
         return {name: values for name, values in (self.when or {}).items() if isinstance(values, tuple)}
 
     @property
     def extent(self) -> str:
-        """What it may be, in words."""
+        """Description of the values, for messages."""
         if self.choices is not None:
             return f"choices {list(self.choices)}"
         low, high = self.bounds
         return f"range [{low:g}, {high:g}]"
 
     def closest(self, value: float | str) -> float | str | None:
-        """Return the value that it may take which is closest to `value`: itself inside; None for an unknown name."""
+        """Return the closest possible value, or None for an unknown name."""
         if isinstance(value, str):
             return value if value in self.names else None
         low, high = self.bounds
@@ -170,17 +170,16 @@ class RLParameter:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build from fields by name; raises ValueError if a field is unknown or refused."""
+        """Build from fields by name; raise ValueError if one is unknown or refused."""
         refuse_unknown("field of RLParameter", values, [each.name for each in dataclasses.fields(cls)])
         return cls(**values)
 
 
 def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
-    """Return a condition with its values as tuples; raises ValueError if a name or a value is none of that name."""
+    """Return a condition with its values as tuples; raise ValueError if a name or a value is unknown."""
     if not isinstance(when, Mapping) or not when:
         raise ValueError(
-            f"when must name hyperparameters and the values that they need, such as {{'loss_type': ['grpo']}}, got "
-            f"{when!r:.80}"
+            f"when must map hyperparameters to required values, such as {{'loss_type': ['grpo']}}, got {when!r:.80}"
         )
     refuse_unknown("hyperparameter", when, HYPERPARAMETER_NAMES)
     condition = {}
@@ -193,13 +192,13 @@ def checked_condition(when: object) -> dict[str, tuple[Value, ...]]:
 
 
 SEARCHED = ("lr", "clip_coef", "group_size", "update_epochs")
-"""What evolves where a caller leaves open what does: what decides most, and has no value that is good everywhere."""
+"""Hyperparameters that evolve by default: those with the largest effect and no value that is good for all tasks."""
 
 _COMMON = {
     "clip_coef": RLParameter(min=0.1, max=0.4, scale="log"),  # RL Zoo: 0.1 to 0.4; PPO's paper 0.1 to 0.3
     "clip_low": RLParameter(min=0.1, max=0.4, scale="log"),
     "clip_high": RLParameter(min=0.1, max=0.6, scale="log"),  # DAPO: 0.28 beside 0.2
-    "group_size": RLParameter(min=4, max=32),  # TRL: 8; DeepSeekMath: 64. Its divisors of a learning step's samples
+    "group_size": RLParameter(min=4, max=32),  # TRL: 8; DeepSeekMath: 64. Only divisors of samples_per_step
     "beta": RLParameter(choices=[0.0, 0.001, 0.004, 0.01, 0.04]),  # TRL: 0; AgileRL: 0.001; DeepSeekMath: 0.04
     "temperature": RLParameter(min=0.6, max=1.4, scale="log"),  # TRL: 1; DeepSeek-R1: 0.6 to 1
     "advantage_clip": RLParameter(min=1.0, max=10.0, scale="log"),  # ROLL: 2 to 10
@@ -207,18 +206,18 @@ _COMMON = {
 
 LANGUAGE_RANGES: Mapping[str, RLParameter] = {
     **_COMMON,
-    # TRL: 1e-6, for all weights; adapters take about ten times the rate of all weights (Schulman et al., LoRA Without
-    # Regret, 2025), so the optimum is looked for a decade around 1e-4 and one further down.
+    # TRL: 1e-6 for full fine-tuning. Adapters need about ten times that (Schulman et al., LoRA Without Regret, 2025),
+    # so the range is a decade on each side of 1e-4 and one further down.
     "lr": RLParameter(min=1e-6, max=1e-3, scale="log"),
-    "update_epochs": RLParameter(min=1, max=4, scale="log"),  # TRL: 1; every further one costs a learning step's time
+    "update_epochs": RLParameter(min=1, max=4, scale="log"),  # TRL: 1; each epoch costs a learning step's time
     "max_grad_norm": RLParameter(min=0.1, max=2.0, scale="log"),  # AgileRL: 0.1; TRL: 1
     "batch_size": RLParameter(min=8, max=256, scale="log"),
     "entropy_coef": RLParameter(choices=[0.0, 0.0003, 0.001, 0.003]),  # verl: 0.001
     "gamma": RLParameter(min=0.95, max=1.0),
-    "loss_type": RLParameter(choices=["grpo", "dapo", "dr_grpo", "cispo"]),  # each with a loss per action
+    "loss_type": RLParameter(choices=["grpo", "dapo", "dr_grpo", "cispo"]),  # losses per action
     "advantage": RLParameter(choices=["outcome", "mean_only", "rloo"]),
 }
-"""Of language models: adapters that learn from completions."""
+"""Default ranges of language models."""
 
 NETWORK_RANGES: Mapping[str, RLParameter] = {
     **_COMMON,
@@ -228,23 +227,23 @@ NETWORK_RANGES: Mapping[str, RLParameter] = {
     "batch_size": RLParameter(min=64, max=4096, scale="log"),  # transitions; RL Zoo: 8 to 512 of 8 to 2,048
     "entropy_coef": RLParameter(choices=[0.0, 0.001, 0.003, 0.01, 0.03]),  # RL Zoo: up to 0.1
     "gamma": RLParameter(min=0.9, max=1.0),  # RL Zoo: 0.9 to 0.9999
-    "loss_type": RLParameter(choices=["dapo", "bnpo", "cispo"]),  # what weighs single transitions
+    "loss_type": RLParameter(choices=["dapo", "bnpo", "cispo"]),  # losses per transition
     "advantage": RLParameter(choices=["return_to_go_timestep", "return_to_go_group"]),
 }
-"""Of small networks that take steps in an environment.
+"""Default ranges of small networks.
 
-Source: RL Zoo is the search of rl-baselines3-zoo's PPO, `hyperparams_opt.py`.
+Source: RL Zoo is the search space of PPO in rl-baselines3-zoo, `hyperparams_opt.py`.
 """
 
 
 MOST_MEMBERS = 100_000
-"""The most members of a population: each has weights, an optimiser's state and a record of its own."""
+"""Maximum number of members of a population."""
 MOST_SAMPLES = 10_000_000
-"""The most samples of a learning step: each has random numbers, a reward and an advantage of its own."""
+"""Maximum number of samples of a learning step."""
 
 
 def _parameter(value: Any, usual: Scale) -> RLParameter:
-    """Return the parameter that a value of `HyperparameterConfig` describes; pairs have the usual scale."""
+    """Return the parameter that a value of `HyperparameterConfig` describes; a pair is a range on the usual scale."""
     if isinstance(value, RLParameter):
         return value
     if isinstance(value, list) or hasattr(value, "choices"):  # Optuna's CategoricalDistribution
@@ -257,18 +256,18 @@ def _parameter(value: Any, usual: Scale) -> RLParameter:
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):
-    """The hyperparameters that evolve and the values each may take; what is left out stays fixed.
+    """Search space: the hyperparameters that evolve and their values; all others stay fixed.
 
     An immutable mapping from name to `RLParameter`, always in the order of the fields of `Hyperparameters`.
 
     Args:
-        values: By name, the values of each evolving hyperparameter: an `RLParameter`, a pair of numbers for a range
-            (on the scale that is usual for it, such as log for lr), a list of choices, or an Optuna distribution. The
-            first member's own value must be among them; without one it is the nearest to the default (see `first`).
+        values: Values of each evolving hyperparameter, by name: an `RLParameter`, a pair of numbers for a range (on its
+            usual scale, such as log for lr), a list of choices, or an Optuna distribution. They must contain the first
+            member's value if the caller sets it; otherwise the nearest to the default is used (see `first`).
 
     Raises:
-        ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or one counts only in
-            a circle or where another has a value that it never takes.
+        ValueError: If a name is unknown, a bound or a choice is illegal for its hyperparameter, or a condition is
+            circular or can never be met.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -283,9 +282,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if parameter.choices is None and is_categorical(name):
                 raise ValueError(f"{name} must have choices, got a range: names have no order")
             if name == "group_size" and parameter.founders is not None:
-                raise ValueError(
-                    "group_size takes no founders, got some: it moves on a ladder of divisors, not a range"
-                )
+                raise ValueError("group_size takes no founders: its range becomes a ladder of divisors")
             for value in parameter.bounds if parameter.choices is None else parameter.choices:
                 checked_value(name, value)
         self._parameters = {name: parameters[name] for name in HYPERPARAMETER_NAMES if name in parameters}
@@ -308,21 +305,18 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
     def _check_conditions(self) -> None:
         for name, parameter in self.items():
             waiting = [name]
-            for other in waiting:  # grows while it is gone through
+            for other in waiting:  # grows during the loop
                 waiting += [each for each in self._condition(other) if each not in waiting]
                 if name in self._condition(other):
-                    raise ValueError(
-                        f"no hyperparameter can wait for itself, but {name} counts only when {other} has some value"
-                        f"{f', and {other} only when {name} has' if other != name else ''}: drop one `when`"
-                    )
+                    raise ValueError(f"the conditions of {name} and {other} are circular: drop one `when`")
             for other, values in parameter.condition.items():
                 controlling = self.get(other)
                 if controlling is not None and not any(
                     value is None or controlling.closest(value) == value for value in values
                 ):
                     raise ValueError(
-                        f"{name} would never count: it needs {other} in {list(values)}, which has "
-                        f"{controlling.extent}: name values from there"
+                        f"{name} would never have an effect: it needs {other} in {list(values)}, got "
+                        f"{controlling.extent}: choose values from there"
                     )
 
     def _condition(self, name: str) -> Mapping[str, tuple[Value, ...]]:
@@ -333,13 +327,13 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
 
     @property
     def ordered(self) -> tuple[str, ...]:
-        """The names such that each comes after those that it needs some value of."""
+        """Names in an order in which each follows those of its condition."""
         return self._ordered
 
     def counts(self, name: str, values: Mapping[str, Value]) -> bool:
-        """Say whether a hyperparameter changes anything in a member with these values: see `RLParameter.when`.
+        """Return True if a hyperparameter has an effect in a member with these values; see `RLParameter.when`.
 
-        What another needs counts itself, or the other does not either.
+        The hyperparameters of its condition must have an effect themselves.
         """
         condition = self._conditions.get(name)
         if condition is None:
@@ -347,27 +341,27 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         return all(values[other] in needed and self.counts(other, values) for other, needed in condition.items())
 
     def point(self, hyperparameters: Hyperparameters) -> tuple[Value, ...]:
-        """Return what makes a member differ from others here: all its values, None for those that do not count."""
+        """Return a member's values for comparison with others: None for those without effect."""
         values = hyperparameters.to_json()
         return tuple(value if self.counts(name, values) else None for name, value in values.items())
 
     def first(self, defaults: Mapping[str, Any], given: Mapping[str, Any]) -> Hyperparameters:
-        """Return the hyperparameters of a first member; where a default cannot evolve, it starts at the nearest value.
+        """Return the hyperparameters of a first member; a default outside the space is moved to the nearest value.
 
         Args:
-            defaults: By name; those of `Hyperparameters` for the rest.
-            given: What the caller has chosen, by name.
+            defaults: Defaults by name; those of `Hyperparameters` for the rest.
+            given: Values that the caller has set, by name.
 
         Raises:
-            ValueError: If a value is refused; if one that is given lies outside what evolution could make of it, but
-                None starts anywhere; or if something evolves that never counts, as what it needs is fixed otherwise.
+            ValueError: If a value is refused, a given value lies outside the space, or a condition can never be met
+                because the hyperparameter that it needs is fixed.
         """
         record = Hyperparameters.from_json({**defaults, **given})
         for name, parameter in self.items():
             for other, needed in parameter.condition.items():
                 if other not in self and getattr(record, other) not in needed:
                     raise ValueError(
-                        f"{name} would never count: it needs {other} in {list(needed)}, which stays "
+                        f"{name} would never have an effect: it needs {other} in {list(needed)}, which stays "
                         f"{getattr(record, other)!r}: set {other}, let it evolve, or leave {name} out"
                     )
         near: dict[str, Any] = {}
@@ -380,17 +374,17 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                 continue
             if name in given:
                 raise ValueError(
-                    f"{name} must start inside its own {parameter.extent}, got {value!r}: give {name} a value from "
-                    "there, or widen what it may become"
+                    f"{name} must start inside its {parameter.extent}, got {value!r}: change {name}, or widen its "
+                    "search space"
                 )
             near[name] = closest
         return dataclasses.replace(record, **near)
 
     def for_samples_per_step(self, samples_per_step: int) -> "HyperparameterConfig":
-        """Return the same space with group_size, if it evolves, as a ladder of divisors of `samples_per_step`.
+        """Return this space with group_size, if it evolves, as a ladder of divisors of `samples_per_step`.
 
         Raises:
-            ValueError: If a choice of group_size is no divisor, or its range holds fewer than two divisors.
+            ValueError: If a choice of group_size is not a divisor, or its range has fewer than two divisors.
         """
         ladder = feasible_group_sizes(samples_per_step)
         parameter = self.get("group_size")
@@ -402,7 +396,7 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
             if wrong:
                 raise ValueError(
                     f"every choice of group_size must divide samples_per_step={samples_per_step}, got {wrong}: "
-                    f"choose from {valid}, so that every member spends the same samples per learning step"
+                    f"choose from {valid}"
                 )
             return self
         low, high = parameter.bounds
@@ -410,25 +404,25 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
         if len(inside) < 2:
             raise ValueError(
                 f"the range of group_size must hold at least two divisors of samples_per_step={samples_per_step}, "
-                f"got {inside} in [{low}, {high}]: widen it to take in two of {valid}, or change samples_per_step"
+                f"got {inside} in [{low}, {high}]: widen it to include two of {valid}, or change samples_per_step"
             )
         return HyperparameterConfig(**{**self, "group_size": RLParameter(choices=inside, when=parameter.when)})
 
     def to_json(self) -> dict[str, dict[str, Any]]:
-        """Return every parameter's fields by name."""
+        """Return the fields of every parameter by name."""
         return {name: parameter.to_json() for name, parameter in self.items()}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Mapping[str, Any]]) -> Self:
-        """Build from the fields of every parameter by name; raises ValueError if one is unknown or refused."""
+        """Build from the fields of every parameter by name; raise ValueError if one is unknown or refused."""
         return cls(**{name: RLParameter.from_json(fields) for name, fields in values.items()})
 
 
 def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
-    """Return every group size that splits a learning step into whole groups: the divisors of at least 2, ascending.
+    """Return the possible group sizes: divisors of `samples_per_step` of at least 2, ascending.
 
     Raises:
-        ValueError: If `samples_per_step` is not an integer from 2, as a group needs two samples, to `MOST_SAMPLES`.
+        ValueError: If `samples_per_step` is not an integer from 2 to `MOST_SAMPLES`.
     """
     samples = whole_between("samples_per_step", samples_per_step, 2, MOST_SAMPLES)
     small = [size for size in range(1, math.isqrt(samples) + 1) if samples % size == 0]
@@ -436,12 +430,12 @@ def feasible_group_sizes(samples_per_step: int) -> tuple[int, ...]:
 
 
 def check_group_size(group_size: int, samples_per_step: int, *, whose: str = "") -> None:
-    """Refuse a group size that does not split a learning step into whole groups.
+    """Require a group size that splits a learning step into whole groups.
 
     Args:
-        group_size: Samples from one start.
+        group_size: Samples of one group.
         samples_per_step: Samples of a learning step.
-        whose: Who has it, for the message.
+        whose: Member that has it, for the message.
 
     Raises:
         ValueError: If `group_size` does not divide `samples_per_step`.
@@ -449,13 +443,13 @@ def check_group_size(group_size: int, samples_per_step: int, *, whose: str = "")
     if samples_per_step % group_size:
         valid = ", ".join(map(str, feasible_group_sizes(samples_per_step)))
         raise ValueError(
-            f"group_size must divide samples_per_step={samples_per_step}, so that every member spends the same; "
+            f"group_size must divide samples_per_step={samples_per_step}, "
             f"got {group_size}{whose and f' ({whose})'}: use one of {valid}"
         )
 
 
 def common_samples(group_size: int, config: HyperparameterConfig) -> int:
-    """Return a number of samples (completions or episodes) that every possible group size divides.
+    """Return a number of samples that every possible group size divides.
 
     Raises:
         ValueError: If group_size evolves over a range.
@@ -465,7 +459,6 @@ def common_samples(group_size: int, config: HyperparameterConfig) -> int:
         return group_size
     if parameter.choices is None:
         raise ValueError(
-            "samples_per_step must be given when group_size evolves over a range, so that only its divisors are "
-            "dealt; or give group_size choices"
+            "samples_per_step must be given when group_size evolves over a range: give it, or give group_size choices"
         )
     return math.lcm(group_size, *(int(choice) for choice in parameter.choices))

@@ -105,27 +105,27 @@ def ladder(**when):
         (lambda: ladder(loss_type="grp"), "loss_type must be one of"),
         (lambda: ladder(loss_type=[]), "at least one value of loss_type"),
         (lambda: ladder(update_epochs=1.5), "update_epochs must be an integer"),
-        (lambda: RLParameter(choices=[1, 2], when={}), "must name hyperparameters"),
-        (lambda: RLParameter(choices=[1, 2], when="grpo"), "must name hyperparameters"),
-        (lambda: HyperparameterConfig(batch_size=ladder(batch_size=1)), "no hyperparameter can wait for itself"),
+        (lambda: RLParameter(choices=[1, 2], when={}), "when must"),
+        (lambda: RLParameter(choices=[1, 2], when="grpo"), "when must"),
+        (lambda: HyperparameterConfig(batch_size=ladder(batch_size=1)), "circular"),
         (
             lambda: HyperparameterConfig(batch_size=ladder(update_epochs=1), update_epochs=ladder(batch_size=1)),
-            "no hyperparameter can wait for itself",
+            "circular",
         ),
         (
             lambda: HyperparameterConfig(
                 beta=ladder(batch_size=1), batch_size=ladder(update_epochs=1), update_epochs=ladder(beta=1)
             ),
-            "no hyperparameter can wait for itself",
+            "circular",
         ),
-        (lambda: HyperparameterConfig(batch_size=ladder(update_epochs=3), update_epochs=ladder()), "must name"),
+        (lambda: HyperparameterConfig(batch_size=ladder(update_epochs=3), update_epochs=ladder()), "when must"),
         (
             lambda: HyperparameterConfig(batch_size=ladder(update_epochs=3), update_epochs=RLParameter(choices=[1, 2])),
-            "batch_size would never count",
+            "batch_size would never",
         ),
         (
             lambda: HyperparameterConfig(beta=ladder(loss_type="dapo"), loss_type=NAMES),
-            "beta would never count",
+            "beta would never",
         ),
     ],
 )
@@ -137,7 +137,7 @@ def test_conditions_that_mean_nothing_are_refused(make, message):
 @pytest.mark.parametrize("given", [{}, {"loss_type": "gspo"}])
 def test_what_waits_for_a_value_that_is_fixed_otherwise_is_refused_where_the_first_member_is_made(given):
     space = HyperparameterConfig(clip_high=RLParameter(min=0.1, max=0.6, when={"loss_type": "grpo"}))
-    with pytest.raises(ValueError, match=r"clip_high would never count: it needs loss_type in \['grpo'\], which stays"):
+    with pytest.raises(ValueError, match=r"clip_high would never .*loss_type"):
         space.first({}, given)
     assert space.first({}, {"loss_type": "grpo"}).loss_type == "grpo"
 

@@ -126,7 +126,7 @@ def test_a_first_member_starts_where_it_is_told_and_evolves_over_the_range():
     config = parse_config({**QUESTIONS, "hyperparameters": {"lr": 2e-5}, "evolve": {"lr": "auto"}})
     assert config.hyperparameters.lr == 2e-5
     assert config.evolve["lr"] == LANGUAGE_RANGES["lr"]
-    with pytest.raises(ValueError, match="lr must start inside its own range"):
+    with pytest.raises(ValueError, match="lr must start inside"):
         parse_config({**QUESTIONS, "hyperparameters": {"lr": 1.0}, "evolve": {"lr": "auto"}})
 
 
