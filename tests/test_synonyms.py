@@ -8,6 +8,7 @@ import pytest
 from evogrpo import (
     GRPO,
     GymnasiumGroups,
+    HuggingFaceGym,
     HyperparameterConfig,
     Hyperparameters,
     MultiAgentGRPO,
@@ -26,6 +27,8 @@ from evogrpo.training.schedule import Schedule
 
 AGENT = list(Options.__annotations__)
 SCHEDULE = [*Schedule.__dataclass_fields__, "run_dir", "checkpoint_steps", "keep_checkpoints", "strategy", "progress"]
+GYM = list(inspect.signature(GymnasiumGroups).parameters)
+QUESTIONS_GYM = list(inspect.signature(HuggingFaceGym).parameters)
 OBJECTIVE = list(Objective.__dataclass_fields__)
 RIGHT = [
     (AGENT, "learning_rate", "lr"),
@@ -58,6 +61,21 @@ RIGHT = [
     (list(BUILT_IN), "asha", "successive_halving"),
     (list(BUILT_IN), "torunament", "tournament"),
     (AGENT, "groupsize", "group_size"),
+    (AGENT, "loss", "loss_type"),
+    (OBJECTIVE, "loss", "loss_type"),
+    (SCHEDULE, "timeout", "max_seconds"),
+    (SCHEDULE, "time_budget_s", "max_seconds"),
+    (SCHEDULE, "target_reward", "target_fitness"),
+    (SCHEDULE, "scheduler", "strategy"),
+    (GYM, "env_wrapper", "wrappers"),
+    (QUESTIONS_GYM, "eval_dataset", "validation_dataset"),
+    (QUESTIONS_GYM, "processing_class", "tokenizer"),
+    (["prompts", "n", "max_output_tokens"], "num_return_sequences", "n"),
+    (["prompts", "n", "max_output_tokens"], "max_tokens", "max_output_tokens"),
+    (["train", "validation", "test"], "val", "validation"),
+    (["float32", "bfloat16", "nf4"], "bf16", "bfloat16"),
+    (["float32", "bfloat16", "nf4"], "int4", "nf4"),
+    (["dataset", "reward", "form"], "reward_funcs", "reward"),
 ]
 EXPLAINED = [
     (AGENT, "lr_scheduler_type", "Optimizer"),
@@ -73,6 +91,13 @@ EXPLAINED = [
     (AGENT, "torch_dtype", "load_base"),
     (AGENT, "model_init_kwargs", "load_base"),
     (AGENT, "mask_truncated_completions", "Objective"),
+    (SCHEDULE, "num_generations", "group_size of GRPO"),
+    (SCHEDULE, "n_trials", "size to GRPO.population"),
+    (SCHEDULE, "epochs", "generations"),
+    (SCHEDULE, "direction", "maximised"),
+    (SCHEDULE, "n_jobs", "torchrun"),
+    (SCHEDULE, "wandb", "recorded"),
+    (GYM, "render_mode", "env_kwargs"),
     (AGENT, "sync_ref_model", "reference"),
     (AGENT, "ref_model_sync_steps", "reference"),
     (AGENT, "importance_sampling_level", "gspo"),
@@ -122,19 +147,23 @@ def test_a_name_that_is_like_no_other_gets_no_hint(typed):
 
 
 @pytest.mark.parametrize(
-    ("valid", "typed", "name"),
+    ("valid", "typed", "name", "call"),
     [
-        (SCHEDULE, "num_generations", "group_size"),
-        (SCHEDULE, "learning_rate", "lr"),
-        (SCHEDULE, "max_completion_length", "max_output_tokens"),
-        (AGENT, "output_dir", "run_dir"),
-        (AGENT, "save_steps", "checkpoint_steps"),
+        (SCHEDULE, "learning_rate", "lr", "GRPO"),
+        (SCHEDULE, "lr", "", "GRPO"),
+        (SCHEDULE, "max_completion_length", "max_output_tokens", "GRPO"),
+        (SCHEDULE, "mutation", "", "Tournament"),
+        (AGENT, "output_dir", "run_dir", "evolve"),
+        (AGENT, "save_steps", "checkpoint_steps", "evolve"),
+        (AGENT, "generations", "", "evolve"),
+        (AGENT, "eval_dataset", "validation_dataset", "HuggingFaceGym"),
+        (OBJECTIVE, "size", "", "GRPO.population"),
     ],
 )
-def test_a_name_that_another_call_takes_is_answered_so(valid, typed, name):
+def test_a_name_that_another_call_takes_is_answered_with_the_call(valid, typed, name, call):
     said = str(unknown_name_error("argument", typed, valid))
-    assert f"{name!r}" in said
-    assert "another call" in said
+    assert not name or f"{name!r}" in said
+    assert f"give it to {call}" in said
 
 
 @pytest.mark.parametrize("typed", ["sise", "siez", "szie", "siize", "sie", "ize", "size_"])

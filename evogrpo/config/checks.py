@@ -205,7 +205,7 @@ def names_unknown(function: F) -> F:
     """Decorate a function so that an unknown keyword raises a ValueError with a hint."""
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name not in ("self", "cls")]
-    title = function.__qualname__.removesuffix(".__init__")
+    title = function.__qualname__.removesuffix(".__init__").split(".")[-1]
 
     @wraps(function)
     def checked(*args: Any, **options: Any) -> Any:

@@ -19,16 +19,17 @@ _SYNONYMS: Mapping[str, str] = {
     "gamma": "discount discount_factor",
     "advantage": "adv_estimator",
     # Completions.
-    "max_output_tokens": "max_completion_length max_new_tokens response_length max_response_length",
+    "max_output_tokens": "max_completion_length max_new_tokens response_length max_response_length max_tokens",
     "min_output_tokens": "min_new_tokens",
     "max_episode_tokens": "max_model_len max_seq_length max_length",
     "micro_batch_tokens": "micro_batch_size_per_gpu micro_batch_size",
     # Agents and populations.
     "observation_spaces": "observation_space",
     "action_spaces": "action_space",
-    "size": "pop_size num_agents n_agents num_members population_size POP_SIZE POPULATION_SIZE tournament_size "
-    "TOURN_SIZE",
-    "actor_network": "model base_model actor",
+    "size": "pop_size num_agents n_agents num_members members population_size POP_SIZE POPULATION_SIZE "
+    "tournament_size TOURN_SIZE",
+    "actor_network": "model base_model actor model_name_or_path",
+    "model": "model_name_or_path model_name base_model",
     "hidden": "net_arch hidden_sizes hidden_size hidden_layers fcnet_hiddens",
     "activation": "activation_fn fcnet_activation",
     "log_std": "log_std_init",
@@ -37,7 +38,9 @@ _SYNONYMS: Mapping[str, str] = {
     "hp_config": "hyperparameter_config HP_CONFIG",
     "lora_config": "peft_config",
     "lora": "lora_config peft_config",
-    "objective": "loss loss_config",
+    "r": "rank lora_r",
+    "objective": "loss_config",
+    "loss_type": "loss loss_fn",
     "mask_truncated": "mask_truncated_completions",
     # Evolution.
     "elitism": "ELITISM",
@@ -50,16 +53,24 @@ _SYNONYMS: Mapping[str, str] = {
     "min": "low minimum",
     "max": "high maximum",
     "choices": "values",
-    "strategy": "tournament selection",
+    "strategy": "tournament selection pruner scheduler",
+    "evolve": "search_space param_space",
     "truncation_pbt": "pbt PBT population_based_training PopulationBasedTraining pb2 PB2",
     "successive_halving": "asha ASHA hyperband sha",
     "random_search": "random",
     "fixed": "none no_evolution",
     # Tasks and environments.
     "max_prompt_length": "prompt_length max_input_length",
-    "reward_funcs": "reward_func reward_functions rewards",
+    "reward_funcs": "reward_func reward_fn reward_functions reward_function rewards",
     "reward_fn": "reward_function",
+    "reward": "reward_funcs reward_fn reward_func reward_function",
     "train_dataset": "dataset",
+    "validation_dataset": "eval_dataset val_dataset valid_dataset dev_dataset",
+    "tokenizer": "processing_class",
+    "max_turns": "num_turns n_turns max_rounds",
+    "wrappers": "wrapper env_wrapper wrapper_class",
+    "validation": "val valid dev eval evaluation",
+    "n": "num_return_sequences num_generations num_samples n_samples",
     "env": "env_id environment",
     "lanes": "n_envs num_envs",
     "vectorization": "vec_env_cls vec_env_class",
@@ -74,18 +85,51 @@ _SYNONYMS: Mapping[str, str] = {
     "checkpoint_steps": "save_steps save_freq checkpoint_interval CHECKPOINT",
     "keep_checkpoints": "save_total_limit num_to_keep",
     "completions": "num_completions_to_print",
-    "target_fitness": "target TARGET_SCORE reward_threshold",
+    "max_seconds": "timeout max_time time_budget time_budget_s",
+    "target_fitness": "target target_reward TARGET_SCORE reward_threshold",
     "reward_threshold": "target_fitness callback_on_new_best",
     "run_dir": "tensorboard_log tb_log_name log_dir log_path save_path exp_name output_dir storage_path",
     "progress": "progress_bar verbose",
+    # Data types.
+    "bfloat16": "bf16",
+    "float16": "fp16 half",
+    "int8": "8bit",
+    "nf4": "4bit int4 fp4",
 }
 """Names in other libraries, separated by spaces, by the name here. One name may have several meanings here."""
+
+_TAKEN_BY: Mapping[str, str] = {
+    "GRPO or GRPO.population": "lr clip_coef clip_low clip_high group_size beta update_epochs max_grad_norm batch_size "
+    "entropy_coef gamma temperature advantage loss_type max_output_tokens min_output_tokens max_episode_tokens top_k "
+    "top_p min_p repetition_penalty actor_network network normalise_observations hp_config lora_config objective "
+    "optimizer device pad_token_id eos_token_ids",
+    "GRPO.population": "size",
+    "Tournament or another strategy": "elitism mutation",
+    "Mutation": "probability resample",
+    "HuggingFaceGym": "train_dataset validation_dataset test_dataset tokenizer reward_fn reward_funcs reward_weights "
+    "max_prompt_length data_batch_size",
+    "MultiTurnGym": "reply max_turns",
+    "GymnasiumGroups": "env env_kwargs wrappers lanes vectorization max_episode_steps",
+    "evolve": "generations steps_per_generation samples_per_step max_timesteps max_tokens max_seconds target_fitness "
+    "run_dir checkpoint_steps keep_checkpoints completions progress strategy experience fitness",
+    "evogrpo.train": "total_timesteps reward_threshold",
+}
+"""Names here, separated by spaces, by the call that takes them."""
 
 _ADVICE: Mapping[str, str] = {
     "INIT_HP": "give its entries by name, such as lr and group_size",
     "dtype": "leave it out; the type follows from the hyperparameter's name",
     "eval_loop": "leave it out; fitness is measured on a whole split",
-    "tokenizer": "give pad_token_id to the agent, and the tokenizer to the environment",
+    "tokenizer processing_class": "give pad_token_id to the agent, and the tokenizer to the environment",
+    "num_generations": "give generations to evolve for the length of a run; TRL's is group_size of GRPO",
+    "n_trials": "give size to GRPO.population, the number of members, and generations to evolve",
+    "epochs": "give generations to evolve, or update_epochs to GRPO",
+    "direction metric mode": "leave it out; fitness is the mean reward and is maximised",
+    "n_jobs num_workers gpus num_gpus n_gpus": "leave it out; all members train together. Start several processes with "
+    "torchrun",
+    "wandb wandb_project wandb_run_name": "leave it out; every learning step is recorded in run_dir",
+    "render_mode": "give env_kwargs={'render_mode': ...}; to record episodes use `evogrpo video RUN_DIR`",
+    "do_sample": "leave it out; temperature=0 takes the most likely tokens",
     "ref_model": "leave it out; the reference is the model without adapters (see reference of Objective)",
     "env env_id total_timesteps max_timesteps n_timesteps": "an agent is made for spaces, "
     "GRPO(env.observation_space, env.action_space); to train, write evogrpo.train(env, total_timesteps=...)",
@@ -120,25 +164,22 @@ _ADVICE: Mapping[str, str] = {
     "save_strategy save_only_model": "leave it out; a checkpoint is written after every generation (see "
     "checkpoint_steps)",
     "lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio cosine_lr_schedule_config": "give "
-    "optimizer=Optimizer(schedule='cosine', warmup_steps=..., total_steps=...)",
-    "anneal_lr": "give optimizer=Optimizer(schedule='linear', total_steps=...)",
+    "optimizer=Optimizer(schedule='cosine', warmup_steps=..., total_steps=...), in YAML agent.optimizer",
+    "anneal_lr": "give optimizer=Optimizer(schedule='linear', total_steps=...), in YAML agent.optimizer",
     "weight_decay adam_beta1 adam_beta2 adam_epsilon adam_eps optim optimizer_kwargs optimizer_class": "give "
-    "optimizer=Optimizer(weight_decay=..., betas=..., eps=...)",
-    "scale_rewards": "give objective=Objective(advantage=...): 'outcome', 'batch_std' or, for False, 'mean_only'",
+    "optimizer=Optimizer(weight_decay=..., betas=..., eps=...), in YAML agent.optimizer",
+    "scale_rewards": "give advantage: 'outcome', 'batch_std' or, for False, 'mean_only'",
     "gradient_accumulation_steps gradient_checkpointing per_device_eval_batch_size": "give batch_size, the samples of "
     "an optimizer step; it is split into micro-batches that fit into memory",
     "bf16 fp16 tf32 torch_dtype model_init_kwargs load_in_4bit load_in_8bit": "load the model with "
-    "evogrpo.load_base(..., dtype='bfloat16'), or give precision on the command line",
+    "evogrpo.load_base(..., dtype='bfloat16'), in YAML precision: bfloat16",
     "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": "give objective=Objective(reference='snapshot', "
-    "reference_sync_steps=..., reference_mixing=...)",
-    "mask_truncated_completions": "give objective=Objective(mask_truncated=True)",
-    "importance_sampling_level": "give objective=Objective(loss_type='gspo') for one ratio per completion",
+    "reference_sync_steps=..., reference_mixing=...), in YAML agent.objective",
+    "mask_truncated_completions": "give objective=Objective(mask_truncated=True), in YAML agent.objective",
+    "importance_sampling_level": "give loss_type='gspo' for one ratio per completion",
     "use_liger_kernel use_liger_loss use_flash_attention": "leave it out",
     "use_vllm vllm_mode vllm_server_host vllm_server_port vllm_gpu_memory_utilization vllm_tensor_parallel_size": "for "
     "your own engine use Population.sample_with",
-    "max_prompt_length": "give it to the environment: HuggingFaceGym(..., max_prompt_length=...)",
-    "train_dataset eval_dataset reward_funcs reward_weights reward_fn": "give it to the environment: "
-    "HuggingFaceGym(...)",
     "target_kl": "leave it out; epochs are not cut short (see beta, and kl_target of Objective)",
     "normalize_advantage norm_adv": "leave it out; advantage decides how the episodes of a group are compared",
     "norm_reward": "leave it out; rewards are compared within a group (see reward_norm of Objective)",
@@ -148,6 +189,7 @@ _ADVICE: Mapping[str, str] = {
 """Advice by names, separated by spaces, that have no counterpart where they are given."""
 
 _ELSEWHERE = {own: tuple(names.split()) for own, names in _SYNONYMS.items()}
+_CALLS = {name: call for call, names in _TAKEN_BY.items() for name in names.split()}
 _ADVICE_BY_NAME = {name: advice for names, advice in _ADVICE.items() for name in names.split()}
 
 
@@ -159,17 +201,19 @@ def counterpart(name: str, valid: Iterable[str]) -> str | None:
 def hint(name: str, valid: Iterable[str]) -> str | None:
     """Return what to do about an unknown name, or None.
 
-    In this order: a synonym among the valid names, advice, a synonym that another call takes, a close match.
+    In this order: a synonym among the valid names, advice, a synonym that another call takes, a close match, and a
+    name that another call takes.
     """
     names = list(valid)
     if (own := counterpart(name, names)) is not None:
         return f"it is called {own!r} here"
     if name in _ADVICE_BY_NAME:
         return _ADVICE_BY_NAME[name]
-    if (own := counterpart(name, _ELSEWHERE)) is not None:
-        return f"it is called {own!r} here, and another call takes it"
-    near = close_match(name, names)
-    return None if near is None else f"did you mean {near!r}?"
+    if (own := counterpart(name, _CALLS)) is not None:
+        return f"it is called {own!r} here; give it to {_CALLS[own]}"
+    if (near := close_match(name, names)) is not None:
+        return f"did you mean {near!r}?"
+    return f"give it to {_CALLS[name]}" if name in _CALLS else None
 
 
 def close_match(name: str, valid: Iterable[str]) -> str | None:

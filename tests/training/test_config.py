@@ -133,7 +133,7 @@ def test_a_file_that_holds_no_mapping_is_refused(tmp_path, content, message):
         ("population.sizes", "unknown key in population 'sizes': did you mean 'size'"),
         ("logging.tensorbord", "unknown key in logging 'tensorbord': did you mean 'tensorboard'"),
         ("target_fitness", "'schedule.target_fitness'"),
-        ("agent.max_tokens", "'schedule.max_tokens'"),
+        ("agent.max_seconds", "'schedule.max_seconds'"),
         ("population_size", "it is 'population.size' here"),
         ("logging_tensorboard", "it is 'logging.tensorboard' here"),
     ],
