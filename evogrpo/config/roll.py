@@ -10,7 +10,7 @@ from evogrpo.config.checks import flag, whole_number
 from evogrpo.config.loss_types import AGGREGATIONS, REWARD_NORMS
 from evogrpo.config.translation import (
     Key,
-    Settings,
+    SettingsReader,
     Translation,
     count,
     number,
@@ -160,7 +160,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
         keys = keys if found else {each: key for each, key in keys.items() if not each.startswith(section)}
     referenced = {name.split(".")[0] for name in REFERENCE.findall(str(values))} - {*KEYS, *UNSUPPORTED, *IGNORED}
     ignored |= dict.fromkeys(referenced, "only used by references of other keys")
-    roll = Settings("ROLL key", {name: _resolved(value, values) for name, value in given.items()}, keys)
+    roll = SettingsReader("ROLL key", {name: _resolved(value, values) for name, value in given.items()}, keys)
     roll.refused += refused
     roll.check_names([*UNSUPPORTED, *ignored])
     roll.check_unsupported(UNSUPPORTED)
@@ -208,7 +208,7 @@ def read_roll(source: Mapping[str, Any] | str | Path) -> Translation:
 _SAMPLES = ("rollout_batch_size", "num_return_sequences_in_group")
 
 
-def _advantage(roll: Settings) -> dict[str, Any]:
+def _advantage(roll: SettingsReader) -> dict[str, Any]:
     """Return the advantage: adv_estimator decides, then reward_norm or the newer norm_mean_type and norm_std_type."""
     estimator, norm, mean, std, shift, scale = (
         roll[name]

@@ -20,7 +20,7 @@ class Translation:
         hyperparameters: Arguments of `Hyperparameters`.
         optimizer: Arguments of `Optimizer`.
         settings: Settings of other sections of a configuration, by name.
-        ignored: Settings that were given and have no counterpart, with the reason.
+        ignored: SettingsReader that were given and have no counterpart, with the reason.
         refused: One sentence for each setting that is unknown, invalid or not supported.
     """
 
@@ -48,7 +48,7 @@ class Key:
 
 
 @dataclass
-class Settings:
+class SettingsReader:
     """Settings of another library, parsed by a table.
 
     A refused setting is noted and its default is used, so that one error can name all refused settings.

@@ -11,7 +11,7 @@ from evogrpo.config.checks import finite_number, flag, unknown_name_error, whole
 from evogrpo.config.loss_types import IMPORTANCE_CORRECTIONS
 from evogrpo.config.translation import (
     Key,
-    Settings,
+    SettingsReader,
     Translation,
     count,
     min_p,
@@ -169,7 +169,7 @@ def read_trl(source: object) -> Translation:
     from transformers import TrainingArguments
 
     # 1. Read the fields.
-    trl = Settings("TRL field", _given(source), FIELDS)
+    trl = SettingsReader("TRL field", _given(source), FIELDS)
     infrastructure = {*INFRASTRUCTURE, *TrainingArguments.__dataclass_fields__} - FIELDS.keys() - UNSUPPORTED.keys()
     trl.check_names([*UNSUPPORTED, *sorted(infrastructure)])
     trl.check_unsupported(UNSUPPORTED)
@@ -235,7 +235,7 @@ def _given(source: object) -> dict[str, Any]:
     return given
 
 
-def _batch(trl: Settings) -> tuple[int, int]:
+def _batch(trl: SettingsReader) -> tuple[int, int]:
     """Return samples per learning step and per optimizer step."""
     accumulation, steps, generation = (
         trl[name] for name in ("gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
@@ -255,7 +255,7 @@ def _batch(trl: Settings) -> tuple[int, int]:
     return generation, batch
 
 
-def _loss(trl: Settings) -> tuple[str, str | None]:
+def _loss(trl: SettingsReader) -> tuple[str, str | None]:
     """Return the loss type, and the aggregation where it is not the loss type's own."""
     loss: str = trl["loss_type"]
     if trl["importance_sampling_level"] == "token":
@@ -268,7 +268,7 @@ def _loss(trl: Settings) -> tuple[str, str | None]:
     return SEQUENCE_LOSSES.get(loss, (loss, None))
 
 
-def _importance(trl: Settings) -> dict[str, Any]:
+def _importance(trl: SettingsReader) -> dict[str, Any]:
     """Return the importance weights between vLLM and the trainer."""
     mode, cap, bound = (f"vllm_importance_sampling_{part}" for part in ("mode", "cap", "clip_max"))
     if trl["use_vllm"] and trl["vllm_importance_sampling_correction"]:
@@ -280,7 +280,7 @@ def _importance(trl: Settings) -> dict[str, Any]:
     return {}
 
 
-def _schedule(trl: Settings) -> dict[str, Any]:
+def _schedule(trl: SettingsReader) -> dict[str, Any]:
     """Return warm-up and schedule of `Optimizer`.
 
     Source: transformers 5, `TrainingArguments.get_warmup_steps` and `get_scheduler`.
