@@ -20,7 +20,7 @@ class Translation:
         hyperparameters: Arguments of `Hyperparameters`.
         optimizer: Arguments of `Optimizer`.
         settings: Settings of other sections of a configuration, by name.
-        ignored: SettingsReader that were given and have no counterpart, with the reason.
+        ignored: Settings that were given and have no counterpart, with the reason.
         refused: One sentence for each setting that is unknown, invalid or not supported.
     """
 
