@@ -12,9 +12,9 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.family import ancestors
+from evogrpo.reporting.lineage import ancestors
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import read_journal
 
 
 def run(seed: int, fixed: bool, folder: Path) -> None:

@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 from evogrpo import load_base
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
-from evogrpo.functional.products import product
-from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.functional.matmul import product
+from evogrpo.models.language.bank import AdapterBank
 
 PARTS = ("sampling", "learning", "both")
 Seconds = dict[str, float]

@@ -19,7 +19,7 @@ from pathlib import Path
 def measure(size: int, micro_batch_tokens: int, steps: int) -> dict[str, float]:
     """Train `size` members for so many steps in this process and return its peak memory."""
     from evogrpo import GRPO, evolve, load_base
-    from evogrpo.envs.prompts.builtin import TASKS
+    from evogrpo.envs.text.tasks import TASKS
     from evogrpo.evolution.strategies import Fixed
 
     base = load_base("smollm2-135m")

@@ -30,11 +30,11 @@ from safetensors.torch import load_file, save_file
 from simple_spread import PPO_SETTINGS, ActorCritic, gae, ppo_loss
 from torch import Tensor, nn
 
-from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.data import Acted
-from evogrpo.envs.control.draws import AgentDraws
-from evogrpo.envs.control.joint.assignment import Assignment, Role, assign
-from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.action_noise import AgentDraws
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.policy_mapping import Assignment, Role, assign
 from evogrpo.randomness import generator
 
 CYCLES = 25

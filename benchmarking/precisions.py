@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from evogrpo import GRPO, evolve, load_base
-from evogrpo.agents.rollout.collecting import evaluate
-from evogrpo.envs.prompts.builtin import TASKS
+from evogrpo.algorithms.rollout.collecting import evaluate
+from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution.strategies import Fixed
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

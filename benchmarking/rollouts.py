@@ -27,7 +27,7 @@ from forward import as_batch, bank_over, learn, make_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config
 
 from evogrpo.data import SamplingBatch
-from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.models.language.bank import AdapterBank
 
 SHAPES: dict[str, PreTrainedConfig] = {
     "smollm2-135m": LlamaConfig(

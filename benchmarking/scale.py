@@ -73,7 +73,7 @@ def exchange(_: int, folder: str) -> None:
     """Measure what the processes tell each other; the first writes it down."""
     import torch
 
-    from evogrpo.processes import processes
+    from evogrpo.distributed import processes
 
     crew = processes()
     found = {"records of 10 kB, all to all": _seconds(lambda: crew.all("x" * 10_000), crew.now)}

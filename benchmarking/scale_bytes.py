@@ -56,7 +56,7 @@ def who_asked() -> str:
 
 def work(kind: str, folder: str, sizes_of: str) -> None:
     """Train in one of the processes, and let the leading one write down what was counted."""
-    from evogrpo.processes import processes
+    from evogrpo.distributed import processes
 
     calls, sizes = Counter[str](), Counter[str]()
     leads = processes().leads

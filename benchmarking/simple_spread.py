@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributions import Categorical
 
-from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.data import Acted
-from evogrpo.envs.control.draws import AgentDraws
-from evogrpo.envs.control.joint.assignment import Assignment, assign
-from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.action_noise import AgentDraws
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.policy_mapping import Assignment, assign
 from evogrpo.randomness import generator
 
 ENV_KWARGS = {"N": 3, "local_ratio": 0.5, "max_cycles": 25, "continuous_actions": False, "dynamic_rescaling": True}

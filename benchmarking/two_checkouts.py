@@ -35,9 +35,9 @@ def prompts(precision: str, members: int = MEMBERS, advice: str = "", tokens: in
     from evogrpo import GRPO, HuggingFaceGym
 
     try:
-        from evogrpo.policies.tokens.models import load_base
+        from evogrpo.models.language.loading import load_base
     except ImportError:  # where it stood before
-        from evogrpo.policies.models import load_base
+        from evogrpo.models.models import load_base
     base = load_base("smollm2-135m", dtype=getattr(torch, precision))
     rows = [
         {"prompt": f"{advice}Question: what is {a} plus {a + 7}? Work it out, then say the number. Answer:"}

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from evogrpo import GRPO, evolve
-from evogrpo.agents.rollout.collecting import evaluate
-from evogrpo.envs.prompts.builtin import TASKS
+from evogrpo.algorithms.rollout.collecting import evaluate
+from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution.strategies import Fixed
-from evogrpo.policies.tokens.models import demo_model_folder
+from evogrpo.models.language.loading import demo_model_folder
 
 PLAIN = "grpo"
 VARIANTS: dict[str, dict[str, object]] = {

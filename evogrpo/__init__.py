@@ -54,67 +54,63 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ArchitectureLimits": "evogrpo.policies.control.architecture",
-    "EvalCallback": "evogrpo.training.front.eval_callback",
-    "EvolvableAlgorithm": "evogrpo.agents.algorithm",
-    "FitnessConfig": "evogrpo.evolution.fitness_config",
-    "Fixed": "evogrpo.evolution.strategies.controls.fixed",
-    "GRPO": "evogrpo.agents.grpo",
-    "GymnasiumGroups": "evogrpo.envs.control.gymnasium",
-    "HuggingFaceGym": "evogrpo.envs.prompts.huggingface",
+    "ArchitectureLimits": "evogrpo.models.networks.architecture",
+    "EvalCallback": "evogrpo.training.eval_callback",
+    "EvolvableAlgorithm": "evogrpo.algorithms.grpo",
+    "FitnessConfig": "evogrpo.evolution.fitness",
+    "Fixed": "evogrpo.evolution.strategies.baselines",
+    "GRPO": "evogrpo.algorithms.grpo",
+    "GymnasiumGroups": "evogrpo.envs.control.gymnasium_groups",
+    "HuggingFaceGym": "evogrpo.envs.text.huggingface_gym",
     "HyperparameterConfig": "evogrpo.config.search_space",
     "Hyperparameters": "evogrpo.config.hyperparameters",
-    "MultiAgentGRPO": "evogrpo.agents.multi_agent",
+    "MultiAgentGRPO": "evogrpo.algorithms.multi_agent",
     "MultiFrequency": "evogrpo.evolution.strategies.multi_frequency",
-    "MultiTurnGym": "evogrpo.envs.prompts.conversations",
-    "MutationOnly": "evogrpo.evolution.strategies.controls.mutation_only",
+    "MultiTurnGym": "evogrpo.envs.text.multi_turn_gym",
+    "MutationOnly": "evogrpo.evolution.strategies.baselines",
     "Narrowing": "evogrpo.evolution.strategies.narrowing",
-    "NetworkConfig": "evogrpo.policies.control.architecture",
+    "NetworkConfig": "evogrpo.models.networks.architecture",
     "Objective": "evogrpo.config.objective",
     "Optimizer": "evogrpo.config.optimizer",
-    "PettingZooGroups": "evogrpo.envs.control.joint.pettingzoo",
-    "Population": "evogrpo.agents.population",
+    "PettingZooGroups": "evogrpo.envs.control.pettingzoo_groups",
+    "Population": "evogrpo.algorithms.population",
     "RLParameter": "evogrpo.config.search_space",
-    "RandomSearch": "evogrpo.evolution.strategies.controls.random_search",
+    "RandomSearch": "evogrpo.evolution.strategies.baselines",
     "Replay": "evogrpo.evolution.strategies.replay",
-    "SelectionOnly": "evogrpo.evolution.strategies.controls.selection_only",
+    "SelectionOnly": "evogrpo.evolution.strategies.baselines",
     "SharedExperience": "evogrpo.evolution.shared_experience",
-    "StepRewards": "evogrpo.envs.prompts.rewards.step_rewards",
+    "StepRewards": "evogrpo.envs.text.step_rewards",
     "Strategy": "evogrpo.evolution.strategies.strategy",
     "SuccessiveHalving": "evogrpo.evolution.strategies.successive_halving",
     "Tournament": "evogrpo.evolution.strategies.tournament",
     "TruncationPBT": "evogrpo.evolution.strategies.truncation_pbt",
-    "best_hyperparameters": "evogrpo.history.survivors",
+    "best_hyperparameters": "evogrpo.reporting.descent",
     "evolve": "evogrpo.training.evolve",
-    "load_base": "evogrpo.policies.tokens.models",
-    "read_run": "evogrpo.reporting.told.frames",
+    "load_base": "evogrpo.models.language.loading",
+    "read_run": "evogrpo.reporting.data_frames",
     "record_video": "evogrpo.training.video",
-    "replay": "evogrpo.training.front.replaying",
-    "report": "evogrpo.reporting.shown",
+    "replay": "evogrpo.training.replay",
+    "report": "evogrpo.reporting.report",
     "resume": "evogrpo.training.evolve",
-    "train": "evogrpo.training.front.train",
+    "train": "evogrpo.training.train",
 }
 
 if TYPE_CHECKING:
-    from evogrpo.agents.algorithm import EvolvableAlgorithm
-    from evogrpo.agents.grpo import GRPO
-    from evogrpo.agents.multi_agent import MultiAgentGRPO
-    from evogrpo.agents.population import Population
+    from evogrpo.algorithms.grpo import GRPO, EvolvableAlgorithm
+    from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+    from evogrpo.algorithms.population import Population
     from evogrpo.config.hyperparameters import Hyperparameters
     from evogrpo.config.objective import Objective
     from evogrpo.config.optimizer import Optimizer
     from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-    from evogrpo.envs.control.gymnasium import GymnasiumGroups
-    from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
-    from evogrpo.envs.prompts.conversations import MultiTurnGym
-    from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-    from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
-    from evogrpo.evolution.fitness_config import FitnessConfig
+    from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+    from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+    from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+    from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
+    from evogrpo.envs.text.step_rewards import StepRewards
+    from evogrpo.evolution.fitness import FitnessConfig
     from evogrpo.evolution.shared_experience import SharedExperience
-    from evogrpo.evolution.strategies.controls.fixed import Fixed
-    from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
-    from evogrpo.evolution.strategies.controls.random_search import RandomSearch
-    from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
+    from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
     from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
     from evogrpo.evolution.strategies.narrowing import Narrowing
     from evogrpo.evolution.strategies.replay import Replay
@@ -122,15 +118,15 @@ if TYPE_CHECKING:
     from evogrpo.evolution.strategies.successive_halving import SuccessiveHalving
     from evogrpo.evolution.strategies.tournament import Tournament
     from evogrpo.evolution.strategies.truncation_pbt import TruncationPBT
-    from evogrpo.history.survivors import best_hyperparameters
-    from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
-    from evogrpo.policies.tokens.models import load_base
-    from evogrpo.reporting.shown import report
-    from evogrpo.reporting.told.frames import read_run
+    from evogrpo.models.language.loading import load_base
+    from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+    from evogrpo.reporting.data_frames import read_run
+    from evogrpo.reporting.descent import best_hyperparameters
+    from evogrpo.reporting.report import report
+    from evogrpo.training.eval_callback import EvalCallback
     from evogrpo.training.evolve import evolve, resume
-    from evogrpo.training.front.eval_callback import EvalCallback
-    from evogrpo.training.front.replaying import replay
-    from evogrpo.training.front.train import train
+    from evogrpo.training.replay import replay
+    from evogrpo.training.train import train
     from evogrpo.training.video import record_video
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 

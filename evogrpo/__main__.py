@@ -8,6 +8,6 @@ from pathlib import Path
 if not sys.flags.safe_path and not (Path(sys.path[0]) / "evogrpo" / "cli").is_dir():
     del sys.path[0]
 
-from evogrpo.cli.arguments import main
+from evogrpo.cli.main import main
 
 sys.exit(main())

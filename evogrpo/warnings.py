@@ -4,7 +4,7 @@ import sys
 import warnings
 from types import FrameType
 
-from evogrpo.processes import speaks
+from evogrpo.distributed import speaks
 
 
 def warn(message: str, *, rank_zero_only: bool = True) -> None:

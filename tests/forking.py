@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["tests.processes.scenarios", "evogrpo.cli", "evogrpo.cli.arguments"])
+_SERVER.set_forkserver_preload(["tests.distributed.scenarios", "evogrpo.cli", "evogrpo.cli.main"])
 
 
 def started(function: Callable[..., object], *arguments: Any, daemon: bool = False, **keywords: Any) -> BaseProcess:

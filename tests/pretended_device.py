@@ -13,8 +13,8 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from evogrpo.policies.tokens.engine import causal
-from evogrpo.policies.tokens.engine.direct import reading
+from evogrpo.models.fast_llama import weight_layout as reading
+from evogrpo.models.language import causal_model as causal
 
 NAME = "pretended"
 CROSSING = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)

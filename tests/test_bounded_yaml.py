@@ -4,10 +4,9 @@ import math
 
 import pytest
 
-from evogrpo.bounded_yaml import bounded_yaml
-from evogrpo.persistence.strict_json import dump_json, load_json
-from evogrpo.training.configuration.sources import read_rows
+from evogrpo.safe_parsing import bounded_yaml, dump_json, load_json
 from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml
+from evogrpo.training.configuration.user_code import read_rows
 
 
 def doubled(first: str, each: str, levels: int) -> str:

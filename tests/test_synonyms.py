@@ -19,7 +19,7 @@ from evogrpo import (
     resume,
     train,
 )
-from evogrpo.agents.options import Options
+from evogrpo.algorithms.factory import Options
 from evogrpo.config.checks import unknown_name_error
 from evogrpo.evolution.strategies import BUILT_IN, Narrowing
 from evogrpo.training.configuration.reading import parse_config

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, MultiAgentGRPO, PettingZooGroups
-from evogrpo.tally import Tally, heard_by
+from evogrpo.progress import Tally, heard_by
 from tests.envs.joint_probes import Favours
 from tests.tiny_training import tiny_env, tiny_population
 

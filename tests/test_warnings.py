@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import evogrpo
-from evogrpo.processes import processes
+from evogrpo.distributed import processes
 from evogrpo.warnings import warn
 
 PACKAGE = Path(evogrpo.__file__).parent

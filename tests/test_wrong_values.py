@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
-from evogrpo.agents.options import Options, TeamOptions
+from evogrpo.algorithms.factory import Options, TeamOptions
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.evolution import FitnessConfig
 from evogrpo.evolution.mutation import Mutation
 from evogrpo.evolution.strategies import Fixed, MutationOnly, Narrowing, RandomSearch, SelectionOnly, TruncationPBT
-from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.agent_sections import LanguageAgent, NetworkAgent
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.sections import PopulationConfig
-from evogrpo.training.rundir import LoggingConfig
+from evogrpo.training.run_dir import LoggingConfig
 from evogrpo.training.schedule import Schedule
 from tests.tiny_steps import cart_pole, step_agent
 from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_options, tiny_population
@@ -140,7 +140,7 @@ def test_agents_refuse_what_they_cannot_be_made_of(make):
 
 def test_teams_refuse_what_they_cannot_be_made_of():
     from evogrpo import MultiAgentGRPO
-    from evogrpo.agents.opening import LANGUAGE_ONLY
+    from evogrpo.algorithms.factory import LANGUAGE_ONLY
 
     space = cart_pole()
     spaces = {"observation_spaces": {"a": space.observation_space}, "action_spaces": {"a": space.action_space}}

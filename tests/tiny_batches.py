@@ -15,11 +15,10 @@ from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
-from evogrpo.policies.bank import LossFunction
-from evogrpo.policies.sampler import Sampler
-from evogrpo.policies.tokens.adapters import AdapterBank
-from evogrpo.policies.tokens.engine.decoding import CachedDecoding, PlainDecoding
-from evogrpo.policies.tokens.engine.direct.decoding import DirectDecoding
+from evogrpo.models.bank import LossFunction, Sampler
+from evogrpo.models.fast_llama.decode import DirectDecoding
+from evogrpo.models.language.bank import AdapterBank
+from evogrpo.models.language.kv_cache import CachedDecoding, PlainDecoding
 from evogrpo.randomness import generator
 from tests.rounding import LOG_PROB
 from tests.tiny_models import EOS, PAD

@@ -9,11 +9,11 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
-from evogrpo.agents.members.banks import DEFAULT, Banks
+from evogrpo.algorithms.members.banks import DEFAULT, Banks
 from evogrpo.config.objective import Objective
 from evogrpo.data import Batch, ObservationInputs
-from evogrpo.policies.control.architecture import NetworkConfig
-from evogrpo.policies.control.stacked import StackedBank
+from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.models.networks.bank import StackedBank
 from evogrpo.randomness import generator
 
 VECTOR = spaces.Box(-np.inf, np.inf, (3,), np.float32)
@@ -197,7 +197,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Together:
-    """One policy of members, and these members; see `evogrpo.agents.learning.step`."""
+    """One policy of members, and these members; see `evogrpo.algorithms.learning.learning_step`."""
 
     bank: StackedBank
     settings: Settings

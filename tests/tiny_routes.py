@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter
-from evogrpo.agents.agent import Agent
+from evogrpo.algorithms.agent import Agent
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution import Child, Fixed, Plan
 from tests.tiny_training import (

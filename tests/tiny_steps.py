@@ -7,13 +7,13 @@ from typing import Any
 import torch
 
 from evogrpo import GRPO, HyperparameterConfig, Population, RLParameter, Tournament
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
-from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import RunDir
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
+from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 
 STEP_SPACE = HyperparameterConfig(

@@ -12,18 +12,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from evogrpo import GRPO, HuggingFaceGym, HyperparameterConfig, Population, RLParameter, Tournament
-from evogrpo.agents.agent import Agent
-from evogrpo.agents.members.tokens.experiences import as_batch
+from evogrpo.algorithms.agent import Agent
+from evogrpo.algorithms.members.language_batches import as_batch
 from evogrpo.data import Batch
-from evogrpo.envs.prompts.templates import Tokenizer
+from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.evolution import FitnessConfig, SharedExperience, Strategy
-from evogrpo.persistence.journal import latest_generations, read_journal
-from evogrpo.persistence.manifest import CheckpointError
 from evogrpo.randomness import generator
+from evogrpo.storage.journal import latest_generations, read_journal
+from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import RunDir
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
+from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.oracles.peft_members import PeftMember
 from tests.tiny_batches import lora

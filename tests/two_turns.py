@@ -13,7 +13,7 @@ import numpy as np
 
 from evogrpo.data import Conversation
 from evogrpo.envs import Scores, Split, deal_starts
-from evogrpo.envs.groups import REPLY, SPLITS
+from evogrpo.envs.protocol import REPLY, SPLITS
 from evogrpo.randomness import generator
 
 SIZES = {"train": 40, "validation": 10, "test": 10}

@@ -185,7 +185,7 @@ for row, old, new in zip(test, before, run.best.generate(asked), strict=False):
 #
 # 1. Take the control: `strategy=SelectionOnly()` from `evogrpo.evolution` changes no hyperparameter. Was mutation of
 #    any use here?
-# 2. Ask for differences as well. What does `final_number` of `evogrpo.envs.prompts.arithmetic` get right that our
+# 2. Ask for differences as well. What does `final_number` of `evogrpo.envs.text.tasks` get right that our
 #    `reward` gets wrong?
 # 3. Let the model think: a longer `max_output_tokens`, and "Think step by step" in the question. Does it get better, or
 #    only slower?

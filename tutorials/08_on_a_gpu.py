@@ -222,7 +222,7 @@ print("in two processes: the same members, and the same fitness")
 # whole base model, so more GPUs do not make room for a larger one.
 #
 # Samples may come from another engine, such as a server that holds copies of the adapters: whatever has the two methods
-# of `evogrpo.policies.sampler.Sampler` will do. A ready-made one for vLLM does not exist yet.
+# of `evogrpo.models.bank.Sampler` will do. A ready-made one for vLLM does not exist yet.
 #
 # ## Three things to try
 #

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.policies.control.architecture import NetworkConfig
+from evogrpo.models.networks.architecture import NetworkConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from recording import Recorder
 from runners import Job
 from tasks import Task
 
-from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.population import Population
+from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.population import Population
 from evogrpo.envs.control.episodes import Played
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.training.evolve import evolve
 
 SIZES = {"grpo": 1, "grpo-8": 8}

@@ -19,9 +19,9 @@ import torch
 from recipes import RECIPES
 from run_evogrpo import CountedGroups, make_population
 
-from evogrpo.agents.rollout.collecting import evaluate
+from evogrpo.algorithms.rollout.collecting import evaluate
 from evogrpo.evolution.strategies import Tournament
-from evogrpo.training.loop.run import Evolution
+from evogrpo.training.loop.trainer import Evolution
 from evogrpo.training.schedule import Schedule
 
 TARGETS = {"CartPole-v1": (490.0, 475.0), "Acrobot-v1": (-90.0, -100.0)}

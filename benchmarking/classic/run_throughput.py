@@ -29,7 +29,7 @@ def evogrpo_work(task: str, members: int) -> Work:
     from recipes import RECIPES
     from run_evogrpo import CountedGroups
 
-    from evogrpo.agents.grpo import GRPO
+    from evogrpo.algorithms.grpo import GRPO
 
     recipe = RECIPES[task]
     samples = recipe.samples_per_step

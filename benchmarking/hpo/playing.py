@@ -20,7 +20,7 @@ from evogrpo.envs import TASKS as BUILTIN
 from evogrpo.evolution import FitnessConfig, Strategy
 from evogrpo.evolution.founders import at
 from evogrpo.training.loop.iteration import Run
-from evogrpo.training.loop.progress import Best
+from evogrpo.training.loop.run_state import Best
 
 Start = Literal["unknown", "wrong", "right"]
 STARTS: tuple[Start, ...] = ("unknown", "wrong", "right")

@@ -135,7 +135,7 @@ def prepare(systems: Sequence[str], folder: Path, constraints: Path, installed: 
 
 def demo_model() -> Path:
     """Return the folder of evogrpo's demo model, unpacked by another process: none of its memory stays in this one."""
-    code = "from evogrpo.policies.tokens.models import demo_model_folder; print(demo_model_folder())"
+    code = "from evogrpo.models.language.loading import demo_model_folder; print(demo_model_folder())"
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     return Path(done.stdout.splitlines()[-1])
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from evogrpo import GRPO, HuggingFaceGym, evolve  # noqa: E402
 from evogrpo.evolution.strategies import Fixed  # noqa: E402
-from evogrpo.persistence.journal import read_journal  # noqa: E402
+from evogrpo.storage.journal import read_journal  # noqa: E402
 
 
 def share_of_digits(completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:

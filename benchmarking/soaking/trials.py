@@ -16,10 +16,10 @@ import numpy as np
 from benchmarking.soaking import world
 from benchmarking.soaking.forging import forged, put_in
 from evogrpo import GRPO, resume
-from evogrpo.persistence.generations import generation_folder
-from evogrpo.persistence.journal import read_journal
-from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.training.saved import open_run
+from evogrpo.storage.checkpoint import generation_folder
+from evogrpo.storage.journal import read_journal
+from evogrpo.storage.manifest import CheckpointError
+from evogrpo.training.load_run import open_run
 
 FORGERIES = 10
 """How many times each record is forged in one trial."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
-from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.training.saved import open_run
+from evogrpo.storage.manifest import CheckpointError
+from evogrpo.training.load_run import open_run
 
 QUICK: dict[str, Any] = {"steps_per_generation": 2, "samples_per_step": 16, "test_questions": 4}
 GENERATIONS = 4

@@ -4,7 +4,7 @@ import argparse
 import re
 import textwrap
 
-from evogrpo.cli.arguments import make_parser
+from evogrpo.cli.main import make_parser
 
 _EVERYWHERE = ("help", "traceback")
 """What every command has, and the page says once."""

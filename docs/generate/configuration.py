@@ -13,18 +13,18 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from docs.generate.docstrings import attributes, summary
 from docs.generate.tried import real_range, whole_range
-from evogrpo.agents.members.tokens.language_settings import MOST_TOKENS
-from evogrpo.agents.options import CommonOptions, Options
+from evogrpo.algorithms.factory import CommonOptions, Options
+from evogrpo.algorithms.members.settings import MOST_TOKENS
 from evogrpo.config.checks import MOST_SEED
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
 from evogrpo.config.search_space import RLParameter
-from evogrpo.envs.prompts.builtin import TASKS
+from evogrpo.envs.text.tasks import TASKS
 from evogrpo.evolution import FitnessConfig, Mutation, SharedExperience
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.policies.control.architecture import MOST_LAYERS, MOST_UNITS, ArchitectureLimits, NetworkConfig
-from evogrpo.policies.tokens.lora import check_supported, lora_from_json
+from evogrpo.models.language.lora import check_supported, lora_from_json
+from evogrpo.models.networks.architecture import MOST_LAYERS, MOST_UNITS, ArchitectureLimits, NetworkConfig
 from evogrpo.training.configuration.agent_sections import LanguageAgent, LoraSettings, NetworkAgent
 from evogrpo.training.configuration.automatic import SAMPLES_OF_A_SEARCH
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask, WrapperSection

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Mapping
 
-from evogrpo.agents.learning.metrics import APART, NAMES
-from evogrpo.reporting.told.frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
-from evogrpo.training.charts import CURVES
+from evogrpo.algorithms.learning.metrics import APART, NAMES
+from evogrpo.reporting.data_frames import COLUMNS, FLAG, REAL, TEXT, WHOLE
+from evogrpo.training.tensorboard import CURVES
 
 _TYPES = {WHOLE: "whole number", REAL: "number", TEXT: "text", FLAG: "true or false"}
 

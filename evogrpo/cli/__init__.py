@@ -1,5 +1,5 @@
 """The command line: `evogrpo demo`, `train`, `resume`, `replay`, `report`, `export` and so on."""
 
-from evogrpo.cli.arguments import main
+from evogrpo.cli.main import main
 
 __all__ = ["main"]

@@ -1,11 +1,18 @@
-"""Every command and its arguments, declared; nothing heavy is imported before one is chosen."""
+"""Commands of the command line, their arguments and exit codes; nothing heavy is imported here."""
 
 import argparse
 import re
 from pathlib import Path
 from typing import TypeAlias
 
-from evogrpo.cli.exit_codes import MOST_STATUS
+OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
+MOST_STATUS = 255
+
+IN_WORDS = (
+    "Exit codes: 0 finished; 1 failed; 2 wrong arguments or settings; 130 stopped by Ctrl-C; 128 + N stopped or killed "
+    "by signal N, e.g. 143 by SIGTERM (see --exit-code-on-stop)."
+)
+
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 

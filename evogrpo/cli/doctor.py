@@ -17,10 +17,10 @@ from typing import Literal
 
 from rich.text import Text
 
-from evogrpo.cli.exit_codes import FAILED, OK
+from evogrpo.cli.commands import FAILED, OK
+from evogrpo.distributed import processes
 from evogrpo.installing import extra_command, package_command, reinstall_command
-from evogrpo.policies.devices import process_memory
-from evogrpo.processes import processes
+from evogrpo.models.devices import process_memory
 from evogrpo.text import counted
 from evogrpo.training.display.console import make_console
 
@@ -130,7 +130,7 @@ def check_torch() -> Iterator[Finding]:
 
 def check_processes() -> Iterator[Finding]:
     """Let every process say where it is, where a launcher has started several."""
-    from evogrpo.training.kinds.founding import choose_device
+    from evogrpo.training.kinds.run_kind import choose_device
 
     crew = processes()
     if crew.size > 1:
@@ -144,7 +144,7 @@ def check_processes() -> Iterator[Finding]:
 
 def check_precision() -> Iterator[Finding]:
     """Say in what precision base models are held here, where a run leaves that open."""
-    from evogrpo.policies.tokens.engine.precision import PAYS, speed_up
+    from evogrpo.models.language.loading import PAYS, speed_up
 
     torch = importlib.import_module("torch")
     if torch.cuda.is_available():
@@ -171,8 +171,7 @@ def check_memory() -> Iterator[Finding]:
 
 def check_model() -> Iterator[Finding]:
     """Look for the demo's base model: the wheel, the package that reads it, and the converted copy."""
-    from evogrpo.policies.tokens.bases.conversions import cache_folder
-    from evogrpo.policies.tokens.models import DEMO_MODEL, DEMO_WHEEL
+    from evogrpo.models.language.loading import DEMO_MODEL, DEMO_WHEEL, cache_folder
 
     try:
         wheel = importlib.metadata.version(DEMO_WHEEL)
@@ -195,7 +194,7 @@ def check_model() -> Iterator[Finding]:
 
 def check_folders() -> Iterator[Finding]:
     """Try to write where runs and models go, and look at the space left."""
-    from evogrpo.policies.tokens.bases.conversions import cache_folder
+    from evogrpo.models.language.loading import cache_folder
 
     for what, folder in (("runs folder", Path("runs")), ("model cache", cache_folder())):
         existing = folder.absolute()

@@ -8,16 +8,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.agents.members.spread.places import Places
+from evogrpo.algorithms.members.places import Places
 from evogrpo.config.hyperparameters import Hyperparameters, Value
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
+from evogrpo.distributed import processes
 from evogrpo.evolution.strategies import BUILT_IN
-from evogrpo.history.words import words_of
-from evogrpo.processes import processes
+from evogrpo.reporting.results import words_of
 from evogrpo.text import count_text, counted, duration_text, number_text, printable
-from evogrpo.training.configuration.own_strategies import strategy_record
 from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.forecast import possible
 from evogrpo.training.kinds.registry import kind_of
 from evogrpo.training.kinds.run_kind import PreparedRun

@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from evogrpo.history.records import MemberReport
-from evogrpo.history.words import words_of
-from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.family import Ancestor, ancestors, winner
-from evogrpo.reporting.html import write_html
+from evogrpo.reporting.lineage import Ancestor, ancestors, winner
+from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.report import write_html
+from evogrpo.reporting.results import words_of
 from evogrpo.reporting.summary import RunSummary, summarise
+from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, number_text, origin_text, printable, relative_path, score_text
 from evogrpo.training.kinds.registry import RUN_KINDS
 from evogrpo.training.schedule import Schedule

@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
+from evogrpo.cli.commands import OK
 from evogrpo.cli.ending import command, show_command
-from evogrpo.cli.exit_codes import OK
 from evogrpo.text import counted, printable
 from evogrpo.training.display.console import make_console, working
 
@@ -29,7 +29,7 @@ def export(chosen: argparse.Namespace) -> int:
 
 
 def _study(chosen: argparse.Namespace, storage: str) -> None:
-    from evogrpo.reporting.told.optuna_study import export_study
+    from evogrpo.reporting.optuna_study import export_study
 
     console = make_console()
     try:
@@ -41,7 +41,7 @@ def _study(chosen: argparse.Namespace, storage: str) -> None:
 
 
 def _schedule(chosen: argparse.Namespace, file: Path) -> None:
-    from evogrpo.training.front.replaying import HyperparameterSchedule
+    from evogrpo.training.replay import HyperparameterSchedule
 
     console = make_console()
     schedule = HyperparameterSchedule.read(chosen.run_dir)
@@ -55,7 +55,7 @@ def _schedule(chosen: argparse.Namespace, file: Path) -> None:
 def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
     """Copy the two files that PEFT needs, after checking that they are whole."""
     run_dir: Path = chosen.run_dir
-    from evogrpo.persistence.placement import stored_at
+    from evogrpo.storage.checkpoint import stored_at
 
     best = stored_at(run_dir / "best")
     if not best.is_dir():
@@ -64,10 +64,10 @@ def _adapter(chosen: argparse.Namespace, folder: Path) -> None:
         raise ValueError(f"{folder} is not an empty folder: name a new one, so that nothing is mixed up")
     console = make_console()
     with working(console, "reading and checking the adapter"):
-        from evogrpo.agents.members.by_kind import MEMBERS
-        from evogrpo.persistence.checkpoint import read_checkpoint
-        from evogrpo.persistence.durable import make_folder, write_synced
-        from evogrpo.persistence.manifest import readable
+        from evogrpo.algorithms.factory import MEMBERS
+        from evogrpo.storage.atomic_files import make_folder, write_synced
+        from evogrpo.storage.checkpoint import read_checkpoint
+        from evogrpo.storage.manifest import readable
 
         _, record = read_checkpoint(run_dir / "best", kind="agent")
         with readable(best):
@@ -95,9 +95,9 @@ def _checked(run_dir: Path, best: Path, source: str) -> str:
     Raises:
         ValueError: If PEFT does not load it.
     """
-    from evogrpo.agents.checkpoints.stored_base import is_path
-    from evogrpo.policies.tokens.exports import check_export
-    from evogrpo.policies.tokens.models import load_outline
+    from evogrpo.algorithms.base_checkpoint import is_path
+    from evogrpo.models.language.adapter_files import check_export
+    from evogrpo.models.language.loading import load_outline
     from evogrpo.training.configuration.strict_yaml import read_yaml_file
     from evogrpo.training.configuration.unchanged import CONFIG_FILE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.columns import Columns
 from rich.text import Text
 
-from evogrpo.cli.exit_codes import OK
+from evogrpo.cli.commands import OK
 from evogrpo.installing import extra_command
 from evogrpo.text import number_text, printable
 from evogrpo.training.display.console import Hung, make_console, working
@@ -17,7 +17,7 @@ def report(chosen: argparse.Namespace) -> int:
     """Draw the figure and the page of a run."""
     console = make_console()
     with working(console, "drawing"):
-        from evogrpo.reporting.html import write_html
+        from evogrpo.reporting.report import write_html
 
         page = write_html(chosen.run_dir)
     for path in (page.with_name("report.png"), page):
@@ -28,9 +28,9 @@ def report(chosen: argparse.Namespace) -> int:
 def tasks(chosen: argparse.Namespace) -> int:
     """List the tasks."""
     from evogrpo.envs.control.classic import native_ids
-    from evogrpo.envs.prompts.builtin import TASKS
-    from evogrpo.envs.prompts.reasoning import is_installed
-    from evogrpo.training.front.presets import preset_ids
+    from evogrpo.envs.text.reasoning import is_installed
+    from evogrpo.envs.text.tasks import TASKS
+    from evogrpo.training.presets import preset_ids
 
     console = make_console()
     console.print(Text.assemble(("Built in", "bold"), "   task: {name: NAME}"))

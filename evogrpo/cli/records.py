@@ -9,19 +9,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.cli.arguments import check_folder
+from evogrpo.cli.commands import OK
 from evogrpo.cli.ending import command, show_command
-from evogrpo.cli.exit_codes import OK
-from evogrpo.history.descent import standing_of
-from evogrpo.history.records import MemberReport
-from evogrpo.history.words import words_of
-from evogrpo.persistence.journal import read_journal
-from evogrpo.persistence.strict_json import dump_json
+from evogrpo.cli.main import check_folder
+from evogrpo.reporting.compare import ComparedRun, TestDifference, WinnerReport, compare_runs, interval, read_winner
+from evogrpo.reporting.descent import standing_of
+from evogrpo.reporting.lineage import FamilyTree, ToldBirth, TreeLine, family_tree, tree_lines
+from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.results import words_of
 from evogrpo.reporting.summary import RunSummary, summarise
-from evogrpo.reporting.told.births import ToldBirth
-from evogrpo.reporting.told.comparing import ComparedRun, TestDifference, compare_runs
-from evogrpo.reporting.told.tree import FamilyTree, TreeLine, family_tree, tree_lines
-from evogrpo.reporting.told.winning import WinnerReport, interval, read_winner
+from evogrpo.safe_parsing import dump_json
+from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text, count_text, counted, duration_text, number_text, printable, score_text
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.configuration.unchanged import CONFIG_FILE

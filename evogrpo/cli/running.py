@@ -11,16 +11,16 @@ from typing import Any
 
 from rich.console import Console
 
+from evogrpo.cli.commands import FAILED, INTERRUPTED, OK
 from evogrpo.cli.dry_run import show_forecast, show_intent
 from evogrpo.cli.ending import command, show_command, show_ending
-from evogrpo.cli.exit_codes import FAILED, INTERRUPTED, OK
-from evogrpo.envs.prompts.rewards.reward_functions import RewardError
-from evogrpo.exits import ProgramEndError
-from evogrpo.persistence.generations import latest_complete
-from evogrpo.policies.devices import fitting_threads
-from evogrpo.processes import ProcessError, processes, restarted
+from evogrpo.distributed import ProcessError, processes, restarted
+from evogrpo.envs.text.reward_functions import RewardError
+from evogrpo.interruption import ProgramEndError
+from evogrpo.models.devices import fitting_threads
+from evogrpo.storage.checkpoint import latest_complete
 from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.configuration.sources import user_line
+from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.display.console import clean_warnings, make_console, say_error, say_warning, working
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.kinds.registry import kind_of
@@ -28,10 +28,10 @@ from evogrpo.training.kinds.run_kind import PreparedRun
 from evogrpo.training.launch import claimed, free_run_dirs, read_resumable, rehearse, start
 from evogrpo.training.launch import resume as resume_run
 from evogrpo.training.loop.planning import StrategyError
-from evogrpo.training.loop.run import AllFailedError, Evolution
 from evogrpo.training.loop.stopping import stopping_on_signals
+from evogrpo.training.loop.trainer import AllFailedError, Evolution
 from evogrpo.training.memory import check_memory
-from evogrpo.training.rundir import RunDir
+from evogrpo.training.run_dir import RunDir
 
 
 def begin(config: AnyConfig, chosen: argparse.Namespace, name: str) -> int:

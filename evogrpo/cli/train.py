@@ -60,7 +60,7 @@ def replay(chosen: argparse.Namespace) -> int:
     """Train one agent under the schedule that a run has found."""
 
     def read() -> AnyConfig:
-        from evogrpo.training.front.replaying import HyperparameterSchedule
+        from evogrpo.training.replay import HyperparameterSchedule
 
         return HyperparameterSchedule.read(chosen.source).config(_overrides(chosen))
 
@@ -84,7 +84,7 @@ def _packaged(key: str, name: str, overrides: list[str], chosen: argparse.Namesp
     """Return the packaged configuration for an environment."""
     if key == "env":
         from evogrpo.training.configuration.environment_tasks import named_wrapper
-        from evogrpo.training.front.presets import packaged_values, with_own_limits
+        from evogrpo.training.presets import packaged_values, with_own_limits
 
         for wrapper in chosen.wrapper:  # their modules may be what registers the environment
             named_wrapper(wrapper)

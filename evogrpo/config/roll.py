@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evogrpo.bounded_yaml import bounded_yaml
 from evogrpo.config.checks import flag, whole_number
 from evogrpo.config.loss_types import AGGREGATIONS, REWARD_NORMS
 from evogrpo.config.translation import (
@@ -20,6 +19,7 @@ from evogrpo.config.translation import (
     top_p,
     unless,
 )
+from evogrpo.safe_parsing import bounded_yaml
 
 TRAINING, GENERATING = "actor_train.training_args", "actor_infer.generating_args"
 KLS = {"kl": "k1", "abs": "abs", "mse": "k2"}

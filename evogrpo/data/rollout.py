@@ -15,7 +15,7 @@ from evogrpo.text import short_repr
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """Truncation of the distribution that completions are sampled from; see `evogrpo.functional.truncation`.
+    """Truncation of the distribution that completions are sampled from; see `evogrpo.functional.log_probs`.
 
     Members learn the whole distribution: log-probabilities of a truncated one differ from the trainer's.
 

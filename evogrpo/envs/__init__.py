@@ -20,29 +20,29 @@ __all__ = [
 ]
 
 _HOMES = {
-    "SPLITS": "groups",
-    "TASKS": "prompts.builtin",
-    "Conversations": "groups",
-    "Filtered": "prompts.splits",
-    "GroupEnvironment": "groups",
-    "HuggingFaceGym": "prompts.huggingface",
-    "MultiTurnGym": "prompts.conversations",
-    "RewardError": "prompts.rewards.reward_functions",
-    "Scores": "groups",
-    "Split": "groups",
-    "StepRewards": "prompts.rewards.step_rewards",
-    "Task": "prompts.builtin",
-    "deal_starts": "groups",
+    "SPLITS": "protocol",
+    "TASKS": "text.tasks",
+    "Conversations": "protocol",
+    "Filtered": "text.splits",
+    "GroupEnvironment": "protocol",
+    "HuggingFaceGym": "text.huggingface_gym",
+    "MultiTurnGym": "text.multi_turn_gym",
+    "RewardError": "text.reward_functions",
+    "Scores": "protocol",
+    "Split": "protocol",
+    "StepRewards": "text.step_rewards",
+    "Task": "text.tasks",
+    "deal_starts": "protocol",
 }
 
 if TYPE_CHECKING:
-    from evogrpo.envs.groups import SPLITS, Conversations, GroupEnvironment, Scores, Split, deal_starts
-    from evogrpo.envs.prompts.builtin import TASKS, Task
-    from evogrpo.envs.prompts.conversations import MultiTurnGym
-    from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-    from evogrpo.envs.prompts.rewards.reward_functions import RewardError
-    from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
-    from evogrpo.envs.prompts.splits import Filtered
+    from evogrpo.envs.protocol import SPLITS, Conversations, GroupEnvironment, Scores, Split, deal_starts
+    from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+    from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
+    from evogrpo.envs.text.reward_functions import RewardError
+    from evogrpo.envs.text.splits import Filtered
+    from evogrpo.envs.text.step_rewards import StepRewards
+    from evogrpo.envs.text.tasks import TASKS, Task
 else:  # hidden from type checkers, which would otherwise accept any misspelt name
 
     def __getattr__(name: str) -> object:

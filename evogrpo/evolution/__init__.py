@@ -1,16 +1,13 @@
 """Evolution: numbers in, plans out; nothing here imports torch."""
 
 from evogrpo.evolution.backtracking import Backtracked, backtracked
-from evogrpo.evolution.distinct import Draw
-from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.evolution.fitness_config import FitnessConfig
+from evogrpo.evolution.children import Draw, Perturbation, proposals
+from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
 from evogrpo.evolution.founders import anywhere, spread_members
-from evogrpo.evolution.history import Generation, History, Seat
-from evogrpo.evolution.kept import Kept, KeptKey
+from evogrpo.evolution.history import Generation, History, Kept, KeptKey, Seat
 from evogrpo.evolution.lineage import Birth, Change, Child, Lineage, MemberRecord
 from evogrpo.evolution.mutation import Changes, Mutation, changes_between, neighbour, place, quantile
-from evogrpo.evolution.perturbation import Perturbation, proposals
-from evogrpo.evolution.plans import Plan, parent_of
+from evogrpo.evolution.plan import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, healthy_slots, tournament
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import (

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from evogrpo.evolution.fitness import difference_between
-from evogrpo.evolution.history import History
-from evogrpo.evolution.kept import Kept, KeptKey
+from evogrpo.evolution.history import History, Kept, KeptKey
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.selection import Choice
 

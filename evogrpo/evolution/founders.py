@@ -10,7 +10,7 @@ import numpy as np
 from evogrpo.config.checks import whole_number
 from evogrpo.config.hyperparameters import Hyperparameters, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, check_group_size
-from evogrpo.evolution.distinct import Occupied
+from evogrpo.evolution.children import Occupied
 from evogrpo.evolution.mutation import quantile
 from evogrpo.randomness import streams
 

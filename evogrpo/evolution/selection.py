@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from evogrpo.evolution.fitness import Fitness, paired_difference
-from evogrpo.evolution.history import Generation, History
-from evogrpo.evolution.kept import KeptKey
+from evogrpo.evolution.history import Generation, History, KeptKey
 from evogrpo.randomness import streams
 
 

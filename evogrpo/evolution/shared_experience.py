@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from evogrpo.config.checks import finite_number, refuse_unknown, unknown_name_error
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import History
-from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.plan import Plan
 
 LearnFrom = Literal["all", "better", "leader"]
 Samplers = Literal["equal", "rank"]

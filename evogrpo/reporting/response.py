@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from evogrpo.config.hyperparameters import Value
-from evogrpo.history.records import MemberReport
 from evogrpo.randomness import generator
-from evogrpo.reporting.family import fitness_before, lineage_lines
+from evogrpo.reporting.lineage import fitness_before, lineage_lines
+from evogrpo.reporting.records import MemberReport
 from evogrpo.reporting.summary import RunSummary
 
 FEWEST_MEMBERS, FEWEST_GAINS = 6, 12

@@ -1,5 +1,6 @@
-"""The story of a run, read from its journal: the records that count, in order."""
+"""Summary of a run, read from its journal."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,15 +8,210 @@ from typing import Any
 from evogrpo.config.checks import refuse_unknown
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution.fitness import ROLLOUTS
-from evogrpo.history.checked_fields import REMEDY, JournalFields
-from evogrpo.history.estimates import Estimate
-from evogrpo.history.finals import FinalsReport
-from evogrpo.history.records import BaselineReport, GenerationReport, TestReport
-from evogrpo.history.words import Words, words_of
-from evogrpo.persistence.journal import latest_generations
-from evogrpo.reporting.costs import Cost, run_costs
-from evogrpo.reporting.decisions import Decision, read_decisions
-from evogrpo.reporting.steps import Curve, read_curves
+from evogrpo.reporting.records import BaselineReport, GenerationReport, TestReport
+from evogrpo.reporting.results import FinalsReport, Words, words_of
+from evogrpo.reporting.step_records import REMEDY, Estimate, EvaluationCost, JournalFields
+from evogrpo.storage.journal import latest_generations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One plan, as the event of its generation holds it.
+
+    Attributes:
+        generation: The generation that it was made from.
+        reasons: Why, by slot; untrusted.
+        retired: Members that were retired, by slot: their index.
+        samples_per_step: Samples each member collects from then on; None = as before.
+        steps_per_generation: Learning steps from then on; None = as before.
+        samples: How many samples each slot collects instead, until the next plan; None = all as many.
+    """
+
+    generation: int
+    reasons: tuple[str, ...] = ()
+    retired: Mapping[int, int]
+    samples_per_step: int | None = None
+    steps_per_generation: int | None = None
+    samples: tuple[int, ...] | None = None
+
+    @property
+    def budgets(self) -> str:
+        """What it changed of the budgets, in words; empty where nothing changed."""
+        changed = {
+            "samples per step": self.samples_per_step,
+            "steps per generation": self.steps_per_generation,
+        }
+        told = [f"{value} {name}" for name, value in changed.items() if value is not None]
+        if self.samples is not None:
+            told.append(f"samples by slot: {', '.join(map(str, self.samples))}")
+        return ", ".join(told)
+
+
+def read_decisions(events: Sequence[Mapping[str, Any]]) -> tuple[Decision, ...]:
+    """Return the plans of the generations that count, oldest first.
+
+    Args:
+        events: A journal's events, oldest first; untrusted input.
+
+    Raises:
+        ValueError: If a value is not what it must be.
+    """
+    decisions = []
+    for event in latest_generations(events):
+        if event.get("plan") is not None:
+            number = JournalFields(event, "a generation event").whole("generation")
+            where = f"generation {number}"
+            plan = JournalFields(event, where).inner("plan")
+            members = JournalFields(event, where).each("members", f"a member of {where}")
+            decisions.append(_decision(number, plan, {each.whole("slot"): each.whole("index") for each in members}))
+    return tuple(decisions)
+
+
+def _decision(generation: int, plan: JournalFields, living: Mapping[int, int]) -> Decision:
+    parents, reasons = plan.values.get("parents", []), plan.values.get("reasons", [])
+    if not isinstance(reasons, list) or not all(isinstance(each, str) for each in reasons):
+        raise ValueError(f"'reasons' of {plan.where} must be a list of texts, got {reasons!r:.80}: {REMEDY}")
+    if not isinstance(parents, list):
+        raise ValueError(f"'parents' of {plan.where} must be a list, got {parents!r:.80}: {REMEDY}")
+    samples = plan.values.get("samples")
+    if samples is not None and (not isinstance(samples, list) or not all(type(each) is int for each in samples)):
+        raise ValueError(f"'samples' of {plan.where} must be a list of whole numbers, got {samples!r:.80}: {REMEDY}")
+    children = plan.each("children", f"a child of {plan.where}") if "children" in plan.values else []
+    filled = {child.whole("slot") for child in children}
+    vacant = [slot for slot, parent in enumerate(parents) if parent is None and slot not in filled]
+    return Decision(
+        generation=generation,
+        reasons=tuple(reasons),
+        retired={slot: living[slot] for slot in vacant if slot in living},
+        samples_per_step=plan.whole_or_none("samples_per_step"),
+        steps_per_generation=plan.whole_or_none("steps_per_generation"),
+        samples=None if samples is None else tuple(samples),
+    )
+
+
+MEASURES: Mapping[str, tuple[str, str]] = {
+    "reward": ("reward", "mean of the samples"),
+    "kl": ("KL to the reference", "nats per action"),
+    "entropy": ("entropy", "nats per action"),
+    "completions/mean_length": ("length", "actions per sample"),
+}
+"""What is drawn of every step: the metric's name -> its title and what it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One measure of one member over the learning steps of its life.
+
+    Attributes:
+        index: The member.
+        slot: Where it lived.
+        points: (number of the step, from 1; the generation it belongs to; the value), in order.
+    """
+
+    index: int
+    slot: int
+    points: tuple[tuple[int, int, float], ...]
+
+
+def read_curves(events: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, ...]]:
+    """Return the curves of every measure that was ever taken, by the metric's name.
+
+    A resumed run may write a step twice: the later one counts, and steps after the one that it resumed from do not
+    until they are written again.
+
+    Args:
+        events: A journal's events, oldest first; untrusted input.
+
+    Raises:
+        ValueError: If a value is not what it must be.
+    """
+    found: dict[str, dict[tuple[int, int], list[tuple[int, int, float]]]] = {}
+    for step, event in sorted(counted_steps(events).items()):
+        generation = event.whole("generation")
+        for member in event.each("members", f"a member of step {step}"):
+            who = member.whole("index"), member.whole("slot")
+            for name in MEASURES:
+                value = member.number_or_none(name)
+                if value is not None:
+                    found.setdefault(name, {}).setdefault(who, []).append((step + 1, generation, value))
+    return {
+        name: tuple(Curve(index=who[0], slot=who[1], points=tuple(points)) for who, points in sorted(curves.items()))
+        for name, curves in sorted(found.items(), key=lambda item: list(MEASURES).index(item[0]))
+    }
+
+
+def counted_steps(events: Sequence[Mapping[str, Any]]) -> dict[int, JournalFields]:
+    """Return the step events that count, by the step's number; those that a resumed run took again, as taken last."""
+    latest: dict[int, JournalFields] = {}
+    for event in events:
+        if event["event"] == "step":
+            fields = JournalFields(event, "a step event")
+            latest[fields.whole("step")] = fields
+        elif event["event"] == "resumed":
+            begin = JournalFields(event, "a resumed event").whole_or_none("step")
+            if begin is not None:
+                latest = {step: kept for step, kept in latest.items() if step < begin}
+    return latest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One kind of work.
+
+    Attributes:
+        name: What was done.
+        tokens: Tokens or steps in the environment that it took; None for the rest of the time.
+        seconds: Wall-clock time.
+    """
+
+    name: str
+    tokens: int | None
+    seconds: float
+
+
+def run_costs(
+    events: Sequence[Mapping[str, Any]],
+    generations: Sequence[GenerationReport],
+    finals: FinalsReport | None,
+    test: TestReport | None,
+) -> tuple[Cost, ...]:
+    """Return what each kind of work took, up to the last generation and for the test after it.
+
+    Args:
+        events: The journal's events, for the time of learning steps; untrusted input.
+        generations: Those that count.
+        finals: If there were any.
+        test: If there was one.
+
+    Returns:
+        Learning, evaluations, the rest of the time, finals and the test; nothing before there is a generation.
+
+    Raises:
+        ValueError: If a value is not what it must be.
+    """
+    if not generations:
+        return ()
+    last = generations[-1]
+    steps = counted_steps(events).values()
+    timed = [each.number("seconds") for each in steps if each.whole("step") < last.step]
+    # Steps that were played are counted as those of evaluations are; what updates process comes on top of them.
+    played = last.tokens if last.timesteps is None else last.timesteps
+    costs = [
+        Cost(name="learning", tokens=played, seconds=math.fsum(timed)),
+        _of("evaluations", last.evaluation),
+    ]
+    rest = last.seconds - math.fsum(each.seconds for each in costs)
+    if rest > 0:
+        costs.append(Cost(name="everything else", tokens=None, seconds=rest))
+    if finals is not None:
+        costs.append(_of("finals", finals.cost))
+    if test is not None:
+        costs.append(_of("test", test.cost))
+    return tuple(costs)
+
+
+def _of(name: str, cost: EvaluationCost) -> Cost:
+    return Cost(name=name, tokens=cost.tokens, seconds=cost.seconds)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from evogrpo.config.checks import whole_between
-from evogrpo.history.steps import Example
 from evogrpo.installing import extra_command
-from evogrpo.persistence.durable import make_folder, replace_file
+from evogrpo.reporting.step_records import Example
+from evogrpo.storage.atomic_files import make_folder, replace_file
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
-    from evogrpo.agents.rollout.wanted import Collected
+    from evogrpo.algorithms.rollout.requests import Collected
     from evogrpo.data import LearnReport
 
 COMPLETIONS = "completions"

@@ -8,24 +8,24 @@ from typing import Any
 from rich.console import Console
 from torch import nn
 
-from evogrpo.agents.agent import Agent
-from evogrpo.agents.population import Population
+from evogrpo.algorithms.agent import Agent
+from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import lists_options, refuse_unknown
-from evogrpo.envs.groups import GroupEnvironment, Tried
-from evogrpo.evolution.fitness_config import FitnessBy, FitnessConfig
+from evogrpo.envs.protocol import GroupEnvironment, Tried
+from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
 from evogrpo.training.completions import CompletionsFormat
-from evogrpo.training.configuration.own_strategies import chosen_strategy
 from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.configuration.user_code import chosen_strategy
 from evogrpo.training.display.console import console_for
 from evogrpo.training.display.live import RunDisplay
 from evogrpo.training.kinds.registry import RUN_KINDS
+from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.iteration import Run
-from evogrpo.training.loop.run import Evolution
+from evogrpo.training.loop.trainer import Evolution
 from evogrpo.training.memory import check_memory, kept_size
-from evogrpo.training.rundir import RunDir
-from evogrpo.training.saved import open_run
+from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.warnings import warn
 

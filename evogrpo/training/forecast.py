@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from evogrpo.envs.groups import SPLITS, GroupEnvironment
+from evogrpo.envs.protocol import SPLITS, GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
 from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.sections import AnyConfig

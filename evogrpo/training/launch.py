@@ -8,27 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evogrpo.agents.population import Population
+from evogrpo.algorithms.population import Population
 from evogrpo.config.default_space import without_effect
 from evogrpo.config.synonyms import counterpart
-from evogrpo.envs.comparing import fingerprint_of
+from evogrpo.distributed import processes
+from evogrpo.envs.fingerprint import fingerprint_of
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.persistence.claim import Claim, holds_nothing
-from evogrpo.persistence.journal import read_journal
-from evogrpo.persistence.manifest import CheckpointError
-from evogrpo.processes import processes
-from evogrpo.training.configuration.own_strategies import check_resumable
+from evogrpo.storage.journal import read_journal
+from evogrpo.storage.lock import Claim, holds_nothing
+from evogrpo.storage.manifest import CheckpointError
 from evogrpo.training.configuration.reading import override, parse_config, write_config
 from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file
-from evogrpo.training.configuration.typed import typed
+from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, typed
 from evogrpo.training.configuration.unchanged import CONFIG_FILE, check_unchanged
+from evogrpo.training.configuration.user_code import check_resumable
 from evogrpo.training.kinds.run_kind import PreparedRun
-from evogrpo.training.loop.progress import Progress
-from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import JOURNAL, RunDir
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
+from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.run_dir import JOURNAL, RunDir
 from evogrpo.training.schedule import LIMITS, Schedule
 from evogrpo.warnings import warn
 

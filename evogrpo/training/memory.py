@@ -5,10 +5,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Self
 
-from evogrpo.agents.members.spread.places import Places
+from evogrpo.algorithms.members.places import Places
+from evogrpo.distributed import processes
 from evogrpo.evolution.strategies import Strategy
-from evogrpo.policies.devices import memory_of
-from evogrpo.processes import processes
+from evogrpo.models.devices import memory_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,8 @@ from evogrpo.text import counted
 from evogrpo.warnings import warn
 
 if TYPE_CHECKING:  # a configuration is checked before torch is imported
-    from evogrpo.agents.population import Population
-    from evogrpo.envs.groups import GroupEnvironment, Split
+    from evogrpo.algorithms.population import Population
+    from evogrpo.envs.protocol import GroupEnvironment, Split
 
 LIMITS = ("generations", "max_timesteps", "max_tokens", "max_seconds", "target_fitness", "test_questions")
 """The fields of `Schedule` that a resumed run may change: where it ends, never what a step is."""

@@ -20,7 +20,7 @@ def loaded_by(statement: str) -> set[str]:
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
 def test_help_loads_nothing_heavy(arguments):
     loaded = loaded_by(f"from evogrpo.cli import main; main({arguments})")
-    assert "evogrpo.cli.arguments" in loaded
+    assert "evogrpo.cli.main" in loaded
     assert not loaded & {"torch", "transformers", "numpy", "yaml", "rich", "matplotlib"}
 
 
@@ -38,7 +38,7 @@ def test_help_is_a_command_too(capsys):
 
 def test_reports_are_drawn_without_torch(tmp_path):
     loaded = loaded_by(f"from evogrpo.cli import main; main(['report', {str(tmp_path)!r}])")
-    assert "evogrpo.reporting.html" in loaded
+    assert "evogrpo.reporting.report" in loaded
     assert "torch" not in loaded
 
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from evogrpo.history.steps import Example
-from evogrpo.training.display.completions_table import completions_table, one_line, shortened
+from evogrpo.reporting.step_records import Example
 from evogrpo.training.display.console import make_console
+from evogrpo.training.display.tables import completions_table, one_line, shortened
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import sys
 
 from evogrpo.cli import doctor, main
 from evogrpo.cli.doctor import CHECKS, Finding, check_folders, check_memory, check_model, check_packages
-from evogrpo.envs.prompts.builtin import TASKS
+from evogrpo.envs.text.tasks import TASKS
 from evogrpo.installing import extra_command
 
 

@@ -6,8 +6,8 @@ import warnings
 from pathlib import Path
 
 from evogrpo.cli import main
-from evogrpo.persistence.journal import read_journal
-from evogrpo.training.rundir import RunDir
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.run_dir import RunDir
 from tests.cli.project import ROOT, command, program
 from tests.forking import Forked
 

@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig
 
 from evogrpo.cli import main
-from evogrpo.policies.tokens.engine.precision import PAYS, choose_precision, speed_up
+from evogrpo.models.language.loading import PAYS, choose_precision, speed_up
 from evogrpo.training.launch import read_resumable
 from tests.cli.project import prepare
 from tests.tiny_models import COMMON, tiny_model
@@ -103,7 +103,7 @@ def test_small_networks_have_none(here, capsys):
 def test_fewer_bits_are_refused_where_they_cannot_be_had(project, here, capsys, monkeypatch):
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=nf4"]) == 2
     assert "a base in nf4 is trained on cuda only, got the device 'cpu'" in " ".join(capsys.readouterr().err.split())
-    monkeypatch.setattr("evogrpo.policies.tokens.bases.quantised.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("evogrpo.models.language.quantised.importlib.util.find_spec", lambda name: None)
     assert main(["train", str(project / "tiny.yaml"), "--dry-run", "precision=int8"]) == 2
     assert "a base in int8 needs torchao, which is not installed" in " ".join(capsys.readouterr().err.split())
     assert list(here.iterdir()) == []

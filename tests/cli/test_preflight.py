@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from evogrpo import evolve
 from evogrpo.cli import main
-from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.envs.text.reward_functions import RewardError
 from tests.tiny_models import tiny_model
 from tests.tiny_training import tiny_env, tiny_population
 

@@ -8,7 +8,7 @@ from evogrpo import train
 from evogrpo.cli import main
 from evogrpo.training.configuration.reading import load_config, override, parse_config
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
-from evogrpo.training.front.presets import packaged_values, preset, preset_ids, with_sections
+from evogrpo.training.presets import packaged_values, preset, preset_ids, with_sections
 
 TINY = [
     *("population.size=2", "schedule.generations=1", "schedule.steps_per_generation=1", "task.validation_size=2"),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.persistence.journal import Journal
+from evogrpo.storage.journal import Journal
 from tests.reporting.journals import generation, member, outcome
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish

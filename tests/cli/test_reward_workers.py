@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.persistence.journal import read_journal
+from evogrpo.storage.journal import read_journal
 from tests.cli.project import command
 
 SHORT = ("schedule.generations=1", "schedule.test_questions=0")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.persistence.generations import generation_folder, latest_complete
-from evogrpo.persistence.journal import read_journal
+from evogrpo.storage.checkpoint import generation_folder, latest_complete
+from evogrpo.storage.journal import read_journal
 from tests.cli.project import command
 
 SHORT = ("schedule.steps_per_generation=3", "schedule.generations=3")

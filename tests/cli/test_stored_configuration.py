@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from evogrpo.cli import main
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
 
 
 @pytest.fixture(scope="module")

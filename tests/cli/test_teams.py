@@ -9,10 +9,10 @@ import yaml
 
 from evogrpo import MultiAgentGRPO, PettingZooGroups, evolve
 from evogrpo.cli import main
-from evogrpo.persistence.journal import read_journal
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.loop.run import Evolution
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
+from evogrpo.training.loop.trainer import Evolution
 from tests.cli.project import command, prepare
 from tests.envs import joint_probes
 from tests.tiny_training import equal_states

@@ -15,7 +15,7 @@ import evogrpo
 from evogrpo import GRPO
 from evogrpo.cli import main
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.persistence.journal import read_journal
+from evogrpo.storage.journal import read_journal
 from evogrpo.training import launch
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.kinds import language_runs as language

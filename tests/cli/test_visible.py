@@ -15,8 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evogrpo.cli import main
-from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
-from evogrpo.persistence.placement import stored_at
+from evogrpo.storage.checkpoint import read_checkpoint, stored_at, write_checkpoint
 from evogrpo.training.display.console import VisibleConsole
 from tests.cli.project import ROOT
 from tests.tiny_steps import step_run

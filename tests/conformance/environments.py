@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 from evogrpo.data import Conversation
+from evogrpo.envs.control.action_noise import AgentDraws, StepDraws
 from evogrpo.envs.control.actions import mask_sizes
-from evogrpo.envs.control.draws import AgentDraws, StepDraws
-from evogrpo.envs.control.joint.assignment import assign
-from evogrpo.envs.control.trees import flatten
-from evogrpo.envs.groups import SPLITS, Conversations, Fingerprinted, GroupEnvironment, Scores, Split
+from evogrpo.envs.control.observations import flatten
+from evogrpo.envs.control.policy_mapping import assign
+from evogrpo.envs.protocol import SPLITS, Conversations, Fingerprinted, GroupEnvironment, Scores, Split
 from evogrpo.randomness import generator
 from tests.envs.actors import Scrambler
 
@@ -321,7 +321,7 @@ class PlayedEnvironmentTestCase(GroupEnvironmentTestCase):
 
 
 class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Environments whose `play` is that of `evogrpo.envs.control.gymnasium.StepEpisodes`."""
+    """Environments whose `play` is that of `evogrpo.envs.control.gymnasium_groups.StepEpisodes`."""
 
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool
@@ -354,7 +354,7 @@ class SoloEnvironmentTestCase(PlayedEnvironmentTestCase):
 
 
 class JointEnvironmentTestCase(PlayedEnvironmentTestCase):
-    """Environments whose `play` is that of `evogrpo.envs.control.joint.pettingzoo.JointEpisodes`."""
+    """Environments whose `play` is that of `evogrpo.envs.control.pettingzoo_groups.JointEpisodes`."""
 
     def play(
         self, env: Any, starts: Sequence[int], start_of_row: Sequence[int], members: Sequence[int], *, greedy: bool

@@ -13,7 +13,7 @@ from evogrpo.data import Batch
 from evogrpo.functional.advantages import group_advantages
 from evogrpo.functional.kl import kl_estimate
 from evogrpo.functional.losses import loss_weights, policy_loss
-from evogrpo.policies.bank import CARRIED, CARRIED_AT_BIRTH, LossFunction, PolicyBank
+from evogrpo.models.bank import CARRIED, CARRIED_AT_BIRTH, LossFunction, PolicyBank
 from tests.rounding import assert_states_agree
 
 SIZE = 3

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from evogrpo.history.words import words_of
-from evogrpo.persistence.journal import read_journal
+from evogrpo.reporting.results import words_of
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config, write_config
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
 from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
 from evogrpo.training.kinds.run_kind import AnyKind, PreparedRun
 from evogrpo.training.launch import read_resumable, resume, start
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
 
 
 class RunKindTestCase(ABC):
@@ -113,7 +113,7 @@ class RunKindTestCase(ABC):
         assert (folder / "completions").is_dir() == (kind.completions > 0)
 
     def test_what_can_be_done_with_the_best_member_can_be_done(self, kind, tmp_path):
-        from evogrpo.cli.arguments import make_parser
+        from evogrpo.cli.main import make_parser
 
         assert kind.uses(tmp_path) or kind.commands(tmp_path)
         for expression in kind.uses(tmp_path).values():

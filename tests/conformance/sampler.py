@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from evogrpo.data import Batch, Rollout, SamplingBatch, SamplingOptions
-from evogrpo.policies.sampler import Sampler
-from evogrpo.policies.tokens.adapters import AdapterBank
+from evogrpo.models.bank import Sampler
+from evogrpo.models.language.bank import AdapterBank
 from tests.tiny_batches import (
     as_batch,
     clear,

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import session
-from evogrpo.cli.arguments import make_parser
+from evogrpo.cli.main import make_parser
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml
 from tests.docs.test_links import PAGES, ROOT
@@ -44,7 +44,7 @@ SHORT = "steps_per_generation=1, samples_per_step=8, validation_questions=4, tes
 LANGUAGE = """
 import evogrpo
 from evogrpo import *
-from evogrpo.policies.tokens.models import load_base
+from evogrpo.models.language.loading import load_base
 base = load_base("tiny")
 pad = base.tokenizer.pad_token_id
 def reward(completion, answer, question):
@@ -127,7 +127,7 @@ def program(page: Path) -> str:
 @pytest.mark.parametrize("name", named(WITH_PYTHON))
 def test_the_python_of_a_page_runs(name):
     if name == "docs/own_algorithm.md":
-        pytest.skip("tests/agents/test_own_algorithm.py runs it")
+        pytest.skip("tests/algorithms/test_own_algorithm.py runs it")
     names = {"__name__": "page"}
     exec(compile(program(ROOT / name), name, "exec"), names)  # noqa: S102 (the page is the test's subject)
 

@@ -10,11 +10,11 @@ from docs.generate import commands, configuration, metrics, names
 from docs.generate.docstrings import as_markup, entries
 from docs.generate.pages import PAGES as GENERATED
 from docs.generate.tried import real_range, whole_range
-from evogrpo.agents.learning.metrics import NAMES
-from evogrpo.cli.arguments import make_parser
-from evogrpo.history.steps import StepReport
+from evogrpo.algorithms.learning.metrics import NAMES
+from evogrpo.cli.main import make_parser
+from evogrpo.reporting.step_records import StepReport
 from evogrpo.training.configuration.reading import _sections
-from evogrpo.training.loop.run import Evolution
+from evogrpo.training.loop.trainer import Evolution
 from tests.docs.test_links import PAGES, ROOT
 from tests.tiny_steps import step_run
 from tests.tiny_training import tiny_run

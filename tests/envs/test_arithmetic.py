@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import TASKS
-from evogrpo.envs.prompts.arithmetic import (
-    accuracy,
-    final_number,
-    sequence_questions,
-    two_digit_questions,
-    two_digit_sums,
-)
+from evogrpo.envs.text.tasks import accuracy, final_number, sequence_questions, two_digit_questions, two_digit_sums
 
 ASKED = re.compile(r"State the final answer to the following arithmetic problem: (\d\d) ([+-]) (\d\d) =")
 

@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards, make_runner
-from evogrpo.envs.prompts.rewards.scoring import evaluate
+from evogrpo.envs.text.reward_functions import Answers, RewardError, make_rewards, make_runner
+from evogrpo.envs.text.scoring import evaluate
 
 
 def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="raise", times=1):

@@ -7,8 +7,8 @@ import pytest
 
 from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.groups import Beforehand
-from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.envs.protocol import Beforehand
+from evogrpo.envs.text.reward_functions import RewardError
 from tests.envs import verifier_functions as functions
 from tests.envs.test_verifiers import gone
 

@@ -3,9 +3,9 @@
 from functools import cache
 
 from evogrpo.envs import HuggingFaceGym, MultiTurnGym, StepRewards
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
-from evogrpo.envs.prompts.arithmetic import two_digit_sums
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.text.tasks import two_digit_sums
 from tests.conformance.environments import (
     AskedEnvironmentTestCase,
     JointEnvironmentTestCase,

@@ -5,7 +5,7 @@ import pytest
 
 from evogrpo.data import Conversation
 from evogrpo.envs import MultiTurnGym, StepRewards
-from evogrpo.envs.prompts.conversations import TurnMarkers
+from evogrpo.envs.text.multi_turn_gym import TurnMarkers
 from tests.envs.conftest import CHAT, build
 
 CLOSED = (  # every turn is closed, as in ChatML

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from evogrpo.envs.control.draws import StepDraws
+from evogrpo.envs.control.action_noise import StepDraws
 from evogrpo.randomness import generator
 
 

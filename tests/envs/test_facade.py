@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.prompts.facade import Facade
+from evogrpo.envs.text.huggingface_gym import Facade
 
 QA = [{"question": f"{a}+{b}?", "answer": str(a + b)} for a in range(6) for b in range(5)]
 HELD_OUT = [{"question": f"{a}*{a}?", "answer": str(a * a)} for a in range(5)]

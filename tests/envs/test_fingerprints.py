@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GymnasiumGroups, HuggingFaceGym, MultiTurnGym, PettingZooGroups
-from evogrpo.envs.identity import canonical, code_hash
+from evogrpo.envs.fingerprint import canonical, code_hash
 from tests.envs import joint_probes, probes
 
 ROWS = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]

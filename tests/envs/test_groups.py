@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.envs.groups import deal_starts
+from evogrpo.envs.protocol import deal_starts
 
 sizes = st.integers(1, 40)
 blocks = st.integers(1, 50)

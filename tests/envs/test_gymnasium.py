@@ -4,10 +4,10 @@ import gymnasium
 import numpy as np
 import pytest
 
-from evogrpo.envs.control.draws import StepDraws
+from evogrpo.envs.control.action_noise import StepDraws
 from evogrpo.envs.control.episodes import Played
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.envs.groups import SPLITS
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.protocol import SPLITS
 from tests.envs import probes
 from tests.envs.actors import Rule, Scrambler
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+from evogrpo.envs.control.action_noise import StepDraws
 from evogrpo.envs.control.actions import legal_actions, to_environment
-from evogrpo.envs.control.draws import StepDraws
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import probes
 from tests.envs.actors import Rule, Scrambler
 

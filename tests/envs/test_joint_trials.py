@@ -5,9 +5,9 @@ import warnings
 import numpy as np
 import pytest
 
-from evogrpo.agents.multi_agent import MultiAgentGRPO
-from evogrpo.envs.control.joint.assignment import assign
-from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.policy_mapping import assign
 from tests.envs import joint_probes
 from tests.envs.actors import Scrambler
 

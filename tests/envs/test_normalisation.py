@@ -5,9 +5,9 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers.utils import RunningMeanStd
 
-from evogrpo.envs.control.draws import StepDraws
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
-from evogrpo.envs.control.normalisation import ObservationStatistics
+from evogrpo.envs.control.action_noise import StepDraws
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.control.observations import ObservationStatistics
 from tests.envs import probes
 from tests.envs.actors import Scrambler
 

@@ -13,7 +13,7 @@ from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
 from evogrpo.envs.control.actions import to_environment
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from evogrpo.training.configuration.environment_tasks import reward_threshold
 from tests.envs.actors import Rule
 
@@ -149,7 +149,7 @@ def test_a_limit_that_cannot_hold_is_refused():
 
 @pytest.mark.parametrize("steps", [30, 31])
 def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
-    monkeypatch.setattr("evogrpo.envs.control.playing.MOST_STEPS", 30)
+    monkeypatch.setattr("evogrpo.envs.control.rollout.MOST_STEPS", 30)
     endless = GymnasiumGroups(lambda: Odd(ends=lambda over: False), max_episode_steps=steps)
     assert play(endless, rows=1).lengths.tolist() == [steps]
 

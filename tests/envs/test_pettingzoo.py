@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from pettingzoo.test import parallel_api_test
 
-from evogrpo.envs.control.draws import AgentDraws
-from evogrpo.envs.control.joint.assignment import assign
-from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
-from evogrpo.envs.groups import SPLITS
+from evogrpo.envs.control.action_noise import AgentDraws
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.policy_mapping import assign
+from evogrpo.envs.protocol import SPLITS
 from tests.envs import joint_probes
 from tests.envs.actors import Rule, Scrambler
 
@@ -411,7 +411,7 @@ def test_a_parallel_environment_takes_its_seed():
 
 @pytest.mark.parametrize("steps", [50, 51])
 def test_a_limit_beyond_the_usual_is_played_to_its_end(monkeypatch, steps):
-    monkeypatch.setattr("evogrpo.envs.control.playing.MOST_STEPS", 50)
+    monkeypatch.setattr("evogrpo.envs.control.rollout.MOST_STEPS", 50)
     env = PettingZooGroups(lambda: joint_probes.Favours(steps=10**9), max_episode_steps=steps)
     played = play(env, starts=1, group_size=1, members=(0,))
     assert {part.present.sum(1).tolist()[0] for part in played.episodes.values()} == {steps}

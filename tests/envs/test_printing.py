@@ -10,7 +10,7 @@ from rich.live import Live
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.prompts.rewards.verifiers.printing import LONGEST_LINE, pass_on, visible, visible_prints
+from evogrpo.envs.text.reward_calls import LONGEST_LINE, pass_on, visible, visible_prints
 from tests.envs.conftest import build
 from tests.envs.test_conversations import CLOSED
 

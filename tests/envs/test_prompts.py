@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo.envs.prompts.templates import check_template, fill_template, render, tokenize
+from evogrpo.envs.text.templates import check_template, fill_template, render, tokenize
 
 ASK = [{"role": "system", "content": "Think."}, {"role": "user", "content": "{question}"}]
 

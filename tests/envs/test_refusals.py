@@ -6,7 +6,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.wrappers import TimeLimit
 
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import joint_probes, probes
 
 REMEDY = r"must be one environment, got a vector of \d \(\w+\): give 'CartPole-v1' or a callable .*lanes="

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards
-from evogrpo.envs.prompts.rewards.scoring import evaluate
-from evogrpo.envs.prompts.rewards.step_rewards import StepRewards
-from evogrpo.envs.prompts.rewards.verifiers.worker import plain
+from evogrpo.envs.text.reward_functions import Answers, RewardError, make_rewards
+from evogrpo.envs.text.scoring import evaluate
+from evogrpo.envs.text.step_rewards import StepRewards
+from evogrpo.envs.text.verifier_worker import plain
 
 TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 

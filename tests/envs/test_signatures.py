@@ -10,8 +10,8 @@ from transformers import TrainerState
 
 from evogrpo import HuggingFaceGym
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards
-from evogrpo.envs.prompts.rewards.scoring import evaluate
+from evogrpo.envs.text.reward_functions import Answers, RewardError, make_rewards
+from evogrpo.envs.text.scoring import evaluate
 from tests.envs.verifier_functions import single
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]

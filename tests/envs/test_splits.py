@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evogrpo.envs.groups import SPLITS
-from evogrpo.envs.prompts.splits import HELD_OUT, RESERVE, Content, Filtered, Tokenized, make_splits
-from evogrpo.envs.prompts.tables import check_table
+from evogrpo.envs.protocol import SPLITS
+from evogrpo.envs.text.datasets import check_table
+from evogrpo.envs.text.splits import HELD_OUT, RESERVE, Content, Filtered, Tokenized, make_splits
 
 NONE = {"validation": None, "test": None}
 

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
-from evogrpo.envs.groups import SPLITS
-from evogrpo.envs.prompts.tables import split_tables
+from evogrpo.envs.protocol import SPLITS
+from evogrpo.envs.text.datasets import split_tables
 
 ROWS = [{"question": f"{n}?", "answer": n, "hint": None if n % 2 else [n, n + 1]} for n in range(20)]
 SIZES = {"validation_size": 2, "test_size": 3}

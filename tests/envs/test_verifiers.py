@@ -17,10 +17,10 @@ import pytest
 
 from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.prompts.rewards.reward_functions import Answers, RewardError, make_rewards, make_runner
-from evogrpo.envs.prompts.rewards.scoring import evaluate
-from evogrpo.envs.prompts.rewards.verifiers.pool import VerifierPool
-from evogrpo.training.configuration.sources import load_named
+from evogrpo.envs.text.reward_functions import Answers, RewardError, make_rewards, make_runner
+from evogrpo.envs.text.scoring import evaluate
+from evogrpo.envs.text.verifier_pool import VerifierPool
+from evogrpo.training.configuration.user_code import load_named
 from tests.envs import verifier_functions as functions
 
 ROOT = Path(__file__).parents[2]
@@ -351,8 +351,8 @@ PROGRAM = """
 import os, signal, sys, time, warnings
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore Ctrl-C, which is inherited
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.prompts.rewards.reward_functions import Answers, make_rewards, make_runner
-from evogrpo.envs.prompts.rewards.scoring import evaluate
+from evogrpo.envs.text.reward_functions import Answers, make_rewards, make_runner
+from evogrpo.envs.text.scoring import evaluate
 
 def reward(completions, **_):
     if completions[0] == "hang":

@@ -8,7 +8,7 @@ import pytest
 from gymnasium.wrappers import FlattenObservation, RescaleAction, TimeAwareObservation, TransformReward
 from gymnasium.wrappers.vector import NormalizeReward as VectorWrapper
 
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
 from tests.envs import probes
 from tests.envs.actors import Rule
 

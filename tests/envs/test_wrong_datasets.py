@@ -10,8 +10,8 @@ from torch import nn
 
 from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, MultiTurnGym, evolve, load_base
 from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask
-from evogrpo.training.configuration.sources import read_rows
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
+from evogrpo.training.configuration.user_code import read_rows
 from tests.tiny_models import tiny_tokenizer
 from tests.tiny_steps import cart_pole, step_agent
 from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, tiny_population, variety

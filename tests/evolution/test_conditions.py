@@ -6,7 +6,7 @@ import pytest
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Mutation, changes_between, spread_members
-from evogrpo.evolution.distinct import Occupied, points
+from evogrpo.evolution.children import Occupied, points
 from evogrpo.training.configuration.reading import parse_config
 
 NAMES = RLParameter(choices=["grpo", "gspo", "cispo"])

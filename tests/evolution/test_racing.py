@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from evogrpo.evolution import Fitness, paired_difference
-from evogrpo.evolution.racing import (
+from evogrpo.evolution.fitness import (
     FIRST_ROUND,
     ahead,
     clearly_behind,

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from evogrpo.functional import products
+from evogrpo.functional import matmul as products
 from evogrpo.functional.log_probs import chunked_log_probs
-from evogrpo.functional.products import add_product, by_onednn, filled_up, lacking, product, product_of_columns
+from evogrpo.functional.matmul import add_product, by_onednn, filled_up, lacking, product, product_of_columns
 
 EPS = torch.finfo(torch.float32).eps
 

@@ -9,7 +9,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from evogrpo.functional.truncation import penalise_repetition, truncate
+from evogrpo.functional.log_probs import penalise_repetition, truncate
 
 LOGITS = 3 * torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
 TIED = LOGITS.round()

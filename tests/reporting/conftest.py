@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from evogrpo.persistence.journal import Journal
+from evogrpo.storage.journal import Journal
 
 EVOLVABLE = {
     "lr": {"min": 1e-6, "max": 1e-3, "scale": "log", "factor": 1.5},

@@ -5,12 +5,10 @@ import math
 import pytest
 from matplotlib.figure import Figure
 
-from evogrpo.reporting.figures import _figure
-from evogrpo.reporting.html import html_page
-from evogrpo.reporting.panels.curves import draw_measure
-from evogrpo.reporting.panels.marks import BEST, drawing
-from evogrpo.reporting.steps import read_curves
-from evogrpo.reporting.summary import summarise
+from evogrpo.reporting.figure import _figure, draw_measure
+from evogrpo.reporting.figure_panels import BEST, drawing
+from evogrpo.reporting.report import html_page
+from evogrpo.reporting.summary import read_curves, summarise
 from tests.reporting.journals import generation, member
 
 RUN = {"event": "run", "evolvable": {}}

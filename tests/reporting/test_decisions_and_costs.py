@@ -2,8 +2,7 @@
 
 import pytest
 
-from evogrpo.reporting.costs import Cost
-from evogrpo.reporting.summary import summarise
+from evogrpo.reporting.summary import Cost, summarise
 from tests.reporting.journals import generation, member, outcome
 
 RUN = {"event": "run", "evolvable": {}}

@@ -13,14 +13,20 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.figures import _figure, draw_report
-from evogrpo.reporting.panels.fitness import draw_fitness, generation_ticks, spread_out
-from evogrpo.reporting.panels.marks import BASE, BEST, drawing, lower_edge
-from evogrpo.reporting.panels.responses import draw_response
-from evogrpo.reporting.panels.trajectories import draw_hyperparameter
+from evogrpo.reporting.figure import _figure, draw_report, draw_response
+from evogrpo.reporting.figure_panels import (
+    BASE,
+    BEST,
+    draw_fitness,
+    draw_hyperparameter,
+    drawing,
+    generation_ticks,
+    lower_edge,
+    spread_out,
+)
 from evogrpo.reporting.response import responses
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import read_journal
 from evogrpo.text import share_text
 
 ALL_NAMES = ("lr", "clip_coef", "group_size", "beta", "temperature", "update_epochs", "max_grad_norm")
@@ -265,12 +271,12 @@ def test_matplotlib_keeps_its_settings_and_torch_stays_unloaded(tmp_path, fake_r
     fake_run(tmp_path, generations=2)
     code = f"""
 import sys
-import evogrpo.reporting.figures, evogrpo.reporting.html, evogrpo.reporting.family
+import evogrpo.reporting.figure, evogrpo.reporting.report, evogrpo.reporting.lineage
 assert "matplotlib" not in sys.modules
 import matplotlib
 matplotlib.rcParams["font.size"] = 17
 before = dict(matplotlib.rcParams)
-evogrpo.reporting.html.write_html({str(tmp_path)!r})
+evogrpo.reporting.report.write_html({str(tmp_path)!r})
 assert dict(matplotlib.rcParams) == before
 assert "matplotlib.pyplot" not in sys.modules
 assert "torch" not in sys.modules

@@ -7,8 +7,8 @@ import pytest
 
 from evogrpo import read_run
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
-from evogrpo.persistence.journal import latest_generations, read_journal
-from evogrpo.reporting.told.frames import COLUMNS
+from evogrpo.reporting.data_frames import COLUMNS
+from evogrpo.storage.journal import latest_generations, read_journal
 from tests.reporting.journals import baseline, generation, member, outcome
 from tests.tiny_steps import step_run
 from tests.tiny_training import finish

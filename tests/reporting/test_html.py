@@ -10,13 +10,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from evogrpo.history.records import TestReport
-from evogrpo.history.words import LANGUAGE, verdict
-from evogrpo.persistence.journal import Journal, read_journal
-from evogrpo.reporting.family import ancestors, winner
-from evogrpo.reporting.html import html_page, write_html
-from evogrpo.reporting.page.outcome import outcome
+from evogrpo.reporting.lineage import ancestors, winner
+from evogrpo.reporting.page_tables import outcome
+from evogrpo.reporting.records import TestReport
+from evogrpo.reporting.report import html_page, write_html
+from evogrpo.reporting.results import LANGUAGE, verdict
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import Journal, read_journal
 from evogrpo.text import changes_text, number_text, printable, score_text
 from tests.reporting import journals
 

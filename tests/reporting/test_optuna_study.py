@@ -3,7 +3,7 @@
 import pytest
 
 from evogrpo.cli import main
-from evogrpo.persistence.journal import latest_generations, read_journal
+from evogrpo.storage.journal import latest_generations, read_journal
 from tests.reporting.conftest import write_fake_run
 from tests.reporting.journals import generation, member
 from tests.reporting.test_frames import written
@@ -36,7 +36,7 @@ def export(folder, storage, *words):
 
 @pytest.mark.parametrize("kind", ["database", "journal"])
 def test_every_member_is_a_trial_with_what_the_journal_says(tmp_path, capsys, kind):
-    from evogrpo.reporting.told.optuna_study import export_study
+    from evogrpo.reporting.optuna_study import export_study
 
     folder = write_fake_run(tmp_path / "run", size=4, generations=6, failures=[(2, 1)])
     storage = storages(tmp_path)[kind]
@@ -84,7 +84,7 @@ def test_a_study_is_never_overwritten_and_other_names_stand_beside_it(tmp_path, 
 
 
 def test_values_of_every_type_and_outside_their_ranges_have_distributions_that_hold_them(tmp_path):
-    from evogrpo.reporting.told.optuna_study import export_study
+    from evogrpo.reporting.optuna_study import export_study
 
     values = [
         {"lr": 5e-2, "update_epochs": 9, "group_size": 8, "loss_type": "cispo", "clip_low": None},
@@ -113,7 +113,7 @@ def test_what_is_no_storage_is_refused(tmp_path, capsys, words):
 
 
 def test_clocks_that_went_mad_do_not_matter(tmp_path):
-    from evogrpo.reporting.told.optuna_study import export_study
+    from evogrpo.reporting.optuna_study import export_study
 
     folder = written(tmp_path / "run", RUN | {"time": 1e200}, generation(1, member(0, 0)) | {"time": -5})
     assert export_study(folder, storages(tmp_path)["journal"])[1] == 1

@@ -113,7 +113,7 @@ def test_without_a_baseline_founders_gains_are_unknown():
 
 
 def test_the_hyperparameter_that_matters_comes_first(tmp_path, fake_run):
-    from evogrpo.persistence.journal import read_journal
+    from evogrpo.storage.journal import read_journal
 
     run = fake_run(tmp_path, size=16, generations=6, evolve=("clip_coef", "lr", "group_size"), seed=3)
     found = responses(summarise(read_journal(run / "journal.jsonl")))

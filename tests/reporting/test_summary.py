@@ -2,9 +2,9 @@
 
 import pytest
 
-from evogrpo.persistence.journal import Journal, read_journal
-from evogrpo.reporting.family import ancestors, lineage_lines, winner
+from evogrpo.reporting.lineage import ancestors, lineage_lines, winner
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import Journal, read_journal
 from tests.reporting.journals import generation, member, outcome
 
 RUN = {"event": "run", "time": 0.0, "evolvable": {"lr": {"min": 1e-6, "max": 1e-3, "scale": "log"}}}

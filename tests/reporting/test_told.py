@@ -5,11 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from evogrpo.history.descent import standing_of
-from evogrpo.persistence.journal import Journal
-from evogrpo.reporting.told.comparing import compare_runs
-from evogrpo.reporting.told.tree import family_tree, tree_lines
-from evogrpo.reporting.told.winning import read_winner
+from evogrpo.reporting.compare import compare_runs, read_winner
+from evogrpo.reporting.descent import standing_of
+from evogrpo.reporting.lineage import family_tree, tree_lines
+from evogrpo.storage.journal import Journal
 from tests.reporting.journals import generation, member, outcome
 
 RUN = {"event": "run", "evolvable": {}, "samples_per_step": 8}

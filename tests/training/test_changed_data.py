@@ -5,10 +5,10 @@ import warnings
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, evolve, resume
-from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.html import html_page
+from evogrpo.reporting.report import html_page
 from evogrpo.reporting.summary import summarise
-from evogrpo.training.saved import open_run
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.load_run import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUESTIONS, shared_tokenizer, tiny_env, tiny_population
 

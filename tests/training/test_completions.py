@@ -8,10 +8,10 @@ import pyarrow.parquet
 import pytest
 
 from evogrpo import Objective, evolve
-from evogrpo.agents.learning.step import learn
-from evogrpo.envs.groups import SPLITS
-from evogrpo.history.steps import Example
-from evogrpo.persistence.journal import read_journal
+from evogrpo.algorithms.learning.learning_step import learn
+from evogrpo.envs.protocol import SPLITS
+from evogrpo.reporting.step_records import Example
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.completions import CompletionsLog
 from evogrpo.training.configuration.sections import LoggingConfig
 from tests.tiny_training import SPACE, finish, resumed_run, tiny_env, tiny_population, tiny_run, variety

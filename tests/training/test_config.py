@@ -18,8 +18,8 @@ from evogrpo.training.configuration.reading import (
     write_config,
 )
 from evogrpo.training.configuration.sections import Config
-from evogrpo.training.configuration.sources import read_hub, read_rows
 from evogrpo.training.configuration.strict_yaml import read_yaml, read_yaml_file
+from evogrpo.training.configuration.user_code import read_hub, read_rows
 
 MINIMAL = {"model": "smollm2-135m", "task": {"name": "two_digit_sums"}, "schedule": {"generations": 2}}
 OWN = {"dataset": {"train": "a.jsonl"}, "reward": "r.py:f", "form": "agilerl"}

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from evogrpo import evolve, resume
-from evogrpo.history.records import GenerationReport
-from evogrpo.history.words import LANGUAGE
-from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.display.regions import NotebookRegion
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.results import LANGUAGE
+from evogrpo.training.display.live import NotebookRegion, RunDisplay
 from evogrpo.training.display.tables import generation_table, member_note
 from tests.tiny_models import tiny_model
 from tests.tiny_training import QUICK, SPACE, tiny_env, tiny_population, tiny_run

@@ -11,12 +11,12 @@ from peft import PeftModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from evogrpo import GRPO, HyperparameterConfig, RLParameter, Tournament, evolve
-from evogrpo.agents.rollout.collecting import evaluate
+from evogrpo.algorithms.rollout.collecting import evaluate
 from evogrpo.evolution import Plan
-from evogrpo.history.records import GenerationReport, TestReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.claim import LOCK
-from evogrpo.persistence.journal import read_journal
+from evogrpo.reporting.records import GenerationReport, TestReport
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.storage.journal import read_journal
+from evogrpo.storage.lock import LOCK
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     QUESTIONS,

@@ -13,12 +13,12 @@ import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, evolve
 from evogrpo.cli import main
-from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution import Tournament
-from evogrpo.exits import exits_answered
-from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.html import html_page
+from evogrpo.interruption import exits_answered
+from evogrpo.reporting.report import html_page
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import read_journal
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import QUICK, shared_model, shared_tokenizer, tiny_env, tiny_population
 

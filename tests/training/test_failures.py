@@ -7,12 +7,12 @@ import pytest
 from torch import nn
 
 from evogrpo import GRPO, GymnasiumGroups, Tournament, evolve
-from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.envs.text.reward_functions import RewardError
 from evogrpo.evolution import Fixed
-from evogrpo.history.records import GenerationReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.journal import read_journal
-from evogrpo.training.loop.run import AllFailedError
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.loop.trainer import AllFailedError
 from tests.tiny_training import (
     equal_states,
     final_states,

@@ -187,7 +187,7 @@ def test_a_run_keeps_the_sizes_that_were_chosen(clock, tmp_path):
 
 @pytest.mark.parametrize("task", [{"name": "two_digit_sums"}, {"parallel_env": "mpe2.simple_spread_v3"}])
 def test_other_runs_are_told_to_give_numbers(task):
-    from evogrpo.envs.prompts.builtin import TASKS
+    from evogrpo.envs.text.tasks import TASKS
 
     task = {"name": next(iter(TASKS))} if "name" in task else task
     with pytest.raises(ValueError, match=r"population.size must be a number where task.\w+ is given, got 'auto'"):

@@ -19,9 +19,9 @@ from evogrpo import (
     resume,
     train,
 )
-from evogrpo.cli.arguments import main
+from evogrpo.cli.main import main
 from evogrpo.evolution import Fixed
-from evogrpo.persistence.journal import read_journal
+from evogrpo.storage.journal import read_journal
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, step_population
 from tests.tiny_training import equal_states, tiny_env

@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from evogrpo.cli.ending import show_lineage
-from evogrpo.history.descent import line_of
-from evogrpo.history.records import GenerationReport
-from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.family import ancestors, lineage_lines
-from evogrpo.reporting.html import write_html
+from evogrpo.reporting.descent import line_of
+from evogrpo.reporting.lineage import ancestors, lineage_lines
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.report import write_html
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.tables import member_note, plan_lines
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
 from tests.strategies.returning import Returning
 from tests.tiny_training import equal_states, final_states, finish, resumed_run, start_or_resume, story, tiny_run
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from evogrpo import evolve
-from evogrpo.agents.rollout.collecting import commonly_scored, evaluate
-from evogrpo.persistence.journal import read_journal
+from evogrpo.algorithms.rollout.collecting import commonly_scored, evaluate
+from evogrpo.storage.journal import read_journal
 from tests.tiny_training import scatter, tiny_env, tiny_population, variety
 
 SPENDING = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8}

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from evogrpo import resume
-from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
-from evogrpo.persistence.generations import generation_folder
-from evogrpo.persistence.journal import read_journal
-from evogrpo.training.saved import open_run
+from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_checkpoint, write_checkpoint
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.load_run import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import finish, resumed_run, tiny_env, tiny_run
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from evogrpo.history.words import WORDS
+from evogrpo.reporting.results import WORDS
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.kinds.registry import RUN_KINDS, parse_task
 from tests.cli.project import CONFIG, write_project

@@ -7,21 +7,20 @@ import numpy as np
 import pytest
 
 from evogrpo import GymnasiumGroups, MultiAgentGRPO, Objective, PettingZooGroups
-from evogrpo.agents.rollout.assessing import answered, assess
-from evogrpo.agents.rollout.wanted import Asked
+from evogrpo.algorithms.rollout.evaluation import answered, assess
+from evogrpo.algorithms.rollout.requests import Asked
 from evogrpo.evolution import Fitness, FitnessConfig
-from evogrpo.evolution.kept import Kept
-from evogrpo.history.descent import winner_of
-from evogrpo.history.finals import FinalsReport
-from evogrpo.history.records import GenerationReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.journal import read_journal
+from evogrpo.evolution.history import Kept
+from evogrpo.reporting.descent import winner_of
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.results import FinalsReport
+from evogrpo.reporting.step_records import StepReport
 from evogrpo.reporting.summary import summarise
-from evogrpo.training.charts import generation_curves
-from evogrpo.training.loop.assessment.crowning import Crown, as_agent
-from evogrpo.training.loop.assessment.finals import winner
-from evogrpo.training.loop.assessment.measuring import candidates
-from evogrpo.training.saved import open_run
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.load_run import open_run
+from evogrpo.training.loop.best import Crown, as_agent, winner
+from evogrpo.training.loop.evaluation import candidates
+from evogrpo.training.tensorboard import generation_curves
 from tests.envs import joint_probes
 from tests.tiny_steps import cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import (

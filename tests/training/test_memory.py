@@ -8,7 +8,7 @@ import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, NetworkConfig, Tournament, evolve
 from evogrpo.evolution.shared_experience import shared_experience
-from evogrpo.policies.devices import process_memory
+from evogrpo.models.devices import process_memory
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.kinds.registry import RUN_KINDS, kind_of
 from evogrpo.training.memory import Need, bytes_text, check_memory, kept_size, state_size

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from evogrpo.agents.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
-from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
 from evogrpo.evolution.strategies import Tournament
-from evogrpo.persistence.journal import read_journal
-from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
 from evogrpo.training.evolve import evolve, resume
-from evogrpo.training.loop.run import Evolution
-from evogrpo.training.rundir import RunDir
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
+from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.run_dir import RunDir
 from evogrpo.training.schedule import Schedule
 from tests.envs import joint_probes
 from tests.tiny_training import story

@@ -7,10 +7,10 @@ import pytest
 
 from evogrpo import GRPO, HyperparameterConfig, Hyperparameters, Objective, RLParameter, Tournament, evolve
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.history.words import LANGUAGE
-from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.html import write_html
+from evogrpo.reporting.report import write_html
+from evogrpo.reporting.results import LANGUAGE
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.journal import read_journal
 from evogrpo.text import changes_text
 from evogrpo.training.display.tables import generation_table, member_note
 from tests.tiny_training import shared_model, tiny_agent, tiny_env, tiny_population

@@ -8,11 +8,11 @@ import yaml
 
 from evogrpo import Hyperparameters, Tournament, resume
 from evogrpo.evolution import MutationOnly, TruncationPBT
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
-from evogrpo.training.configuration.own_strategies import check_resumable
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.saved import open_run
+from evogrpo.training.configuration.user_code import check_resumable
+from evogrpo.training.load_run import open_run
 from tests.cli.project import write_project
 from tests.conformance.strategy import SPACE, StrategyTestCase
 from tests.evolution.simulated_training import Simulation, Surface, wrong_founders

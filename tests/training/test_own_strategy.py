@@ -14,19 +14,19 @@ import yaml
 
 from evogrpo import Tournament, evolve, resume
 from evogrpo.evolution import Fixed
-from evogrpo.history.records import GenerationReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.checkpoint import read_checkpoint, write_checkpoint
-from evogrpo.persistence.journal import read_journal
-from evogrpo.reporting.family import ancestors, winner
-from evogrpo.reporting.html import write_html
+from evogrpo.reporting.lineage import ancestors, winner
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.report import write_html
+from evogrpo.reporting.step_records import StepReport
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import load_config, parse_config
 from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.launch import read_resumable, start
 from evogrpo.training.launch import resume as resume_configured
+from evogrpo.training.load_run import open_run
 from evogrpo.training.loop.planning import StrategyError
-from evogrpo.training.saved import open_run
 from tests.cli.project import prepare, write_project
 from tests.forking import started
 from tests.strategies.gaussian_process import GaussianProcess
@@ -325,7 +325,7 @@ def test_what_could_not_be_brought_back_is_refused(tmp_path, strategy, message):
 def test_a_script_that_holds_its_strategy_is_told_to_put_it_into_a_module(tmp_path):
     script = """
 from evogrpo.evolution import Fixed
-from evogrpo.training.configuration.own_strategies import check_resumable
+from evogrpo.training.configuration.user_code import check_resumable
 class Mine(Fixed):
     pass
 check_resumable(Mine())

@@ -8,11 +8,11 @@ import yaml
 from evogrpo import replay, train
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES
 from evogrpo.evolution import ScheduleStage, Tournament
-from evogrpo.history.schedules import found_schedule
-from evogrpo.persistence.journal import latest_generations, read_journal
+from evogrpo.reporting.descent import found_schedule
+from evogrpo.storage.journal import latest_generations, read_journal
 from evogrpo.training.configuration.reading import load_config
 from evogrpo.training.configuration.unchanged import CONFIG_FILE
-from evogrpo.training.front.replaying import HyperparameterSchedule
+from evogrpo.training.replay import HyperparameterSchedule
 from tests.reporting.journals import generation, member
 from tests.strategies.halving import Halving
 from tests.strategies.returning import Returning
@@ -266,8 +266,8 @@ def test_a_journal_with_a_generation_missing_has_no_schedule():
 
 def test_a_stage_may_not_begin_otherwise_than_its_run():
     from evogrpo.training.configuration.reading import parse_config
-    from evogrpo.training.front.presets import packaged_values
-    from evogrpo.training.front.train import with_sections
+    from evogrpo.training.presets import packaged_values
+    from evogrpo.training.train import with_sections
 
     stage = ScheduleStage(
         hyperparameters=parse_config(packaged_values("CartPole-v1", with_preset=False)).hyperparameters,

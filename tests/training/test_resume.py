@@ -10,14 +10,13 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.evolution import Choice, Plan, Stateless
-from evogrpo.history.records import GenerationReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.checkpoint import CheckpointError, read_checkpoint
-from evogrpo.persistence.claim import LOCK
-from evogrpo.persistence.generations import generation_folder
-from evogrpo.persistence.journal import read_journal
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.storage.checkpoint import CheckpointError, generation_folder, read_checkpoint
+from evogrpo.storage.journal import read_journal
+from evogrpo.storage.lock import LOCK
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
 from tests.tiny_models import tiny_model
 from tests.tiny_training import (
     SPACE,

@@ -15,16 +15,14 @@ import torch
 from safetensors.torch import save
 
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
-from evogrpo.persistence.checkpoint import read_record
-from evogrpo.persistence.claim import LOCK
-from evogrpo.persistence.durable import replace_file
-from evogrpo.persistence.generations import generation_folder
-from evogrpo.persistence.journal import read_journal
-from evogrpo.persistence.manifest import CheckpointError, FileEntry
-from evogrpo.persistence.tensor_files import _read
-from evogrpo.reporting.family import winner
+from evogrpo.reporting.lineage import winner
 from evogrpo.reporting.summary import summarise
-from evogrpo.training.saved import open_run
+from evogrpo.storage.atomic_files import replace_file
+from evogrpo.storage.checkpoint import _read, generation_folder, read_record
+from evogrpo.storage.journal import read_journal
+from evogrpo.storage.lock import LOCK
+from evogrpo.storage.manifest import CheckpointError, FileEntry
+from evogrpo.training.load_run import open_run
 
 SHORT = {"generations": 2, "steps_per_generation": 1, "samples_per_step": 8, "validation_questions": 2}
 PROGRAM = """

@@ -6,9 +6,9 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter
 from evogrpo.evolution import Fixed
-from evogrpo.history.records import GenerationReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.journal import read_journal
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.tables import plan_lines
 from evogrpo.training.loop.planning import StrategyError
 from tests.tiny_steps import resumed_step_run, step_run

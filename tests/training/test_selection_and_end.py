@@ -6,10 +6,10 @@ import pytest
 
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve
 from evogrpo.evolution import Fixed, Mutation, Stateless
-from evogrpo.history.records import GenerationReport, TestReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.journal import read_journal
-from evogrpo.training.loop.run import Evolution
+from evogrpo.reporting.records import GenerationReport, TestReport
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.loop.trainer import Evolution
 from evogrpo.training.schedule import Schedule
 from tests.tiny_training import (
     equal_states,

@@ -6,12 +6,12 @@ import torch
 import evogrpo
 from evogrpo import HyperparameterConfig, RLParameter, Tournament, evolve, resume
 from evogrpo.evolution import SharedExperience
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.journal import read_journal
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.forecast import samples_row
-from evogrpo.training.saved import open_run
-from tests.agents.test_own_algorithm import small
+from evogrpo.training.load_run import open_run
+from tests.algorithms.test_own_algorithm import small
 from tests.cli.project import CONFIG
 from tests.tiny_models import tiny_model
 from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, step_population

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from evogrpo import GRPO, GymnasiumGroups, HyperparameterConfig, RLParameter, Tournament, evolve, resume
-from evogrpo.agents.members.control.network_settings import STEPWISE
+from evogrpo.algorithms.members.settings import STEPWISE
 from evogrpo.evolution import Fixed
-from evogrpo.history.records import GenerationReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.checkpoint import read_checkpoint
-from evogrpo.persistence.journal import read_journal
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.step_records import StepReport
 from evogrpo.reporting.summary import summarise
+from evogrpo.storage.checkpoint import read_checkpoint
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.sections import LoggingConfig
-from evogrpo.training.saved import open_run
+from evogrpo.training.load_run import open_run
 from tests.tiny_steps import QUICK, STEP_SPACE, OwnNetwork, cart_pole, resumed_step_run, step_population, step_run
 from tests.tiny_training import equal_states, final_states, finish, nameless, state_of, story, tiny_env
 

@@ -12,12 +12,12 @@ from rich.console import Console
 
 from evogrpo import evolve
 from evogrpo.interruption import Interrupted, give_way, interruptible
-from evogrpo.persistence.journal import read_journal
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.load_run import open_run
 from evogrpo.training.loop import acting, stopping
 from evogrpo.training.loop.iteration import Run
 from evogrpo.training.loop.stopping import Stopping
-from evogrpo.training.saved import open_run
 from tests.forking import Forked
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import (

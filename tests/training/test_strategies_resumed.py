@@ -3,8 +3,8 @@
 import pytest
 
 from evogrpo.evolution import MultiFrequency, Narrowing, SuccessiveHalving, Tournament
-from evogrpo.history.steps import StepReport
-from evogrpo.training.saved import open_run
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.training.load_run import open_run
 from tests.tiny_steps import resumed_step_run, step_run
 from tests.tiny_training import equal_states, final_states, finish, story
 

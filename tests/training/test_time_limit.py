@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from evogrpo import GRPO, GymnasiumGroups, evolve, resume
-from evogrpo.training.loop.book import Book
+from evogrpo.training.loop.run_logger import Book
 from tests.envs import probes
 from tests.tiny_training import tiny_env, tiny_population
 

@@ -3,12 +3,12 @@
 import pytest
 
 from evogrpo import evolve
-from evogrpo.cli.arguments import main
-from evogrpo.history.records import GenerationReport, TestReport
-from evogrpo.history.steps import StepReport
-from evogrpo.persistence.journal import read_journal
+from evogrpo.cli.main import main
+from evogrpo.reporting.records import GenerationReport, TestReport
+from evogrpo.reporting.step_records import StepReport
+from evogrpo.storage.journal import read_journal
 from evogrpo.training.configuration.reading import parse_config
-from evogrpo.training.display.pace import Pace
+from evogrpo.training.display.live import Pace
 from tests.envs import joint_probes
 from tests.tiny_steps import QUICK, step_run
 from tests.tiny_training import finish, tiny_run

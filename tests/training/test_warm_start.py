@@ -10,8 +10,8 @@ import yaml
 from evogrpo import HyperparameterConfig, Hyperparameters, RLParameter, best_hyperparameters, train
 from evogrpo.evolution.founders import like_earlier, spread_members
 from evogrpo.training.configuration.reading import load_config, parse_config
-from evogrpo.training.front.presets import packaged_values, with_sections
-from tests.agents.test_multi_agent import groups, population_for
+from evogrpo.training.presets import packaged_values, with_sections
+from tests.algorithms.test_multi_agent import groups, population_for
 from tests.reporting.journals import generation, member
 from tests.reporting.test_frames import written
 from tests.tiny_steps import STEP_SPACE, step_population, step_run

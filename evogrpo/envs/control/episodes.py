@@ -1,16 +1,26 @@
-"""Played episodes: the steps of many rows, noted as they are taken and returned as padded arrays."""
+"""Episodes as padded arrays, of one agent and of several."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import gymnasium
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.envs.control.lanes import Stepped
-from evogrpo.envs.control.normalisation import ObservationStatistics, normalised_leaves, observed
-from evogrpo.envs.control.playing import Taken
-from evogrpo.envs.control.trees import Leaves, unflatten
+from evogrpo.envs.control.actions import policy_action_shape
+from evogrpo.envs.control.joint_vector_env import JointStepped
+from evogrpo.envs.control.observations import (
+    Leaves,
+    ObservationStatistics,
+    leaf_spaces,
+    normalised_leaves,
+    observed,
+    unflatten,
+)
+from evogrpo.envs.control.policy_mapping import Assignment, Role
+from evogrpo.envs.control.rollout import Taken
+from evogrpo.envs.control.vector_env import Stepped
 from evogrpo.text import short_repr
 
 _STEPS_AT_ONCE = 64
@@ -141,3 +151,204 @@ class EpisodeRecord:
                 table[np.concatenate([cells for cells, _ in held])] = np.concatenate([piece for _, piece in held])
             pieces[first : numbers.stop] = [None] * len(numbers)
         return table.reshape(*self._shape, *example.shape[1:])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AgentEpisodes:
+    """What the agents of one policy did in n agent episodes: one per joint episode and agent, padded with zeros.
+
+    An agent that appears in one episode of a group has a row in each of them, so that what happened to it can be
+    compared; where it never acted nothing is present. Steps are those of the joint episode: a row is not present
+    before its agent's birth, after its end, and while its action mask leaves it nothing to do. What is earned then is
+    credited to its action before; what is earned before its first action, to none.
+
+    Attributes:
+        rows: `[n]` number of the joint episode.
+        agents: Name of each row's agent.
+        group_ids: `[n]` rows of one member, one start and one agent have the same number.
+        observations: `[n, t, ...]` what the policy read; dicts and tuples of such arrays for composite spaces.
+        actions: `[n, t, ...]` as the policy chose them: boxes not clipped, discrete values counted from 0.
+        action_masks: `[n, t, k]` legal actions, True in the padding; None where there are no masks.
+        log_probs: `[n, t]` of the acting policy, in nats.
+        present: `[n, t]` which actions were taken.
+        own_rewards: `[n, t]` what the agent earned, float64.
+        team_rewards: `[n, t]` what all agents earned together, float64.
+        terminated: `[n]` the agent came to its own end.
+        truncated: `[n]` it was cut off.
+    """
+
+    rows: NDArray[np.int64]
+    agents: tuple[str, ...]
+    group_ids: NDArray[np.int64]
+    observations: Any
+    actions: NDArray[Any]
+    action_masks: NDArray[np.bool_] | None
+    log_probs: NDArray[np.float32]
+    present: NDArray[np.bool_]
+    own_rewards: NDArray[np.float64]
+    team_rewards: NDArray[np.float64]
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JointPlayed:
+    """Whole joint episodes.
+
+    Attributes:
+        episodes: By policy; policies none of whose agents acted are missing.
+        returns: What each agent earned in all, for each of the n joint episodes.
+        lengths: `[n]` joint steps.
+    """
+
+    episodes: Mapping[str, AgentEpisodes]
+    returns: tuple[Mapping[str, float], ...]
+    lengths: NDArray[np.int64]
+
+    __repr__ = short_repr
+
+
+@dataclass(kw_only=True, eq=False)
+class _Row:
+    """What is noted of one joint episode: rewards step by step, when each agent acted, and how each ended."""
+
+    rewards: list[Mapping[str, float]] = field(default_factory=list)
+    acted: dict[str, list[int]] = field(default_factory=dict)
+    terminated: set[str] = field(default_factory=set)
+    truncated: set[str] = field(default_factory=set)
+
+    def credited(self, agent: str, width: int, *, own: bool) -> NDArray[np.float64]:
+        """Return `[width]` what each of an agent's actions answers for: its own rewards, or those of all agents."""
+        steps = np.array(self.acted[agent], dtype=np.int64)
+        earned = [rewards.get(agent, 0.0) if own else sum(rewards.values()) for rewards in self.rewards]
+        place = np.searchsorted(steps, np.arange(len(earned)), side="right") - 1
+        result = np.zeros(width)
+        np.add.at(result, steps[place[place >= 0]], np.array(earned)[place >= 0])
+        return result
+
+
+class JointRecord:
+    """The steps of n joint episodes in the order they were taken, and the rows they make up in the end.
+
+    Args:
+        groups: `[n]` joint episodes of one member and one start have the same number.
+        assignment: Which policy acts for whom.
+    """
+
+    def __init__(self, groups: NDArray[np.int64], assignment: Assignment) -> None:
+        self._groups, self._assignment = groups, assignment
+        self._rows = [_Row() for _ in groups]
+        self._taken: dict[str, list[Taken]] = {}
+
+    def act(self, policy: str, taken: Taken) -> None:
+        """See `Record`."""
+        self._taken.setdefault(policy, []).append(taken)
+        for row, t, agent in zip(taken.rows.tolist(), taken.t.tolist(), taken.seen.agents, strict=True):
+            self._rows[row].acted.setdefault(agent, []).append(t)
+
+    def earn(self, rows: NDArray[np.int64], stepped: JointStepped) -> None:
+        """See `Record`."""
+        for row, seen in zip(rows.tolist(), stepped.lanes, strict=True):
+            noted = self._rows[row]
+            noted.rewards.append(seen.rewards)
+            noted.terminated |= seen.terminated
+            noted.truncated |= seen.truncated
+
+    def finish(self) -> JointPlayed:
+        """See `Record`."""
+        returns = []
+        for noted in self._rows:
+            totals: dict[str, float] = {}
+            for rewards in noted.rewards:
+                for agent, reward in rewards.items():
+                    totals[agent] = totals.get(agent, 0.0) + reward
+            returns.append(totals)
+        return JointPlayed(
+            episodes={policy: self._episodes(policy) for policy in self._assignment.roles if policy in self._taken},
+            returns=tuple(returns),
+            lengths=np.array([len(noted.rewards) for noted in self._rows], dtype=np.int64),
+        )
+
+    def _episodes(self, policy: str) -> AgentEpisodes:
+        role, pieces = self._assignment.roles[policy], self._taken.pop(policy)
+        entries = self._entries(policy)
+        width = 1 + max(int(piece.t.max()) for piece in pieces)
+        place = {entry: number for number, entry in enumerate(entries)}
+        cells = np.concatenate(
+            [
+                [place[entry] * width for entry in zip(piece.rows.tolist(), piece.seen.agents, strict=True)] + piece.t
+                for piece in pieces
+            ]
+        )
+        table = _Tables(len(entries), width, cells)
+        noted = [(self._rows[row], agent) for row, agent in entries]
+        blank = np.zeros(width)
+
+        def credited(*, own: bool) -> NDArray[np.float64]:
+            return np.stack(
+                [row.credited(agent, width, own=own) if agent in row.acted else blank for row, agent in noted]
+            )
+
+        groups = [(int(self._groups[row]), agent) for row, agent in entries]
+        numbers = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+        return AgentEpisodes(
+            rows=np.array([row for row, _ in entries], dtype=np.int64),
+            agents=tuple(agent for _, agent in entries),
+            group_ids=np.array([numbers[group] for group in groups], dtype=np.int64),
+            observations=_observations(role, table, pieces),
+            actions=table.fill(
+                [piece.actions for piece in pieces], policy_action_shape(role.action_space), role.action_space.dtype
+            ),
+            action_masks=_masks(table, pieces),
+            log_probs=table.fill([piece.log_probs for piece in pieces], (), np.float32),
+            present=table.fill([np.ones(len(piece.rows), np.bool_) for piece in pieces], (), np.bool_),
+            own_rewards=credited(own=True),
+            team_rewards=credited(own=False),
+            terminated=np.array([agent in row.terminated for row, agent in noted], dtype=np.bool_),
+            truncated=np.array([agent in row.truncated for row, agent in noted], dtype=np.bool_),
+        )
+
+    def _entries(self, policy: str) -> list[tuple[int, str]]:
+        """Return (joint episode, agent) of every row: by episode, then in the order of the agents."""
+        appeared: dict[int, set[str]] = {}
+        for row, noted in enumerate(self._rows):
+            own = {agent for agent in noted.acted if self._assignment.policy_of(agent) == policy}
+            appeared.setdefault(int(self._groups[row]), set()).update(own)
+        ordered = {group: sorted(agents, key=self._assignment.place) for group, agents in appeared.items()}
+        return [(row, agent) for row in range(len(self._rows)) for agent in ordered[int(self._groups[row])]]
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Places of noted steps in tables `[n, t]`."""
+
+    rows: int
+    width: int
+    cells: NDArray[np.int64]
+
+    def fill(self, pieces: Sequence[NDArray[Any]], shape: tuple[int, ...], dtype: Any, fill: Any = 0) -> NDArray[Any]:
+        table = np.full((self.rows * self.width, *shape), fill, dtype=dtype)
+        table[self.cells] = np.concatenate(pieces)
+        return table.reshape(self.rows, self.width, *shape)
+
+
+def _observations(role: Role, table: _Tables, pieces: Sequence[Taken]) -> Any:
+    space = role.observation_space
+    leaves = [
+        table.fill([piece.seen.observations[number] for piece in pieces], leaf.shape or (), leaf.dtype)
+        for number, leaf in enumerate(leaf_spaces(space))
+    ]
+    return unflatten(space, leaves)
+
+
+def _masks(table: _Tables, pieces: Sequence[Taken]) -> NDArray[np.bool_] | None:
+    masks = [piece.seen.action_masks for piece in pieces]
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    width = given[0].shape[1]
+    everything = [
+        np.ones((len(piece.rows), width), np.bool_) if mask is None else mask
+        for piece, mask in zip(pieces, masks, strict=True)
+    ]
+    return table.fill(everything, (width,), np.bool_, True)

@@ -1,9 +1,12 @@
-"""Making environments, and the two wrappers that lanes put around them."""
+"""Making Gymnasium environments: checks, wrappers, and errors in words."""
 
+import functools
 import importlib
+import inspect
 import pkgutil
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,11 +16,190 @@ from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_i
 from gymnasium.utils import seeding
 from gymnasium.wrappers import TimeLimit
 
+from evogrpo.config.checks import unknown_name_error
 from evogrpo.envs.control.actions import mask_in
-from evogrpo.envs.control.solo.refusals import refuse_given, refuse_made
-from evogrpo.envs.control.solo.wrapping import Wrap, put_on
-from evogrpo.envs.control.trees import flatten, leaf_spaces, numbers, stack, unflatten
+from evogrpo.envs.control.observations import flatten, leaf_spaces, numbers, stack, unflatten
+from evogrpo.envs.fingerprint import canonical, code_hash
 from evogrpo.randomness import generator
+
+_STEP = "(observation, reward, terminated, truncated, info)"
+
+
+def refuse_given(env: object) -> None:
+    """Raise ValueError unless a caller's environment is an id or a callable."""
+    _refuse_several(env)
+    if isinstance(env, str) or (callable(env) and not isinstance(env, gymnasium.Env)):
+        return
+    known = _id_of(env)
+    instead = f"give {known!r}, the class or a function instead" if known else "give the class or a function instead"
+    raise ValueError(
+        f"env must be the id of an environment or a callable that makes one, got {type(env).__name__}: {instead}"
+    )
+
+
+def refuse_made(made: object) -> None:
+    """Raise ValueError unless what a callable returned is one environment with spaces."""
+    try:
+        _refuse_several(made)
+    except ValueError:
+        with suppress(Exception):  # nobody else will, and it may have processes
+            made.close()  # type: ignore[attr-defined]  # whatever it is
+        raise
+    name = type(made).__name__
+    if not isinstance(made, gymnasium.Env):
+        remedy = ""
+        if hasattr(made, "possible_agents") or hasattr(made, "agents"):
+            remedy = ": environments of several agents are played through evogrpo.PettingZooGroups"
+        elif hasattr(made, "step") and hasattr(made, "reset"):
+            remedy = (
+                ": let its class inherit from gymnasium.Env, or wrap one of the old Gym with the package shimmy, as "
+                'gymnasium.make("GymV21Environment-v0", env=...)'
+            )
+        raise ValueError(f"an environment factory must return a gymnasium.Env, got {name}{remedy}")
+    for kind in ("observation_space", "action_space"):
+        space = getattr(made, kind, None)
+        if not isinstance(space, gymnasium.Space):
+            raise ValueError(f"{name}.{kind} must be a space of gymnasium.spaces, got {type(space).__name__}: set it")
+
+
+def misshapen(name: str, make: Callable[[], "gymnasium.Env[Any, Any]"]) -> ValueError | None:
+    """Return what is wrong with the form of what an environment returns; None if it is as Gymnasium has it.
+
+    Asked once something went wrong, as wrappers fail over such returns before anybody else sees them.
+
+    Args:
+        name: Of the environment.
+        make: Makes one.
+    """
+    with closing(make()) as made:
+        env: Any = made.unwrapped
+        try:
+            given = env.reset(seed=1)
+        except TypeError as error:
+            return ValueError(
+                f"{name} must take its seed as reset(seed=...), as gymnasium.Env.reset does, but: {error}"
+            )
+        if not (isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping)):
+            return ValueError(f"{name} must return (observation, info) from reset(), {_got(given)}")
+        env.action_space.seed(0)
+        given = env.step(env.action_space.sample())
+        if isinstance(given, tuple) and len(given) == 5:
+            return None
+        old = " as in the old Gym: say whether an episode came to its own end or was cut off, instead of done" * (
+            isinstance(given, tuple) and len(given) == 4
+        )
+        return ValueError(f"{name} must return {_STEP} from step(), {_got(given)}{old}")
+
+
+def _got(given: object) -> str:
+    if not isinstance(given, tuple):
+        return f"got {type(given).__name__}"
+    return f"got a tuple of {len(given)} ({', '.join(type(part).__name__ for part in given)})"
+
+
+def _refuse_several(env: object) -> None:
+    """Refuse environments that step several episodes at a time, of Gymnasium, Stable-Baselines3 or others."""
+    if isinstance(env, type):
+        return
+    count = getattr(env, "num_envs", None)
+    vector = isinstance(env, gymnasium.vector.VectorEnv) or (count is not None and hasattr(env, "step_async"))
+    if not vector and not (isinstance(env, gymnasium.Env) and isinstance(count, int) and count > 1):
+        return
+    known = _id_of(env)
+    raise ValueError(
+        f"env must be one environment, got a vector of {count} ({type(env).__name__}): give "
+        f"{repr(known) if known else 'the id'} or a callable that makes one, and lanes= for how many are "
+        "played at a time"
+    )
+
+
+def _id_of(env: Any) -> str | None:
+    """Return the id that an environment, or the first of several, was registered under."""
+    with suppress(Exception):  # strangers' attributes
+        spec = getattr(env, "spec", None) or env.envs[0].spec
+        return str(spec.id)
+    return None
+
+
+Wrap = Callable[["gymnasium.Env[Any, Any]"], "gymnasium.Env[Any, Any]"]
+"""A class of `gymnasium.Wrapper`, or anything else that takes an environment and returns it wrapped."""
+
+
+def check_wrappers(wrappers: object) -> None:
+    """Raise ValueError unless these are wrappers in a sequence, each of which needs an environment and no more."""
+    if isinstance(wrappers, str) or not isinstance(wrappers, Sequence):
+        raise ValueError(f"wrappers must be a list of wrappers, got {wrappers!r:.80}: write [...] around it")
+    for wrap in wrappers:
+        check_wrapper(wrap, repr(wrap) if isinstance(wrap, str) else name_of(wrap))
+
+
+def check_wrapper(wrap: object, name: str, options: Mapping[str, Any] | None = None) -> None:
+    """Raise ValueError for what is no wrapper, or cannot be called with an environment and these options alone.
+
+    Args:
+        wrap: A class, or a callable that takes an environment.
+        name: What it is called in messages.
+        options: Its further keyword arguments.
+    """
+    if not callable(wrap) or (isinstance(wrap, type) and not issubclass(wrap, gymnasium.Wrapper)):
+        what = "a class that is none" if isinstance(wrap, type) else type(wrap).__name__
+        instead = ": in Python give the class itself, such as gymnasium.wrappers.FlattenObservation"
+        raise ValueError(
+            f"wrapper {name} must be a class of gymnasium.Wrapper, got {what}{instead if isinstance(wrap, str) else ''}"
+        )
+    try:
+        parameters = inspect.signature(wrap).parameters
+    except (TypeError, ValueError):  # written in C
+        return
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    named = {key: each for key, each in parameters.items() if each.kind in kinds}
+    own = list(named)[1:]  # the first is the environment
+    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        for option in options or {}:
+            if option not in own:
+                raise unknown_name_error(f"option of wrapper {name}:", option, own)
+    missing = [key for key in own if named[key].default is inspect.Parameter.empty and key not in (options or {})]
+    if missing:
+        given = ", ".join(f"{key}: ..." for key in missing)
+        raise ValueError(
+            f"wrapper {name} needs {' and '.join(missing)}: in a configuration, or behind the command, write "
+            f"task.wrappers=[{{name: {name}, options: {{{given}}}}}], in Python functools.partial(...)"
+        )
+
+
+def put_on(env: "gymnasium.Env[Any, Any]", wrappers: Sequence[Wrap]) -> "gymnasium.Env[Any, Any]":
+    """Return an environment in its wrappers, the first one innermost.
+
+    Raises:
+        ValueError: If one does not take what it is put around, or returns no environment.
+    """
+    for wrap in wrappers:
+        try:
+            wrapped = wrap(env)
+        except Exception as error:  # whatever strangers' wrappers raise, often without words
+            env.close()
+            raise ValueError(
+                f"wrapper {name_of(wrap)} does not take {env}: {type(error).__name__}: {str(error) or 'without words'}"
+            ) from error
+        refuse_made(wrapped)
+        env = wrapped
+    return env
+
+
+def name_of(wrap: object) -> str:
+    """Return what a wrapper is called."""
+    inner = wrap.func if isinstance(wrap, functools.partial) else wrap
+    return str(getattr(inner, "__name__", type(inner).__name__))
+
+
+def identity_of(wrappers: Sequence[Wrap]) -> str:
+    """Return which wrappers these are and what they do, in a short text."""
+    return "; ".join(
+        f"{name_of(wrap)}{f' {canonical(wrap.keywords)}' if isinstance(wrap, functools.partial) else ''}, "
+        f"code {code_hash(wrap)}"
+        for wrap in wrappers
+    )
+
 
 CUT_OFF = 1000
 """Steps after which an episode of an environment without a limit is cut off, unless the environment or the caller says

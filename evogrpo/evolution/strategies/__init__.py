@@ -1,9 +1,6 @@
 """Strategies: one file each, from the history of a run to a plan for what follows."""
 
-from evogrpo.evolution.strategies.controls.fixed import Fixed
-from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
-from evogrpo.evolution.strategies.controls.random_search import RandomSearch
-from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
+from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.evolution.strategies.registry import BUILT_IN, strategy_from_json

@@ -10,12 +10,11 @@ import numpy as np
 from evogrpo.config.checks import flag, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.backtracking import backtracked
-from evogrpo.evolution.distinct import Draw
+from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.lineage import MemberRecord
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, perturbation_to_json, proposals
-from evogrpo.evolution.plans import Plan, parent_of
+from evogrpo.evolution.plan import Plan, parent_of
 from evogrpo.evolution.selection import Choice, truncation
 from evogrpo.evolution.strategies.strategy import Stateless
 

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from evogrpo.config.checks import finite_number, whole_between
-from evogrpo.evolution.distinct import Draw
+from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, perturbation_to_json, proposals
-from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import Choice, stagnates, truncation
 from evogrpo.evolution.strategies.strategy import Stateless
 

@@ -5,11 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from evogrpo.config.checks import unknown_name_error
-from evogrpo.evolution.perturbation import perturbation_from_json, with_settings
-from evogrpo.evolution.strategies.controls.fixed import Fixed
-from evogrpo.evolution.strategies.controls.mutation_only import MutationOnly
-from evogrpo.evolution.strategies.controls.random_search import RandomSearch
-from evogrpo.evolution.strategies.controls.selection_only import SelectionOnly
+from evogrpo.evolution.children import perturbation_from_json, with_settings
+from evogrpo.evolution.strategies.baselines import Fixed, MutationOnly, RandomSearch, SelectionOnly
 from evogrpo.evolution.strategies.multi_frequency import MultiFrequency
 from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.evolution.strategies.replay import Replay

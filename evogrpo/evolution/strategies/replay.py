@@ -10,7 +10,7 @@ from evogrpo.config.checks import refuse_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import check_group_size
 from evogrpo.evolution.history import History
-from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import Choice
 from evogrpo.evolution.strategies.strategy import Stateless
 

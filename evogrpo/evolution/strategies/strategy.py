@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from evogrpo.evolution.history import History
-from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.plan import Plan
 
 
 class Strategy(Protocol):

@@ -8,7 +8,7 @@ import numpy as np
 
 from evogrpo.config.checks import refuse_unknown, whole_between
 from evogrpo.evolution.history import Generation, History
-from evogrpo.evolution.plans import Plan
+from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import Choice, healthy_slots
 from evogrpo.evolution.strategies.strategy import Stateless
 

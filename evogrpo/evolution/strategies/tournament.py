@@ -7,11 +7,10 @@ import numpy as np
 
 from evogrpo.config.checks import finite_number, flag, whole_between
 from evogrpo.evolution.backtracking import backtracked
-from evogrpo.evolution.distinct import Draw
+from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
-from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, perturbation_to_json, proposals
-from evogrpo.evolution.plans import Plan, parent_of
+from evogrpo.evolution.plan import Plan, parent_of
 from evogrpo.evolution.selection import Choice, best_slot, stagnates, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
 

@@ -10,11 +10,10 @@ from evogrpo.config.checks import finite_number, flag
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.backtracking import backtracked
-from evogrpo.evolution.distinct import Draw
+from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import anywhere_in, neighbour, other_name, perturbed, share
-from evogrpo.evolution.perturbation import Perturbation, checked_perturbation, perturbation_to_json, proposals
-from evogrpo.evolution.plans import Plan, parent_of
+from evogrpo.evolution.plan import Plan, parent_of
 from evogrpo.evolution.selection import truncation
 from evogrpo.evolution.strategies.strategy import Stateless
 

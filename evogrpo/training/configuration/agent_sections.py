@@ -3,11 +3,10 @@
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from evogrpo.agents.members.control.network_settings import STEPWISE, NetworkSettings
-from evogrpo.agents.members.tokens.language_settings import LanguageSettings
+from evogrpo.algorithms.members.settings import STEPWISE, LanguageSettings, NetworkSettings
 from evogrpo.config.objective import Objective
 from evogrpo.config.optimizer import Optimizer
-from evogrpo.policies.control.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class LoraSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageAgent:
-    """Of language models; see `evogrpo.agents.options.Options`.
+    """Of language models; see `evogrpo.algorithms.factory.Options`.
 
     Attributes:
         lora: The adapters that members start with; an `adapter` takes its place.
@@ -70,7 +69,7 @@ _NOT_SETTINGS = ("lora", "adapter", "eos_token_ids")
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkAgent:
-    """Of small networks, one or one for each policy; see `evogrpo.agents.options.Options`.
+    """Of small networks, one or one for each policy; see `evogrpo.algorithms.factory.Options`.
 
     An objective given in part keeps the rest of the networks' own default, `STEPWISE`.
     """

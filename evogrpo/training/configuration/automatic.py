@@ -8,7 +8,7 @@ from typing import Any
 from evogrpo.config.default_space import drop_single_group_size
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig
-from evogrpo.evolution.fitness_config import FitnessConfig
+from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies.narrowing import Narrowing
 from evogrpo.training.configuration.sections import AnyConfig

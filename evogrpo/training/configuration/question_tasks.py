@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from evogrpo.config.checks import refuse_unknown
-from evogrpo.envs.groups import SPLITS, Split
-from evogrpo.envs.prompts.builtin import TASKS
-from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-from evogrpo.envs.prompts.rewards.reward_functions import OnRewardError, check_limits
-from evogrpo.envs.prompts.templates import Tokenizer
+from evogrpo.envs.protocol import SPLITS, Split
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.reward_functions import OnRewardError, check_limits
+from evogrpo.envs.text.tasks import TASKS
+from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.text import counted, number_text
-from evogrpo.training.configuration.sources import load_named, read_hub, read_rows
+from evogrpo.training.configuration.user_code import load_named, read_hub, read_rows
 
 Messages = tuple[Mapping[str, str], ...]
 

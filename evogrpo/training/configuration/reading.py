@@ -13,12 +13,12 @@ from evogrpo.config.default_space import default_space
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.config.synonyms import counterpart
-from evogrpo.evolution.fitness_config import FitnessConfig
+from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.founders import like_earlier
 from evogrpo.evolution.shared_experience import shared_experience
-from evogrpo.history.survivors import best_hyperparameters
-from evogrpo.persistence.durable import replace_file
-from evogrpo.policies.devices import Precision
+from evogrpo.models.devices import Precision
+from evogrpo.reporting.descent import best_hyperparameters
+from evogrpo.storage.atomic_files import replace_file
 from evogrpo.training.configuration.automatic import (
     IMPLIED,
     SIZES,
@@ -28,21 +28,22 @@ from evogrpo.training.configuration.automatic import (
     searched_by,
     without_auto,
 )
-from evogrpo.training.configuration.own_strategies import named_strategy
 from evogrpo.training.configuration.sections import AgentSection, AnyConfig, Config, LoggingConfig, PopulationConfig
-from evogrpo.training.configuration.sources import FILE_KINDS
-from evogrpo.training.configuration.strict_yaml import parse_override, read_yaml_file, with_value
-from evogrpo.training.configuration.typed import (
+from evogrpo.training.configuration.strict_yaml import (
     UnknownKeyError,
     build,
     inside,
     mapping,
     optional_mapping,
+    parse_override,
     plain,
+    read_yaml_file,
     refuse_unknown_keys,
     typed,
+    with_value,
 )
 from evogrpo.training.configuration.unchanged import CONFIG_FILE, HEAD
+from evogrpo.training.configuration.user_code import FILE_KINDS, named_strategy
 from evogrpo.training.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -8,13 +8,13 @@ from evogrpo.config.checks import MOST_SEED, flag, instance, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import MOST_MEMBERS, HyperparameterConfig, check_group_size
-from evogrpo.evolution.fitness_config import FitnessConfig
+from evogrpo.evolution.fitness import FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.evolution.strategies import Replay, Strategy, Tournament
-from evogrpo.policies.devices import Precision
+from evogrpo.models.devices import Precision
 from evogrpo.training.completions import CompletionsFormat, check_completions
-from evogrpo.training.configuration.own_strategies import strategy_record
-from evogrpo.training.configuration.typed import plain
+from evogrpo.training.configuration.strict_yaml import plain
+from evogrpo.training.configuration.user_code import strategy_record
 from evogrpo.training.schedule import Schedule
 
 

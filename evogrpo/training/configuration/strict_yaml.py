@@ -1,13 +1,17 @@
-"""YAML read strictly: 1e-4 is a number, a key stands once, and overrides name their key with dots."""
+"""Strict YAML: values to frozen records, unknown keys refused by their full path."""
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from evogrpo.bounded_yaml import BoundedLoader, bounded_yaml
+from evogrpo.config.checks import finite_number, unknown_name_error, whole_number
+from evogrpo.config.synonyms import close_match, counterpart
+from evogrpo.safe_parsing import BoundedLoader, bounded_yaml
 
 
 class _StrictLoader(BoundedLoader):
@@ -93,3 +97,156 @@ def with_value(values: Mapping[str, Any], keys: Sequence[str], value: Any) -> di
     if inner is not None and not isinstance(inner, Mapping):
         raise ValueError(f"{'.'.join(keys)} cannot be set: {first} is {inner!r}, which holds no keys")
     return {**values, first: with_value(inner or {}, rest, value)}
+
+
+T = TypeVar("T")
+
+
+def build(kind: type[T], values: object, where: str) -> T:
+    """Build a dataclass from a mapping of its fields.
+
+    Args:
+        kind: The dataclass; fields may be plain types, dataclasses, Literal, unions, sequences and mappings of those.
+        values: The mapping; None counts as an empty one.
+        where: The dotted path that leads here, for messages.
+
+    Raises:
+        ValueError: If a name is unknown or missing, a value is of the wrong type, or the dataclass refuses it.
+    """
+    assert dataclasses.is_dataclass(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    values = mapping({} if values is None else values, where)
+    refuse_unknown_keys(values, fields, where)
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in values:
+            raise ValueError(f"{inside(where, name)} must be given")
+    hints = get_type_hints(kind)
+    checked = {name: typed(hints[name], value, inside(where, name)) for name, value in values.items()}
+    try:
+        return kind(**checked)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+class UnknownKeyError(ValueError):
+    """A key that its section does not have.
+
+    Args:
+        name: The key.
+        where: The dotted path of the section.
+        valid: The keys that it has.
+
+    Attributes:
+        name: As given.
+        where: As given.
+        answered: True if the section has a key with a close name, or one that other libraries call so.
+        partly: True if the name is part of a key, or a key is part of the name.
+    """
+
+    def __init__(self, name: str, where: str, valid: Iterable[str]) -> None:
+        super().__init__(str(unknown_name_error(f"key in {where}" if where else "key", name, valid)))
+        self.name, self.where = name, where
+        names = list(valid)
+        self.answered = (close_match(name, names) or counterpart(name, names)) is not None
+        self.partly = any(name in key or key in name for key in names)
+
+
+def refuse_unknown_keys(values: Mapping[str, Any], valid: Mapping[str, Any] | Sequence[str], where: str) -> None:
+    """Raise ValueError for the first key that does not exist, with its full path and the nearest key that does."""
+    for name in values:
+        if name not in valid:
+            raise UnknownKeyError(name, where, valid)
+
+
+def mapping(value: object, where: str) -> Mapping[str, Any]:
+    """Return a mapping with text keys, or raise ValueError naming `where`."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{where} must be a mapping of keys to values, got {value!r:.80}")
+    return value
+
+
+def optional_mapping(value: object, where: str) -> Mapping[str, Any]:
+    """Return the same, an empty one for None: a section that says nothing."""
+    return {} if value is None else mapping(value, where)
+
+
+def inside(where: str, name: str) -> str:
+    """Return the dotted path of a key."""
+    return f"{where}.{name}" if where else name
+
+
+def typed(hint: Any, value: object, where: str) -> Any:
+    """Return `value` as the type that `hint` asks for; lists become tuples.
+
+    Raises:
+        ValueError: If it is of another type.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        return build(hint, value, where)
+    if origin in (Union, types.UnionType):
+        return _one_of(arguments, value, where)
+    if origin is Literal:
+        if value not in arguments:
+            raise unknown_name_error(f"value of {where}:", value, map(str, arguments))
+        return value
+    if origin is not None and issubclass(origin, Mapping):
+        return {key: typed(arguments[1], item, inside(where, key)) for key, item in mapping(value, where).items()}
+    if origin is not None and issubclass(origin, Sequence):
+        return _sequence(arguments, value, where)
+    return _plain(hint, value, where)
+
+
+def _one_of(arguments: Sequence[Any], value: object, where: str) -> Any:
+    """Read a union: None, or the first arm that takes the value."""
+    if value is None and type(None) in arguments:
+        return None
+    arms = [arm for arm in arguments if arm is not type(None)]
+    errors: list[ValueError] = []
+    for arm in arms:
+        try:
+            return typed(arm, value, where)
+        except ValueError as error:
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    raise ValueError(" or ".join(str(error) for error in errors))
+
+
+def _sequence(arguments: Sequence[Any], value: object, where: str) -> tuple[Any, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError(f"{where} must be a list, got {value!r:.80}")
+    if len(arguments) == 1 or arguments[1] is Ellipsis:
+        return tuple(typed(arguments[0], item, f"{where}[{number}]") for number, item in enumerate(value))
+    if len(value) != len(arguments):
+        raise ValueError(f"{where} must be a list of {len(arguments)}, got {len(value)}")
+    return tuple(
+        typed(hint, item, f"{where}[{number}]")
+        for number, (hint, item) in enumerate(zip(arguments, value, strict=True))
+    )
+
+
+def _plain(hint: Any, value: object, where: str) -> Any:
+    if hint is Any:
+        return value
+    if hint is int:
+        return whole_number(where, value)
+    if hint is float:
+        return finite_number(where, value)
+    assert hint in (bool, str), f"{where} is declared as {hint}"
+    if not isinstance(value, hint):
+        kind = "true or false" if hint is bool else "text"
+        raise ValueError(f"{where} must be {kind}, got {value!r:.80} ({type(value).__name__})")
+    return value
+
+
+def plain(value: Any) -> Any:
+    """Return records, tuples and mappings as plain lists and dicts, all fields written out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

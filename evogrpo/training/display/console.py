@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from evogrpo.processes import processes
+from evogrpo.distributed import processes
 from evogrpo.text import printable
 
 LOG_WIDTH = 120  # columns of a log file, which has no width of its own

@@ -1,30 +1,231 @@
-"""A run, shown while it goes on: a bar with the time left on a terminal, plain lines in a log."""
+"""Live display of a run: a progress bar on a terminal, plain lines in a log."""
 
+import importlib
+import io
 import time
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Self
+from typing import Any, Protocol, Self
 
 from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from evogrpo.evolution.fitness import Fitness
-from evogrpo.evolution.fitness_config import FitnessConfig
-from evogrpo.history.records import GenerationReport, Report
-from evogrpo.history.records import TestReport as TestOutcome
-from evogrpo.history.steps import StepReport
-from evogrpo.history.words import Words, evaluated, processed, second_look, verdict, words_of
-from evogrpo.tally import Work, heard_by
+from evogrpo.evolution.fitness import Fitness, FitnessConfig
+from evogrpo.progress import Work, heard_by
+from evogrpo.reporting.records import GenerationReport, Report
+from evogrpo.reporting.records import TestReport as TestOutcome
+from evogrpo.reporting.results import Words, evaluated, processed, second_look, verdict, words_of
+from evogrpo.reporting.step_records import StepReport
 from evogrpo.text import count_text, duration_text, score_text
-from evogrpo.training.display.completions_table import completions_table
-from evogrpo.training.display.console import Hung
-from evogrpo.training.display.pace import Pace
-from evogrpo.training.display.regions import region
-from evogrpo.training.display.tables import generation_table, plan_lines, rewards_text, step_text
-from evogrpo.training.loop.run import Evolution
+from evogrpo.training.display.console import Hung, VisibleConsole
+from evogrpo.training.display.tables import completions_table, generation_table, plan_lines, rewards_text, step_text
+from evogrpo.training.loop.trainer import Evolution
+
+
+class Pace:
+    """How long the parts of a run take, and what is left of it.
+
+    Args:
+        evolution: The run.
+    """
+
+    def __init__(self, evolution: Evolution) -> None:
+        self._evolution = evolution
+        self._members = len(evolution.population)
+        self._steps: list[float] = []
+        self._evaluation: float | None = None
+        self._last = time.monotonic()
+        self._unit, self._within = self._present(), 0.0
+        self._work: Work | None = None
+
+    def go_on(self) -> None:
+        """Leave out the time in which somebody else had control."""
+        self._last = time.monotonic()
+
+    def hear(self, work: Work) -> None:
+        """Take note of how far the part of the run under way has come: acting is half of a step, learning the rest."""
+        if self._unit != self._present():
+            self._unit, self._within = self._present(), 0.0
+        self._work = work
+        half = work.part / 2
+        done = {"writing": half, "playing": half, "rewarding": 0.5, "scoring": 0.5, "learning": 0.5 + half}[work.doing]
+        self._within = max(self._within, done if self._unit[0] == "step" else work.part)
+
+    @property
+    def work(self) -> Work | None:
+        """What is being computed, as far as was heard of the part of the run under way."""
+        return self._work if self._unit == self._present() else None
+
+    def note(self, report: Report) -> None:
+        """Take the time of the part that just ended."""
+        now = time.monotonic()
+        passed, self._last = now - self._last, now
+        if isinstance(report, StepReport):
+            self._steps.append(report.seconds)
+            if self._evaluation is None:  # the base alone answered the validation questions before this step
+                self._evaluation = max(passed - report.seconds, 0.0) * self._members
+        elif isinstance(report, GenerationReport):
+            self._evaluation = passed
+
+    def fraction(self) -> float:
+        """Return how much of the run is done, from 0 to 1, by the limit that is nearest."""
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        parts = [0.0]
+        if schedule.generations is not None:
+            # An evaluation of all members counts as a step; what is left goes by the steps of the generation under way.
+            baseline, test = 1 / self._members, self._test(1.0)
+            done = progress.step + progress.generation
+            whole = baseline + done + self.steps_left() + max(0, schedule.generations - progress.generation) + test
+            within = self._within if self._unit == self._present() else 0.0
+            unit = baseline if progress.baseline is None else test if self._evolution.finished() else 1.0
+            parts.append(((0.0 if progress.baseline is None else baseline) + done + within * unit) / whole)
+        if schedule.max_timesteps is not None:
+            parts.append(progress.timesteps / schedule.max_timesteps)
+        if schedule.max_tokens is not None:
+            parts.append(progress.tokens / schedule.max_tokens)
+        if schedule.max_seconds is not None:
+            parts.append(progress.seconds / schedule.max_seconds)
+        return min(max(parts), 1.0)
+
+    def steps_left(self) -> int:
+        """Return how many learning steps the scheduled generations still take, as many each as the one under way."""
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        generations = (schedule.generations or 0) - progress.generation
+        return max(0, generations * progress.steps_per_generation - progress.step_in_generation)
+
+    def left(self) -> float | None:
+        """Return about how many seconds are left, or None before the first step."""
+        if not self._steps:
+            return None
+        schedule, progress = self._evolution.schedule, self._evolution.progress
+        recent = self._steps[-8:]
+        per_step, evaluation = sum(recent) / len(recent), self._evaluation or 0.0
+        bounds = []
+        if schedule.generations is not None:
+            generations = schedule.generations - progress.generation
+            bounds.append(self.steps_left() * per_step + generations * evaluation)
+        if schedule.max_seconds is not None:
+            bounds.append(max(schedule.max_seconds - progress.seconds - self._test(evaluation), 0.0))
+        if schedule.max_timesteps is not None and progress.timesteps:
+            bounds.append(max(schedule.max_timesteps / progress.timesteps - 1.0, 0.0) * progress.seconds)
+        if schedule.max_tokens is not None and progress.tokens:
+            bounds.append(max(schedule.max_tokens / progress.tokens - 1.0, 0.0) * progress.seconds)
+        waited = min(time.monotonic() - self._last, per_step)
+        return max(min(bounds) - waited, 0.0) + self._test(evaluation)
+
+    def _present(self) -> tuple[str, int]:
+        """Name the part of the run that is under way: a learning step or an evaluation."""
+        progress = self._evolution.progress
+        if progress.baseline is None:
+            return "baseline", 0
+        stepping = progress.step_in_generation < progress.steps_per_generation and not self._evolution.finished()
+        return "step" if stepping else "evaluation", progress.step
+
+    def _test(self, evaluation: float) -> float:
+        """Estimate the final test: two passes over its questions, where an evaluation makes one per member."""
+        acting = self._evolution.acting
+        if acting.schedule.test_questions == 0:
+            return 0.0
+        return evaluation * 2 * acting.questions("test") / (acting.questions("validation") * self._members)
+
+
+SECONDS_BETWEEN_DRAWINGS = 0.5  # in a notebook, whose every drawing is a message
+
+
+class Region(Protocol):
+    """Drawn again and again while it is entered, and gone afterwards; may be entered again."""
+
+    def __enter__(self) -> Self:
+        """Begin to draw."""
+        ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wipe it out."""
+        ...
+
+    def refresh(self) -> None:
+        """Say that something has changed; it is drawn now or soon."""
+        ...
+
+
+class TerminalRegion:
+    """At the foot of a terminal, drawn by a thread of its own; what anybody prints meanwhile goes above it.
+
+    Args:
+        console: Of the terminal.
+        shown: What to draw.
+    """
+
+    def __init__(self, console: Console, shown: RenderableType) -> None:
+        self._console, self._shown = console, shown
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        # A fresh one each time: an old one would wipe out the lines where it last stood.
+        self._live = Live(self._shown, console=self._console, refresh_per_second=8, transient=True)
+        self._live.start(refresh=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def refresh(self) -> None:
+        """Do nothing: the thread looks eight times a second."""
+
+
+class NotebookRegion:
+    """Below a notebook's cell, drawn when something has changed.
+
+    Args:
+        console: Of the notebook.
+        shown: What to draw.
+    """
+
+    def __init__(self, console: Console, shown: RenderableType) -> None:
+        self._console, self._shown = console, shown
+        self._handle: Any = None
+        self._drawn = 0.0
+
+    def __enter__(self) -> Self:
+        pages = importlib.import_module("IPython.display")  # there wherever a notebook is
+        self._handle = pages.display(pages.HTML(self._html()), display_id=True)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handle.update({"text/html": "", "text/plain": ""}, raw=True)
+
+    def refresh(self) -> None:
+        """Draw, unless that was done a moment ago."""
+        if time.monotonic() - self._drawn >= SECONDS_BETWEEN_DRAWINGS:
+            self._handle.update({"text/html": self._html(), "text/plain": ""}, raw=True)
+
+    def _html(self) -> str:
+        self._drawn = time.monotonic()
+        page = VisibleConsole(file=io.StringIO(), record=True, width=self._console.width, force_jupyter=False)
+        page.print(self._shown)
+        return page.export_html(inline_styles=True, code_format=_PAGE)
+
+
+_PAGE = "<pre style=\"font-family: Menlo, 'DejaVu Sans Mono', consolas, monospace; line-height: normal\">{code}</pre>"
+
+
+def region(console: Console, shown: RenderableType) -> Region | None:
+    """Return where something can be drawn again and again; None for a file, a pipe and a terminal that cannot."""
+    if console.is_jupyter:
+        return NotebookRegion(console, shown)
+    return TerminalRegion(console, shown) if console.is_terminal else None
+
 
 SECONDS_BETWEEN_LINES = 1.0  # of a log: the steps of small networks take a fraction of that
 SHOWN_IF_NOTHING_EVOLVES = ("lr", "clip_coef", "group_size")

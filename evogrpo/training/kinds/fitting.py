@@ -6,16 +6,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from evogrpo.agents.population import Population
-from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.algorithms.population import Population
+from evogrpo.distributed import processes
+from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.interruption import Interrupted, interruptible
-from evogrpo.policies.devices import memory_of
-from evogrpo.processes import processes
-from evogrpo.tally import Work, heard_by
+from evogrpo.models.devices import memory_of
+from evogrpo.progress import Work, heard_by
 from evogrpo.text import counted, duration_text
 from evogrpo.training.configuration.automatic import RunSizes, with_sizes
 from evogrpo.training.configuration.sections import AnyConfig
-from evogrpo.training.loop.shared import sources_of
+from evogrpo.training.loop.planning import sources_of
 from evogrpo.training.memory import Need
 
 CHOICES = ((8, 4), (8, 2), (4, 2), (4, 1), (2, 1), (1, 1))

@@ -7,16 +7,16 @@ from typing import Protocol
 
 from transformers import PreTrainedModel
 
-from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-from evogrpo.envs.prompts.rewards.preflight import MADE_UP, Preflight
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.scoring import MADE_UP, Preflight
 from evogrpo.evolution.shared_experience import others_at_most
-from evogrpo.policies.devices import USUAL_TOKENS
-from evogrpo.policies.tokens.bases.parts import fetched_parameters, held_parameters, parts_of
-from evogrpo.policies.tokens.bases.quantised import PACKAGES, bytes_of
-from evogrpo.policies.tokens.lora import Target
-from evogrpo.policies.tokens.models import own_precision
-from evogrpo.policies.tokens.sampling import rows_at_once
-from evogrpo.policies.tokens.sizing import learning_bytes, sampling_bytes
+from evogrpo.models.devices import USUAL_TOKENS
+from evogrpo.models.language.fsdp import fetched_parameters, held_parameters, parts_of
+from evogrpo.models.language.loading import own_precision
+from evogrpo.models.language.lora import Target
+from evogrpo.models.language.quantised import PACKAGES, bytes_of
+from evogrpo.models.language.sampling import rows_at_once
+from evogrpo.models.language.sizing import learning_bytes, sampling_bytes
 from evogrpo.text import count_text, counted, number_text, shorten
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import QuestionTask

@@ -10,38 +10,37 @@ import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from evogrpo.agents.checkpoints.stored_base import is_path
-from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.population import Population
+from evogrpo.algorithms.base_checkpoint import is_path
+from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import LANGUAGE_RANGES, RLParameter
-from evogrpo.envs.prompts.huggingface import HuggingFaceGym
-from evogrpo.envs.prompts.rewards.preflight import Preflight
-from evogrpo.envs.prompts.rewards.reward_functions import RewardError
+from evogrpo.distributed import processes
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.reward_functions import RewardError
+from evogrpo.envs.text.scoring import Preflight
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.persistence.checkpoint import CheckpointError, read_record
-from evogrpo.policies.tokens.bases.parts import base_bytes, check_parts, parts_of
-from evogrpo.policies.tokens.bases.quantised import PACKAGES, check_quantised
-from evogrpo.policies.tokens.engine.precision import choose_precision
-from evogrpo.policies.tokens.engine.probes import check_causal_class, check_token_ids, context_of
-from evogrpo.policies.tokens.engine.token_model import check_context
-from evogrpo.policies.tokens.lora import check_supported, lora_from_json
-from evogrpo.policies.tokens.models import BaseModel, load_base, load_outline
-from evogrpo.policies.tokens.stored_adapters import read_adapter
-from evogrpo.policies.tokens.targets import Trained, trained_by
-from evogrpo.processes import processes
+from evogrpo.models.language.adapter_files import read_adapter
+from evogrpo.models.language.compatibility import check_causal_class, check_token_ids, context_of
+from evogrpo.models.language.fsdp import base_bytes, check_parts, parts_of
+from evogrpo.models.language.loading import BaseModel, choose_precision, load_base, load_outline
+from evogrpo.models.language.lora import check_supported, lora_from_json
+from evogrpo.models.language.quantised import PACKAGES, check_quantised
+from evogrpo.models.language.targets import Trained, trained_by
+from evogrpo.models.language.token_model import check_context
+from evogrpo.storage.checkpoint import CheckpointError, read_record
 from evogrpo.text import counted
 from evogrpo.training.configuration.agent_sections import LanguageAgent
 from evogrpo.training.configuration.question_tasks import BuiltinTask, DatasetTask, QuestionTask, ReasoningTask
 from evogrpo.training.configuration.sections import Config
-from evogrpo.training.configuration.sources import user_line
-from evogrpo.training.configuration.typed import plain
+from evogrpo.training.configuration.strict_yaml import plain
+from evogrpo.training.configuration.user_code import user_line
 from evogrpo.training.forecast import limited, sizes_text
-from evogrpo.training.kinds.founding import choose_device, founder_options
 from evogrpo.training.kinds.language_forecast import SAVINGS, LanguageForecast, forecast_of, peak_memory
-from evogrpo.training.loop.progress import Progress
+from evogrpo.training.kinds.run_kind import choose_device, founder_options
+from evogrpo.training.load_run import Saved
+from evogrpo.training.loop.run_state import Progress
 from evogrpo.training.memory import Need, sharing
-from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
 

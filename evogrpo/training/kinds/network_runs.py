@@ -1,7 +1,7 @@
-"""Runs of small networks that play a Gymnasium environment."""
+"""Runs of small networks in a Gymnasium environment."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,28 +10,93 @@ from typing import Any, ClassVar
 import torch
 from gymnasium import spaces
 
-from evogrpo.agents.grpo import GRPO
-from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
-from evogrpo.agents.members.control.stacked_policy import PolicyWords, StackedPolicy
-from evogrpo.agents.population import Population
+from evogrpo.algorithms.grpo import GRPO
+from evogrpo.algorithms.members.settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.algorithms.members.stacked_policy import PolicyWords, StackedPolicy
+from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
-from evogrpo.envs.control.gymnasium import GymnasiumGroups
+from evogrpo.distributed import processes
+from evogrpo.envs.control.gymnasium_groups import GymnasiumGroups
+from evogrpo.envs.control.observations import leaf_spaces
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.policies.control.encoding import Encoding
-from evogrpo.processes import processes
+from evogrpo.models.networks.networks import Encoding
 from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent
 from evogrpo.training.configuration.environment_tasks import EnvironmentTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
 from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
 from evogrpo.training.kinds.fitting import fitted
-from evogrpo.training.kinds.founding import choose_device, founder_options
-from evogrpo.training.kinds.playing_memory import memory_row, playing_need
-from evogrpo.training.loop.progress import Progress
-from evogrpo.training.memory import Need, kept_size, state_size
-from evogrpo.training.saved import Saved
+from evogrpo.training.kinds.run_kind import choose_device, founder_options
+from evogrpo.training.load_run import Saved
+from evogrpo.training.loop.run_state import Progress
+from evogrpo.training.memory import Need, gigabytes, kept_size, largest_share, sharing, state_size
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded, record_video
+
+HELD = 3.5
+"""How many times over observations are held at the peak: as they were seen, by episode, by action, and by optimizer
+step. Measured with images of 64 and 120 pixels a side; evaluations do without the last."""
+BESIDES = 64  # bytes of an action, its log-probability, reward and place
+TAUGHT = 250  # bytes of an action that another member learns from: its place, advantage and coefficients; measured
+SAVINGS = "schedule.samples_per_step, population.size, schedule.validation_questions or task.max_episode_steps"
+
+
+def playing_need(
+    observations: Iterable[spaces.Space[Any]],
+    *,
+    longest: int,
+    members: int,
+    samples: int,
+    validation: int,
+    parameters: int,
+    others: int = 0,
+) -> Need:
+    """Estimate the most memory that a run of small networks takes.
+
+    Args:
+        observations: What each acting agent sees in a step.
+        longest: Most steps of an episode.
+        members: How many there are.
+        samples: Episodes of each in a learning step.
+        validation: Episodes of each in an evaluation.
+        parameters: Of one of them.
+        others: From how many others' samples each of them learns as well.
+    """
+    spaces_seen = list(observations)
+    seen = sum(map(bytes_of, spaces_seen))
+    share = largest_share(members)
+    borrowed = others * share * samples * longest * len(spaces_seen) * TAUGHT
+    # Those that come from members in other processes are not played here.
+    episodes = share * max(HELD * samples, (HELD - 1) * validation) + (HELD - 1) * samples * min(
+        others, members - share
+    )
+    # Weights, a gradient, two moments, and the copy of the best.
+    return Need(
+        size=int(episodes * longest * (seen + BESIDES)) + 5 * 4 * share * parameters + borrowed,
+        device="cpu",
+        savings=SAVINGS,
+        processes=sharing("cpu"),
+    )
+
+
+def memory_row(need: Need) -> str:
+    """Write the estimate."""
+    return (
+        f"at most {gigabytes(need.size)} (an estimate, where all episodes are as long as can be): what is seen in a "
+        "learning step or an evaluation, a few times over; Python and its libraries come on top"
+    )
+
+
+def bytes_of(space: spaces.Space[Any]) -> int:
+    """Return the bytes of what lies in a space."""
+    return sum(_leaf_bytes(leaf) for leaf in leaf_spaces(space))
+
+
+def _leaf_bytes(leaf: spaces.Space[Any]) -> int:
+    dtype = leaf.dtype
+    assert dtype is not None  # of every space that members can see
+    return int(dtype.itemsize) * math.prod(leaf.shape or ())
+
 
 ONE_THREAD = 1 << 15
 """Parameters of a member up to which a second thread gains little: measured for 8 members, 9 % at 4,500 and 5 % at

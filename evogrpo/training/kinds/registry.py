@@ -5,7 +5,7 @@ from dataclasses import fields
 
 from evogrpo.config.checks import unknown_name_error
 from evogrpo.training.configuration.sections import TaskSection
-from evogrpo.training.configuration.typed import build, inside, mapping
+from evogrpo.training.configuration.strict_yaml import build, inside, mapping
 from evogrpo.training.kinds.language_runs import LanguageKind
 from evogrpo.training.kinds.network_runs import NetworkKind
 from evogrpo.training.kinds.run_kind import AnyKind

@@ -1,20 +1,47 @@
-"""The protocols of a kind of run, of a run that is prepared, and of the arithmetic that a dry run shows."""
+"""RunKind protocol: what a kind of run provides to the trainer."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from evogrpo.agents.population import Population
+import torch
+
+from evogrpo.algorithms.population import Population
 from evogrpo.config.objective import Objective
 from evogrpo.config.search_space import RLParameter
-from evogrpo.envs.groups import GroupEnvironment
+from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.models.devices import check_device, own_gpu
 from evogrpo.training.configuration.sections import AgentT, AnyConfig, Config, TaskT
-from evogrpo.training.loop.progress import Progress
+from evogrpo.training.load_run import Saved
+from evogrpo.training.loop.run_state import Progress
 from evogrpo.training.memory import Need
-from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded
+
+
+def choose_device(wanted: str | None) -> str:
+    """Return the device to use: the one asked for if it is there, else a GPU if there is one.
+
+    Raises:
+        ValueError: If the device does not exist here.
+    """
+    if wanted is None:
+        return own_gpu() if torch.cuda.is_available() else "cpu"
+    check_device(wanted)
+    return own_gpu() if wanted == "cuda" else wanted
+
+
+def founder_options(config: AnyConfig) -> dict[str, Any]:
+    """Return the arguments of `GRPO.population` and its like that every configuration gives."""
+    return {
+        "samples_per_step": config.schedule.samples_per_step,
+        "spread": config.population.spread,
+        "founders": config.founders,
+        "hp_config": config.evolve,
+        "seed": config.seed,
+        **config.hyperparameters.to_json(),
+    }
 
 
 class Environment(GroupEnvironment, Protocol):
@@ -88,7 +115,7 @@ class RunKind(Protocol[TaskT, AgentT]):
 
     @property
     def word(self) -> str:
-        """What journals and checkpoints call it; names its words in `evogrpo.history.words`."""
+        """What journals and checkpoints call it; names its words in `evogrpo.reporting.results`."""
         ...
 
     @property

@@ -9,33 +9,34 @@ from typing import Any, ClassVar
 
 from gymnasium import spaces
 
-from evogrpo.agents.members.control.network_settings import NETWORK_DEFAULTS, STEPWISE
-from evogrpo.agents.members.control.stacked_policy import PolicyWords
-from evogrpo.agents.multi_agent import MultiAgentGRPO
-from evogrpo.agents.population import Population
+from evogrpo.algorithms.members.settings import NETWORK_DEFAULTS, STEPWISE
+from evogrpo.algorithms.members.stacked_policy import PolicyWords
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.algorithms.population import Population
 from evogrpo.config.search_space import NETWORK_RANGES, RLParameter
-from evogrpo.envs.control.joint.assignment import Assignment, assign
-from evogrpo.envs.control.joint.pettingzoo import PettingZooGroups
+from evogrpo.distributed import processes
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.policy_mapping import Assignment, assign
 from evogrpo.evolution.shared_experience import SharedExperience, others_at_most
-from evogrpo.processes import processes
 from evogrpo.text import count_text, counted
 from evogrpo.training.configuration.agent_sections import NetworkAgent
+from evogrpo.training.configuration.environment_tasks import ParallelTask
 from evogrpo.training.configuration.sections import AnyConfig, Config
-from evogrpo.training.configuration.team_tasks import ParallelTask
 from evogrpo.training.forecast import Rounds, limited, possible, samples_row, sizes_text
-from evogrpo.training.kinds.founding import founder_options
 from evogrpo.training.kinds.network_runs import (
     device_of,
+    memory_row,
     normalised_text,
     parameters_of,
+    playing_need,
     refuse_words,
     small,
     words_of_policies,
 )
-from evogrpo.training.kinds.playing_memory import memory_row, playing_need
-from evogrpo.training.loop.progress import Progress
+from evogrpo.training.kinds.run_kind import founder_options
+from evogrpo.training.load_run import Saved
+from evogrpo.training.loop.run_state import Progress
 from evogrpo.training.memory import Need, kept_size, state_size
-from evogrpo.training.saved import Saved
 from evogrpo.training.schedule import Schedule
 from evogrpo.training.video import Recorded, record_video
 

@@ -8,24 +8,21 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from evogrpo.agents.classes import own_algorithm
-from evogrpo.agents.population import Population
-from evogrpo.agents.rollout.wanted import Collected
+from evogrpo.algorithms.multi_agent import own_algorithm
+from evogrpo.algorithms.population import Population
+from evogrpo.algorithms.rollout.requests import Collected
 from evogrpo.data import LearnReport
-from evogrpo.envs.groups import GroupEnvironment, Paced, Split
-from evogrpo.evolution.fitness import ROLLOUTS, Fitness
-from evogrpo.evolution.fitness_config import FitnessConfig
+from evogrpo.envs.protocol import GroupEnvironment, Paced, Split
+from evogrpo.evolution.fitness import ROLLOUTS, Fitness, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
-from evogrpo.history.estimates import EvaluationCost
 from evogrpo.interruption import Interrupted, Undo, undone_by
-from evogrpo.policies.bank import State
-from evogrpo.training.loop.assessment.finals import second_set
-from evogrpo.training.loop.assessment.measuring import Measured, measure
-from evogrpo.training.loop.assessment.rollouts import rollouts_of
-from evogrpo.training.loop.budget import overstepped
-from evogrpo.training.loop.clock import Clock, OutOfTime
-from evogrpo.training.loop.progress import Progress
-from evogrpo.training.loop.shared import sources_of
+from evogrpo.models.bank import State
+from evogrpo.reporting.step_records import EvaluationCost
+from evogrpo.training.loop.best import second_set
+from evogrpo.training.loop.evaluation import Measured, measure, rollouts_of
+from evogrpo.training.loop.limits import Clock, OutOfTime, overstepped
+from evogrpo.training.loop.planning import sources_of
+from evogrpo.training.loop.run_state import Progress
 from evogrpo.training.loop.stopping import PATIENCE_SECONDS, Stopping
 from evogrpo.training.schedule import Schedule
 from evogrpo.warnings import warn

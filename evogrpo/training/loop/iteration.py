@@ -5,18 +5,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Self
 
-from evogrpo.agents.population import Population
+from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import whole_between
-from evogrpo.exits import exits_answered
-from evogrpo.history.records import GenerationReport
-from evogrpo.history.results import Result
+from evogrpo.interruption import exits_answered
 from evogrpo.markup import card, sparkline
-from evogrpo.policies.devices import fitting_threads
+from evogrpo.models.devices import fitting_threads
+from evogrpo.reporting.records import GenerationReport
+from evogrpo.reporting.results import Result
 from evogrpo.text import relative_path
 from evogrpo.training.display.live import RunDisplay
-from evogrpo.training.loop.assessment.crowning import as_agent
-from evogrpo.training.loop.run import Evolution
+from evogrpo.training.loop.best import as_agent
 from evogrpo.training.loop.stopping import STOPPED, leave, stopping_on_signals
+from evogrpo.training.loop.trainer import Evolution
 
 
 class Run(Iterator[GenerationReport]):

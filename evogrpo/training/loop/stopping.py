@@ -10,9 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from evogrpo.exits import end_process
-from evogrpo.interruption import Interrupted, interruptible
-from evogrpo.processes import Processes, speaks
+from evogrpo.distributed import Processes, speaks
+from evogrpo.interruption import Interrupted, end_process, interruptible
 
 STOPPED = "stopped by the user"
 

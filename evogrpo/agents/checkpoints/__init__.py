@@ -1,1 +1,0 @@
-"""Agents and populations as checkpoints."""

@@ -1,1 +1,0 @@
-"""Members that are small networks, for one agent or several."""

@@ -1,1 +1,0 @@
-"""Members of one population that live in several processes."""

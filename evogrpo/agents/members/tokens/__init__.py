@@ -1,1 +1,0 @@
-"""Members that are language models."""

@@ -1,0 +1,151 @@
+"""Base models of checkpoints: recognised by fingerprint, saved beside adapters, or named and loaded again."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from safetensors.torch import save as tensor_bytes
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from evogrpo.algorithms.members.policy_set import CheckpointFiles
+from evogrpo.models.devices import check_room, room_for
+from evogrpo.models.language.fsdp import held_by
+from evogrpo.models.language.loading import load_base
+from evogrpo.models.language.quantised import is_quantised
+from evogrpo.storage.manifest import CheckpointError
+
+BASE_CONFIG, BASE_WEIGHTS = "base_config.json", "base_model.safetensors"
+
+
+def base_files(model: PreTrainedModel) -> CheckpointFiles:
+    """Return the files that `saved_base` reads, made when they are written.
+
+    Raises:
+        ValueError: If this process holds a part of the base only, or it is quantised.
+    """
+    if is_quantised(model):
+        raise ValueError(
+            "a quantised base is not saved, as it would have to be widened: leave out include_base, and give the base "
+            "as actor_network= where the checkpoint is loaded, in any precision"
+        )
+    if held_by(model) > 1:
+        raise ValueError(
+            f"the base is held in {held_by(model)} parts, so no process can save it: leave out include_base, and "
+            "give the base as actor_network= where the checkpoint is loaded"
+        )
+    return {
+        # Tied weights are one parameter, so nothing is stored twice.
+        BASE_WEIGHTS: lambda: tensors_file({name: value.detach() for name, value in model.named_parameters()}),
+        BASE_CONFIG: model.config.to_json_string(use_diff=False).encode(),
+    }
+
+
+FOLLOWED = ("auto_map", "custom_pipelines", "_attn_implementation", "attn_implementation", "_experts_implementation")
+"""Fields of a model's configuration that name code to import; found in a checkpoint, nothing may follow them."""
+
+LABELS = ("num_labels", "id2label", "label2id")
+"""Fields of what classifies, each label of which would be written out."""
+
+MOST_PARTS, MOST_OF_ANYTHING = 1024, 2**24
+
+
+def check_base(record: Mapping[str, Any], actual: str, where: object) -> None:
+    """Refuse a base model whose fingerprint is not the recorded one."""
+    if record["fingerprint"] != actual:
+        raise CheckpointError(
+            f"{where} was trained on the base model {record['source']!r} with fingerprint {record['fingerprint']}, but "
+            f"the model given has {actual}: adapters mean nothing on another base, so give the same model"
+        )
+
+
+def named_base(record: Mapping[str, Any]) -> PreTrainedModel:
+    """Load the base model that a record names, unless that name is a path: paths in checkpoints are never followed.
+
+    Raises:
+        ValueError: If it is a path or cannot be loaded; the message names the argument to give instead.
+    """
+    source = str(record["source"])
+    remedy = "give the base model as actor_network=, loaded with evogrpo.load_base"
+    if is_path(source):
+        raise ValueError(f"the checkpoint's base model came from the path {source!r}, which is not followed: {remedy}")
+    try:
+        return load_base(source).model
+    except ValueError as error:
+        raise ValueError(f"the checkpoint's base model {source!r} cannot be loaded: {remedy}. {error}") from error
+
+
+def is_path(source: str) -> bool:
+    """Tell whether a base model's name is, or may be, a place on this machine."""
+    return source.startswith((".", "~", "/", "\\")) or Path(source).exists() or source.endswith(".gguf")
+
+
+def saved_base(folder: Path) -> PreTrainedModel | None:
+    """Load the base model saved inside a checked checkpoint, or return None."""
+    if not (folder / BASE_WEIGHTS).is_file():
+        return None
+    weights = load_file(folder / BASE_WEIGHTS)
+    try:
+        values = _harmless(json.loads((folder / BASE_CONFIG).read_text()))
+        _refuse_huge(values)
+        config = AutoConfig.for_model(values.pop("model_type"), **values)
+        with torch.device("meta"):  # first without memory: what the file says of sizes is anybody's word
+            outline: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        unmatched = _unmatched(outline, weights)
+        if not unmatched:
+            dtype = next(iter(weights.values())).dtype
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{folder / BASE_CONFIG} describes no model of transformers ({reason:.300})") from error
+    if unmatched:
+        raise CheckpointError(f"{folder / BASE_WEIGHTS} does not fit its config: {unmatched[:3]} are unmatched")
+    model.load_state_dict(weights, strict=False)
+    model.tie_weights()
+    return model
+
+
+def _unmatched(outline: PreTrainedModel, weights: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of parameters that are missing, too many or of another shape.
+
+    Raises:
+        ValueError: If what the model keeps besides them is out of all proportion.
+    """
+    declared = {name: tuple(value.shape) for name, value in outline.named_parameters()}
+    stored = {name: tuple(value.shape) for name, value in weights.items()}
+    with room_for(sum(value.nbytes for value in weights.values())):
+        check_room(sum(buffer.nbytes for buffer in outline.buffers()), torch.device("cpu"), "buffers of the base model")
+    return sorted(name for name in declared.keys() | stored.keys() if declared.get(name) != stored.get(name))
+
+
+def _refuse_huge(values: Any, name: str = "") -> None:
+    """Raise ValueError for sizes that no model has: some are looped over before anything can be compared."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            _refuse_huge(value, str(key))
+    elif isinstance(values, int):
+        most = MOST_PARTS if any(word in name for word in ("layer", "expert", "block", "depth")) else MOST_OF_ANYTHING
+        if values > most:
+            raise ValueError(f"{name} must be at most {most:,}, got {values:,}")
+
+
+def _harmless(values: Any) -> Any:
+    """Return a configuration without what transformers would follow: code, kernels, and paths, wherever they stand."""
+    if isinstance(values, list):
+        return [_harmless(value) for value in values]
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: _harmless(value)
+        for name, value in values.items()
+        if name not in (*FOLLOWED, *LABELS) and not (name == "_name_or_path" and is_path(str(value)))
+    }
+
+
+def tensors_file(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return the bytes of a safetensors file, as PEFT and transformers write them."""
+    plain = {name: value.cpu().contiguous() for name, value in tensors.items()}
+    return tensor_bytes(plain, metadata={"format": "pt"})

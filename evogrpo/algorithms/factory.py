@@ -1,0 +1,471 @@
+"""Construction of agents and populations from their arguments."""
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypedDict, TypeVar
+
+import torch
+from accelerate import Accelerator
+from gymnasium import spaces
+from peft import LoraConfig, PeftModel
+from torch import nn
+from transformers import PreTrainedModel
+
+from evogrpo.algorithms.learning.advantages import check_usable
+from evogrpo.algorithms.members.devices import autocast_of, device_of
+from evogrpo.algorithms.members.language_members import LanguageMembers
+from evogrpo.algorithms.members.network_members import NetworkMembers
+from evogrpo.algorithms.members.policy_set import Members, Settings
+from evogrpo.algorithms.members.settings import (
+    NETWORK_DEFAULTS,
+    STEPWISE,
+    Credit,
+    LanguageSettings,
+    NetworkSettings,
+    TeamSettings,
+)
+from evogrpo.algorithms.members.stacked_policy import StackedPolicy
+from evogrpo.algorithms.members.team_members import TeamMembers
+from evogrpo.config.checks import instance, refuse_unknown, whole_between
+from evogrpo.config.default_space import default_space
+from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters
+from evogrpo.config.loss_types import AdvantageType, LossType
+from evogrpo.config.objective import Objective
+from evogrpo.config.optimizer import Optimizer
+from evogrpo.config.search_space import (
+    LANGUAGE_RANGES,
+    MOST_MEMBERS,
+    MOST_SAMPLES,
+    NETWORK_RANGES,
+    HyperparameterConfig,
+    common_samples,
+)
+from evogrpo.envs.control.policy_mapping import AgentSpaces, Policies
+from evogrpo.evolution.founders import like_earlier
+from evogrpo.models.language.adapter_files import read_adapter
+from evogrpo.models.language.compatibility import check_causal_class
+from evogrpo.models.language.loading import BaseModel
+from evogrpo.models.networks.architecture import ArchitectureLimits, NetworkConfig
+from evogrpo.warnings import warn
+
+
+class CommonOptions(TypedDict, total=False):
+    """Optional arguments of all agents.
+
+    Some defaults are others for small networks: lr 5e-3, batch_size 2048, update_epochs 4, gamma 0.99, and an objective
+    of loss_type "dapo" with advantage "return_to_go_timestep" (`NETWORK_DEFAULTS` and `STEPWISE` of
+    `evogrpo.algorithms.members.settings`).
+
+    Attributes:
+        hp_config: What evolution may change; nothing by default. "auto", for a population: what decides most and has no
+            value here, over wide ranges (`evogrpo.config.search_space`).
+        index: Identity in the lineage; 0 by default. A population counts up from it.
+        batch_size: Completions (for small networks transitions, of several agents each policy's) per optimizer step; 64
+            by default, for small networks 2048.
+        lr: AdamW step size; 1e-4 by default, for small networks 5e-3.
+        clip_coef: Half-width of the trust region on the probability ratio; 0.2 by default.
+        max_grad_norm: Bound on the norm of each policy's gradient; 0.5 by default.
+        update_epochs: Passes over each learning step's samples; 1 by default, for small networks 4.
+        group_size: Completions per prompt (episodes per reset seed); 8 by default.
+        temperature: Divides the logits while sampling and learning; 1 by default. T means probabilities p^(1/T).
+        beta: Weight of the KL to the reference policy; 0 by default, which costs no reference pass.
+        clip_low: The lower half-width of the trust region apart; `clip_coef` by default.
+        clip_high: The upper one; `clip_coef` by default.
+        entropy_coef: Weight of the entropy bonus; 0 by default.
+        advantage_clip: Bound on the size of advantages; none by default.
+        gamma: Discount per action of the rewards ahead; 1 by default, for small networks 0.99.
+        loss_type: The member's own loss type; the objective's by default.
+        advantage: The member's own advantage; the objective's by default.
+        objective: The loss, advantages, KL, reference and reward switches.
+        optimizer: AdamW settings: betas, eps, weight decay, warm-up and schedule.
+        seed: Root of every random stream; 0 by default.
+        device: Where to put the model; it stays where it is by default. Small networks are on the CPU by default.
+        network: For small networks, like all that follow. The architecture that members start with; two tanh layers
+            of 64 by default, behind convolutions for images.
+        evolve_network: Lets architectures change when members are mutated, within these limits; they stay as they are
+            by default.
+        normalise_observations: Show each member floating-point observations in deviations from their running mean;
+            False by default.
+    """
+
+    hp_config: HyperparameterConfig | Literal["auto"] | None
+    index: int
+    batch_size: int
+    lr: float
+    clip_coef: float
+    max_grad_norm: float
+    update_epochs: int
+    group_size: int
+    temperature: float
+    beta: float
+    clip_low: float | None
+    clip_high: float | None
+    entropy_coef: float
+    advantage_clip: float | None
+    gamma: float
+    loss_type: LossType | None
+    advantage: AdvantageType | None
+    objective: Objective
+    optimizer: Optimizer
+    seed: int
+    device: str | torch.device | None
+    network: NetworkConfig
+    evolve_network: ArchitectureLimits | None
+    normalise_observations: bool
+
+
+class Options(CommonOptions, total=False):
+    """Optional arguments of `GRPO` and `GRPO.population`, beside the common ones.
+
+    Attributes:
+        accelerator: Chooses the device and the precision of forward passes.
+        calc_position_embeddings: For language models, like all that follow: pass positions, counted without padding,
+            to the model; True by default. False is for models that take none.
+        reduce_memory_peak: Compute logits in chunks of a few hundred tokens; True by default. False computes the
+            logits of a whole micro-batch at once. Same results, up to rounding.
+        min_output_tokens: Ends of sequence are ruled out for that many first tokens; 0 by default.
+        max_output_tokens: Most tokens of a completion, or of one turn of a conversation; 128 by default.
+        max_episode_tokens: Most tokens of a conversation, said and heard together; by default what the model's context
+            takes.
+        top_k: Draw completions from so many of the most likely tokens only; 0, all of them, by default. What is learnt
+            is the whole distribution: where this or one of the next three leaves some of it out, old log-probabilities
+            are the trainer's, and `Objective.importance_correction` can weigh the difference.
+        top_p: Only from the most likely tokens that together have this probability; 1 by default.
+        min_p: Only from tokens at least this many times as likely as the most likely one; 0 by default.
+        repetition_penalty: Make tokens that are there already less likely, in greedy answers too; 1, no penalty, by
+            default.
+        eos_token_ids: Token, or tokens, that end a completion; the model's generation config names them by default.
+        lora_config: What to adapt, as a `peft.LoraConfig`; None (default) = rank 16, alpha 32, on all linear layers but
+            the vocabulary head.
+        adapter: Folder of a PEFT adapter that every member starts from, an export or a checkpoint for instance, with
+            the lora_config that it brings; the reference and the baseline stay the base without adapters.
+        micro_batch_tokens: Most tokens in one forward pass with gradients, which trades memory for speed. Defaults
+            to 1024 on CPUs, and on CUDA to the largest power of two that fits into half of the memory left by the base
+            and the members, by estimate. Halved when memory runs out.
+        source: What the base model was loaded from, for checkpoints; the model's own name by default.
+    """
+
+    accelerator: Accelerator | None
+    calc_position_embeddings: bool
+    reduce_memory_peak: bool
+    min_output_tokens: int
+    max_output_tokens: int
+    max_episode_tokens: int | None
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    eos_token_ids: int | tuple[int, ...]
+    lora_config: LoraConfig | None
+    adapter: str | Path | None
+    micro_batch_tokens: int | None
+    source: str | None
+
+
+class TeamOptions(CommonOptions, total=False):
+    """Optional arguments of `MultiAgentGRPO` and `MultiAgentGRPO.population`, beside the common ones.
+
+    Attributes:
+        policies: "shared" (default): one policy for all agents; "prefix": one for all agents whose names agree before
+            the last underscore; "independent": one for each agent.
+        credit: "team" (default): an agent's action is worth what all agents earn from then on; "agent": what the agent
+            earns itself, as in a competition.
+        agent_ids: Tell a policy that acts for several agents which of them it acts for; False by default.
+    """
+
+    policies: Policies
+    credit: Credit
+    agent_ids: bool
+
+
+MEMBERS: Mapping[str, type[LanguageMembers | NetworkMembers | TeamMembers]] = {
+    kind.kind: kind for kind in (LanguageMembers, NetworkMembers, TeamMembers)
+}
+
+
+OptionsT = TypeVar("OptionsT", Options, TeamOptions)
+
+LANGUAGE_ONLY = (
+    "calc_position_embeddings",
+    "reduce_memory_peak",
+    "min_output_tokens",
+    "max_output_tokens",
+    "max_episode_tokens",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "eos_token_ids",
+    "lora_config",
+    "adapter",
+    "micro_batch_tokens",
+    "source",
+)
+FIRST_ARGUMENTS = ("observation_space", "action_space", "actor_network", "pad_token_id")
+"""The arguments that constructors name before the options."""
+NETWORKS_ONLY = ("network", "evolve_network", "normalise_observations")
+
+
+def open_members(
+    size: int,
+    observation_space: spaces.Space[Any] | None,
+    action_space: spaces.Space[Any] | None,
+    actor_network: nn.Module | None,
+    pad_token_id: int | None,
+    options: Options,
+) -> tuple[Members, Hyperparameters]:
+    """Check the constructor arguments, then build what they describe: the one place where kinds of members differ.
+
+    A transformers model makes language models. Without one, spaces that are not of tokens make small networks.
+
+    Returns:
+        The members, and the first one's hyperparameters.
+
+    Raises:
+        ValueError: If an argument is unknown, missing or out of range; nothing is built then.
+    """
+    refuse_unknown("argument", options, [*Options.__annotations__, *FIRST_ARGUMENTS])
+    given = observation_space, action_space
+    for name, space in zip(FIRST_ARGUMENTS, given, strict=False):
+        if space is not None:
+            check_space(name, space)
+    _check_wrapped(actor_network)
+    if isinstance(actor_network, PreTrainedModel):
+        return _open_language(size, given, actor_network, pad_token_id, options)
+    wordless = not any(space is None or isinstance(space, spaces.Sequence) for space in given)
+    if wordless and (actor_network is None or isinstance(actor_network, nn.Module)):
+        return _open_networks(size, given, actor_network, pad_token_id, options)
+    if isinstance(actor_network, type) and issubclass(actor_network, nn.Module):
+        raise ValueError(f"actor_network must be a module, got its class. Pass {actor_network.__name__}(...).")
+    raise ValueError(
+        f"actor_network must be a transformers model, got {type(actor_network).__name__}. Load one with "
+        "evogrpo.load_base(...).model, or pass observation_space and action_space to train small networks."
+    )
+
+
+def _check_wrapped(network: object) -> None:
+    """Refuse a model inside a wrapper and name the model inside it."""
+    remedy = ""
+    if isinstance(network, BaseModel):
+        remedy = "the result of load_base. Pass its model: actor_network=base.model."
+    elif isinstance(network, PeftModel):
+        remedy = "a PeftModel. Pass the plain base model, and adapter='FOLDER' to start from a saved adapter."
+    elif isinstance(getattr(network, "_orig_mod", None), PreTrainedModel):
+        remedy = "a compiled model. Pass the model that was given to torch.compile."
+    elif isinstance(getattr(network, "module", None), PreTrainedModel):
+        remedy = f"a model wrapped in {type(network).__name__}. Pass the model inside it: actor_network.module."
+    if remedy:
+        raise ValueError(f"actor_network is {remedy}")
+
+
+def _open_language(
+    size: int,
+    given: tuple[spaces.Space[Any] | None, spaces.Space[Any] | None],
+    model: PreTrainedModel,
+    pad_token_id: int | None,
+    options: Options,
+) -> tuple[Members, Hyperparameters]:
+    values: Mapping[str, Any] = options
+    _refuse_other_kind(NETWORKS_ONLY, values, "small networks")
+    check_causal_class(model)
+    if pad_token_id is None:
+        raise ValueError("pad_token_id must be given, for instance tokenizer.pad_token_id")
+    names = LanguageSettings.__dataclass_fields__
+    settings = LanguageSettings(
+        pad_token_id=pad_token_id,
+        eos_token_ids=_eos_of(model) if values.get("eos_token_ids") is None else values["eos_token_ids"],
+        **{name: values[name] for name in names if name in values and name != "eos_token_ids"},
+    )
+    hyperparameters = _first_member(values, settings, {})
+    accelerator = values.get("accelerator")
+    kinds: tuple[tuple[str, Any, str], ...] = (
+        ("lora_config", LoraConfig, "LoraConfig(r=8)"),
+        ("adapter", str | Path, "'runs/demo/best'"),
+        ("source", str, "'smollm2-135m'"),
+    )
+    for name, kind, example in kinds:
+        if values.get(name) is not None:
+            instance(name, values[name], kind, example)
+    members = LanguageMembers(
+        model,
+        size,
+        settings,
+        values.get("hp_config"),
+        lora_config=values.get("lora_config"),
+        start=None if values.get("adapter") is None else read_adapter(values["adapter"]),
+        source=values.get("source"),
+        device=device_of(accelerator, values.get("device")),
+        autocast=autocast_of(accelerator),
+        observation_space=given[0],
+        action_space=given[1],
+    )
+    return members, hyperparameters
+
+
+def _open_networks(
+    size: int,
+    given: tuple[Any, Any],
+    module: nn.Module | None,
+    pad_token_id: int | None,
+    options: Options,
+) -> tuple[Members, Hyperparameters]:
+    chosen: Mapping[str, Any] = options
+    values = {name: value for name, value in chosen.items() if value is not None}
+    _refuse_other_kind(LANGUAGE_ONLY, values, "language models")
+    if pad_token_id is not None:
+        raise ValueError("pad_token_id is for language models: leave it out, or give a transformers model")
+    if module is not None and "network" in values:
+        raise ValueError("network describes evogrpo's own networks: leave it out beside an actor_network")
+    settings = NetworkSettings(
+        **{name: values[name] for name in NetworkSettings.__dataclass_fields__ if name in values}
+    )
+    hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
+    space = values.get("hp_config") or HyperparameterConfig()
+    check_usable(settings.objective, hyperparameters, space, of_transitions=True)
+    device = device_of(values.get("accelerator"), values.get("device")) or "cpu"
+    networks = StackedPolicy(*given, size, settings, module=module, device=device)
+    return NetworkMembers(networks, values.get("hp_config")), hyperparameters
+
+
+def open_team(
+    size: int, observation_spaces: AgentSpaces | None, action_spaces: AgentSpaces | None, options: TeamOptions
+) -> tuple[Members, Hyperparameters]:
+    """Check the constructor arguments of members that act for several agents, then make the banks they describe.
+
+    Raises:
+        ValueError: If an argument is unknown or out of range; nothing is made then.
+    """
+    refuse_unknown("argument", options, [*TeamOptions.__annotations__, "observation_spaces", "action_spaces"])
+    for name, given in (("observation_spaces", observation_spaces), ("action_spaces", action_spaces)):
+        if not isinstance(given, Mapping) or not given:
+            raise ValueError(f"{name} must be spaces by agent, such as env.{name}, got {given!r:.80}")
+    assert observation_spaces is not None and action_spaces is not None
+    values: Mapping[str, Any] = options
+    settings = TeamSettings(**{name: values[name] for name in TeamSettings.__dataclass_fields__ if name in values})
+    hyperparameters = _first_member(values, settings, NETWORK_DEFAULTS)
+    space = values.get("hp_config") or HyperparameterConfig()
+    check_usable(settings.objective, hyperparameters, space, of_transitions=True)
+    device = device_of(None, values.get("device")) or "cpu"
+    members = TeamMembers(observation_spaces, action_spaces, size, settings, values.get("hp_config"), device=device)
+    return members, hyperparameters
+
+
+def check_space(name: str, space: object) -> None:
+    """Refuse with a ValueError what is no space, such as the policy or the environment that others' agents take."""
+    if isinstance(space, spaces.Space):
+        return
+    what = repr(space) if isinstance(space, str) else type(space).__name__
+    raise ValueError(
+        f"{name} must be a Gymnasium space, got {what:.80}: an agent is made for spaces, "
+        "GRPO(env.observation_space, env.action_space); to train in an environment write evogrpo.train(env, "
+        "total_timesteps=...) with its id or what makes it"
+    )
+
+
+def checked_size(size: int | None, options: Mapping[str, Any]) -> int:
+    """Return the number of members, or raise ValueError if it is missing or out of range."""
+    if size is None:
+        refuse_unknown("argument", options, ["size", *Options.__annotations__, *TeamOptions.__annotations__])
+        raise ValueError("size must be given: how many members the population has")
+    return whole_between("size", size, 1, MOST_MEMBERS)
+
+
+def chosen_founders(
+    given: object, first: Hyperparameters, space: HyperparameterConfig | None, samples: int
+) -> tuple[Hyperparameters, ...]:
+    """Return the first members that the caller has chosen, and warn of values that had to be moved; none for None.
+
+    Raises:
+        ValueError: If they are not hyperparameters of members.
+    """
+    if given is None:
+        return ()
+    if not isinstance(given, Sequence) or not given or not all(isinstance(each, Hyperparameters) for each in given):
+        raise ValueError(
+            "founders must be the hyperparameters of at least one member, as evogrpo.best_hyperparameters(RUN) returns "
+            f"them, got {given!r:.80}"
+        )
+    founders, moved = like_earlier(given, first, space or HyperparameterConfig(), samples)
+    for words in moved:
+        warn(f"founders: {words}")
+    return founders
+
+
+def founders_samples(options: CommonOptions, samples_per_step: int | None) -> int:
+    """Return the samples per learning step that founders' group sizes are to divide.
+
+    Raises:
+        ValueError: If none are given and there is no common number, or they are out of range.
+    """
+    if samples_per_step is not None:
+        return whole_between("samples_per_step", samples_per_step, 2, MOST_SAMPLES)
+    config = options.get("hp_config")
+    if not isinstance(config, HyperparameterConfig):  # none, or one that is refused where the first member is made
+        config = HyperparameterConfig()
+    return common_samples(options.get("group_size", Hyperparameters().group_size), config)
+
+
+def with_space(
+    options: OptionsT, samples_per_step: int | None, *, words: bool, unused: Collection[str] = ()
+) -> OptionsT:
+    """Return a population's options with the space that is searched where `hp_config` is "auto"; others as they are.
+
+    Args:
+        options: As given.
+        samples_per_step: As given; group sizes evolve only where it is.
+        words: Whether members are language models.
+        unused: Hyperparameters that mean nothing to the algorithm.
+    """
+    values: Mapping[str, Any] = options
+    if values.get("hp_config") != "auto":
+        return options
+    chosen: dict[str, Any] = {name: values[name] for name in HYPERPARAMETER_NAMES if values.get(name) is not None}
+    defaults = (
+        {} if words else {name: NETWORK_DEFAULTS[name] for name in HYPERPARAMETER_NAMES if name in NETWORK_DEFAULTS}
+    )
+    objective = values.get("objective")
+    if not isinstance(objective, Objective):  # none, or one that is refused where members are made
+        objective = Objective() if words else STEPWISE
+    space = default_space(
+        LANGUAGE_RANGES if words else NETWORK_RANGES,
+        objective,
+        Hyperparameters.from_json({**defaults, **chosen}),
+        fixed={*chosen, *unused},
+        samples_per_step=samples_per_step,
+        rows_are_samples=words,
+    )
+    found: Any = {**values, "hp_config": space}
+    searched: OptionsT = found
+    return searched
+
+
+def _refuse_other_kind(names: tuple[str, ...], values: Mapping[str, Any], kind: str) -> None:
+    for name in names:
+        if name in values:
+            raise ValueError(f"{name} is for {kind}: leave it out")
+
+
+def _first_member(values: Mapping[str, Any], settings: Settings, defaults: Mapping[str, Any]) -> Hyperparameters:
+    """Return the hyperparameters of the first member, checked with the objective and with what evolves."""
+    given = values.get("hp_config")
+    if given is not None:
+        instance("hp_config", given, HyperparameterConfig, "HyperparameterConfig(lr=RLParameter(min=1e-5, max=1e-3))")
+    whole_between("index", values.get("index", 0), 0)
+    space = given or HyperparameterConfig()
+    hyperparameters = space.first(
+        {name: value for name, value in defaults.items() if name in HYPERPARAMETER_NAMES},
+        {name: values[name] for name in HYPERPARAMETER_NAMES if name in values},
+    )
+    hyperparameters = settings.objective.resolved(hyperparameters, space)
+    settings.objective.check(hyperparameters, space)
+    return hyperparameters
+
+
+def _eos_of(model: PreTrainedModel) -> Any:
+    """Return the end-of-sequence token, or tokens, that the model itself declares."""
+    declared = getattr(model.generation_config, "eos_token_id", None)
+    if declared is None:
+        declared = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if declared is None:
+        raise ValueError("eos_token_ids must be given: the model's configs name no end-of-sequence token")
+    return declared

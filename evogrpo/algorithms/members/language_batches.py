@@ -1,0 +1,280 @@
+"""Batches of language models: from prompts, completions and AgileRL's tensors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from evogrpo.algorithms.learning.training_rows import Learner
+from evogrpo.algorithms.members.policy_set import TextRequest
+from evogrpo.algorithms.members.settings import LanguageSettings
+from evogrpo.algorithms.rollout.multi_turn import Conversed
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.data import Batch, Rollout, SamplingBatch, TokenInputs
+from evogrpo.envs.protocol import Scores
+from evogrpo.envs.text.templates import Tokenizer, check_messages, tokenize
+from evogrpo.functional.reward_shaping import overlong_penalty
+from evogrpo.randomness import generator
+
+Experiences = tuple[Sequence[Tensor], Sequence[Tensor], Any]
+"""(completion ids per prompt `[g, P + C]`, action masks per prompt `[g, P + C - 1]`, rewards `[prompts, g]`)."""
+
+
+def prompt_tokens(states: Sequence[Mapping[str, Tensor]]) -> "list[tuple[int, ...]]":
+    """Return the token ids of prompts given as `{"input_ids": [1, P], "attention_mask": [1, P]}`.
+
+    Raises:
+        ValueError: If a prompt is missing, empty or of another shape.
+    """
+    if not states:
+        raise ValueError("get_action needs at least one prompt, got none")
+    prompts = []
+    for number, state in enumerate(states):
+        if not isinstance(state, Mapping) or "input_ids" not in state:
+            raise ValueError(f"prompt {number} must be a mapping with input_ids [1, P], got {type(state).__name__}")
+        ids = torch.as_tensor(state["input_ids"]).reshape(-1)
+        mask = torch.as_tensor(state.get("attention_mask", torch.ones_like(ids))).reshape(-1).bool()
+        if mask.shape != ids.shape:
+            raise ValueError(
+                f"prompt {number}: attention_mask must be as long as input_ids, got {len(mask)} and {len(ids)}"
+            )
+        prompts.append(tuple(ids[mask].tolist()))
+        if not prompts[-1]:
+            raise ValueError(f"prompt {number} holds no tokens")
+    return prompts
+
+
+def asked_rows(
+    prompts: "Sequence[tuple[int, ...]]", learner: Learner, settings: LanguageSettings, *, training: bool
+) -> SamplingBatch:
+    """Return rows in which a member answers prompts: whole groups that sample, or each once what is most likely."""
+    size = learner.hyperparameters.group_size if training else 1
+    shape = (len(prompts) * size, settings.max_output_tokens)
+    uniforms = np.zeros(shape, dtype=np.float32)
+    if training:
+        rng = generator(settings.seed, "get_action", learner.step, learner.index)
+        uniforms = rng.random(shape, dtype=np.float32)
+    return SamplingBatch(
+        prompts=tuple(prompts),
+        prompt_ids=torch.arange(len(prompts)).repeat_interleave(size),
+        member_ids=torch.full((shape[0],), learner.slot),
+        temperature=torch.full((shape[0],), learner.hyperparameters.temperature if training else 0.0),
+        uniforms=torch.from_numpy(uniforms),
+        min_new_tokens=settings.min_output_tokens,
+        options=settings.sampling_options,
+    )
+
+
+def as_completions(
+    prompts: "Sequence[tuple[int, ...]]", rollout: Rollout, pad_id: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return a rollout of whole groups as completion ids and action masks per prompt.
+
+    Args:
+        prompts: The prompts, one per group.
+        rollout: Equally many rows per prompt, groups next to each other.
+        pad_id: Fills up after the end.
+
+    Returns:
+        Per prompt `[g, P + C]` ids and `[g, P + C - 1]` masks: mask j says whether token j + 1 was sampled.
+    """
+    ids, masks, group_size = [], [], len(rollout.actions) // len(prompts)
+    for number, prompt in enumerate(prompts):
+        own = slice(number * group_size, (number + 1) * group_size)
+        present = rollout.present[own]
+        width = int(present.sum(1).max())
+        head = torch.tensor(prompt, device=present.device).expand(group_size, -1)
+        tail = torch.where(present, rollout.actions[own], pad_id)[:, :width]
+        ids.append(torch.cat([head, tail], dim=1))
+        before = torch.zeros((group_size, len(prompt) - 1), dtype=torch.bool, device=present.device)
+        masks.append(torch.cat([before, present[:, :width]], dim=1))
+    return ids, masks
+
+
+def as_batch(
+    experiences: Experiences, slot: int, hyperparameters: Hyperparameters, min_new_tokens: int, device: torch.device
+) -> Batch:
+    """Read `(completion_ids, action_masks, rewards)` of one member.
+
+    A prompt ends at the first token that any of its completions' masks counts. Whatever follows up to the last counted
+    token takes part in attention, so masks may leave gaps for text that the member did not write.
+
+    Raises:
+        ValueError: If the three parts do not fit together, or a prompt has no counted action.
+    """
+    if len(experiences) != 3:
+        raise ValueError(f"experiences are (completion_ids, action_masks, rewards), got {len(experiences)} parts")
+    completion_ids, action_masks, given = experiences
+    for name, parts in (("completion_ids", completion_ids), ("action_masks", action_masks)):
+        if not isinstance(parts, Sequence | Tensor) or not all(isinstance(part, Tensor) for part in parts):
+            raise ValueError(f"{name} must be a list of tensors, one per prompt, got {parts!r:.80}")
+    try:
+        rewards = torch.as_tensor(given, dtype=torch.float32)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"rewards must be numbers [prompts, group_size], got {given!r:.80}") from error
+    if not len(completion_ids) == len(action_masks) == len(rewards) or rewards.dim() != 2:
+        raise ValueError(
+            "experiences hold completion_ids and action_masks per prompt and rewards [prompts, group_size], got "
+            f"{len(completion_ids)}, {len(action_masks)} and {tuple(rewards.shape)}"
+        )
+    prompts: list[tuple[int, ...]] = []
+    rows: list[tuple[Tensor, Tensor]] = []
+    for number, (ids, counted) in enumerate(zip(completion_ids, action_masks, strict=True)):
+        mask = counted.bool()
+        if ids.dim() != 2 or mask.shape != (ids.shape[0], ids.shape[1] - 1) or len(ids) != rewards.shape[1]:
+            raise ValueError(
+                f"prompt {number}: completion_ids must be [{rewards.shape[1]}, P + C] and action_masks one token "
+                f"shorter, got {tuple(ids.shape)} and {tuple(mask.shape)}"
+            )
+        if not bool(mask.any()):
+            raise ValueError(f"prompt {number}: no action is True in its mask, so there is nothing to learn from")
+        start = int(mask.any(0).nonzero()[0]) + 1
+        prompts.append(tuple(ids[0, :start].tolist()))
+        if not bool((ids[:, :start] == ids[:1, :start]).all()):
+            raise ValueError(f"prompt {number}: the rows of completion_ids must begin with the same prompt")
+        rows.extend(zip(ids[:, start:], mask[:, start - 1 :], strict=True))
+    return _batch(prompts, rows, rewards, slot, hyperparameters, min_new_tokens, device)
+
+
+def _batch(
+    prompts: "list[tuple[int, ...]]",
+    rows: "list[tuple[Tensor, Tensor]]",
+    rewards: Tensor,
+    slot: int,
+    hyperparameters: Hyperparameters,
+    min_new_tokens: int,
+    device: torch.device,
+) -> Batch:
+    width = max(len(ids) for ids, _ in rows)
+    actions = torch.stack([torch.nn.functional.pad(ids, (0, width - len(ids))) for ids, _ in rows]).to(device)
+    mask = torch.stack([torch.nn.functional.pad(counted, (0, width - len(counted))) for _, counted in rows]).to(device)
+    columns = torch.arange(1, width + 1, device=device)
+    present = columns <= (mask * columns).amax(1, keepdim=True)
+    # What a mask leaves out between two actions was heard, so that another turn begins behind it.
+    place = torch.arange(width, device=device)
+    begins = mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]
+    group_ids = torch.arange(len(prompts), device=device).repeat_interleave(rewards.shape[1])
+    return Batch(
+        inputs=TokenInputs(
+            prompts=tuple(prompts),
+            prompt_ids=group_ids,
+            temperature=torch.full((len(rows),), hyperparameters.temperature, device=device),
+            min_new_tokens=min_new_tokens,
+            turn_places=place - torch.where(begins, place, 0).cummax(1).values,
+        ),
+        actions=actions,
+        present=present,
+        action_mask=mask,
+        rewards=rewards.reshape(-1).to(device),
+        group_ids=group_ids,
+        member_ids=torch.full((len(rows),), slot, device=device),
+    )
+
+
+def text_rows(asked: TextRequest, tokenizer: Tokenizer, learner: Learner, settings: LanguageSettings) -> SamplingBatch:
+    """Return rows in which a member answers texts or conversations, `n` times each, prompt by prompt.
+
+    Raises:
+        ValueError: If the prompts are no list of texts or of conversations, or a number is out of range.
+    """
+    prompts, n, temperature = asked.prompts, asked.n, asked.temperature
+    if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
+        raise ValueError("prompts must be a list of texts or of conversations: put a single one into a list")
+    most = settings.max_output_tokens if asked.max_output_tokens is None else asked.max_output_tokens
+    for name, number in (("n", n), ("max_output_tokens", most)):
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name} must be a whole number of at least 1, got {number!r}")
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be at least 0, and 0 takes what is most likely, got {temperature}")
+    plain = [prompt if isinstance(prompt, str) else check_messages(prompt, "a prompt") for prompt in prompts]
+    ids = tokenize(iter([(prompt, {}) for prompt in plain]), tokenizer, "generate")
+    count = len(ids) * n
+    rng = generator(settings.seed, "generate", learner.index, asked.calls)
+    return SamplingBatch(
+        prompts=tuple(tuple(prompt) for prompt in ids),
+        prompt_ids=torch.arange(len(ids)).repeat_interleave(n),
+        member_ids=torch.full((count,), learner.slot),
+        temperature=torch.full((count,), float(temperature)),
+        uniforms=torch.from_numpy(rng.random((count, most), dtype=np.float32)),
+        min_new_tokens=min(settings.min_output_tokens, most),
+        options=settings.sampling_options,
+    )
+
+
+def texts_of(rollout: Rollout, tokenizer: Tokenizer) -> list[str]:
+    """Return the texts of a rollout's rows, special tokens left out."""
+    return [
+        str(tokenizer.decode(tokens[present].tolist(), skip_special_tokens=True))
+        for tokens, present in zip(rollout.actions, rollout.present, strict=True)
+    ]
+
+
+PENALTY = "overlong_penalty"
+
+
+def token_batch(
+    settings: LanguageSettings, rows: SamplingBatch, conversed: Conversed, scores: Scores, group_ids: Tensor
+) -> Batch:
+    """Put together what members learn from; the overlong penalty joins the rewards here and nowhere else.
+
+    It is due for every turn by its own length, where the turn ends; a conversation's is the sum.
+    """
+    rollout = conversed.rollout
+    device = rollout.actions.device
+    components, weights = dict(scores.components), scores.weights
+    rewards = torch.from_numpy(scores.rewards).to(device)
+    steps = None if scores.step_rewards is None else _widened(scores.step_rewards, rollout.present)
+    buffer = settings.objective.overlong_buffer
+    if buffer is not None:
+        lengths = conversed.turn_lengths
+        by_turn = overlong_penalty(lengths, settings.max_output_tokens, buffer).double()
+        penalty = by_turn.sum(1)
+        # A penalty alone makes no reward where none applies.
+        penalty = torch.where(rewards.isnan(), torch.nan, penalty)
+        rewards = rewards + penalty
+        components, weights = {**components, PENALTY: penalty.cpu().numpy()}, (*weights, 1.0)
+        if steps is not None:
+            placed = _at_ends_of_turns(torch.where(rewards.isnan()[:, None], torch.nan, by_turn), conversed)
+            steps = torch.where(placed.isnan(), steps, steps.nan_to_num(nan=0.0) + placed)
+    mask = rollout.action_mask
+    if settings.objective.mask_truncated:
+        mask = mask & ~rollout.truncated[:, None]
+    return Batch(
+        inputs=TokenInputs(
+            prompts=rows.prompts,
+            prompt_ids=rows.prompt_ids.to(device),
+            temperature=rows.temperature.to(device),
+            min_new_tokens=rows.min_new_tokens,
+            turn_places=conversed.turn_places,
+        ),
+        actions=rollout.actions,
+        present=rollout.present,
+        action_mask=mask,
+        acted=rollout.action_mask,
+        rewards=rewards.float(),
+        group_ids=group_ids.to(device),
+        member_ids=rows.member_ids.to(device),
+        sampler_log_probs=rollout.log_probs,
+        exact=rollout.exact,
+        step_rewards=None if steps is None else steps.float(),
+        reward_components=torch.from_numpy(np.stack(list(components.values()), axis=1)).float().to(device),
+        component_weights=weights,
+        component_names=tuple(components),
+        truncated=rollout.truncated,
+    )
+
+
+def _at_ends_of_turns(penalties: Tensor, conversed: Conversed) -> Tensor:
+    """Place `[n, k]` numbers of turns at their last tokens `[n, t]`; NaN elsewhere, and where there was no turn."""
+    said = conversed.rollout.action_mask
+    ends = said & ~torch.nn.functional.pad(said, (0, 1))[:, 1:]  # a reply holds at least one token
+    turn = (ends.cumsum(1) - 1).clamp(min=0, max=penalties.shape[1] - 1)
+    return torch.where(ends, penalties.gather(1, turn), torch.nan)
+
+
+def _widened(table: NDArray[np.float64], present: Tensor) -> Tensor:
+    values = torch.from_numpy(table).to(present.device)
+    return torch.nn.functional.pad(values, (0, present.shape[1] - values.shape[1]), value=torch.nan)

@@ -1,0 +1,448 @@
+"""Members that are language models: one frozen base, one adapter each; prompts in, whole completions out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from gymnasium import spaces
+from numpy.typing import NDArray
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from evogrpo.algorithms.base_checkpoint import base_files, check_base, named_base, saved_base, tensors_file
+from evogrpo.algorithms.learning.training_rows import Learner
+from evogrpo.algorithms.members.banks import DEFAULT, Banks
+from evogrpo.algorithms.members.devices import autocast_of, device_of
+from evogrpo.algorithms.members.language_batches import (
+    Experiences,
+    as_batch,
+    as_completions,
+    asked_rows,
+    prompt_tokens,
+    text_rows,
+    texts_of,
+    token_batch,
+)
+from evogrpo.algorithms.members.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.members.settings import LanguageSettings
+from evogrpo.algorithms.rollout.multi_turn import Conversed, converse
+from evogrpo.algorithms.rollout.requests import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.data import Experience, SamplingBatch
+from evogrpo.envs.protocol import Conversations, GroupEnvironment, Scores, Split
+from evogrpo.models.bank import Sampler
+from evogrpo.models.devices import USUAL_TOKENS
+from evogrpo.models.language.adapter_files import StoredAdapter
+from evogrpo.models.language.bank import AdapterBank
+from evogrpo.models.language.compatibility import check_token_ids
+from evogrpo.models.language.fsdp import held_by
+from evogrpo.models.language.loading import fingerprint, load_tokenizer
+from evogrpo.models.language.lora import lora_from_json, lora_to_json
+from evogrpo.models.language.quantised import is_quantised
+from evogrpo.models.language.sizing import size_for_memory
+from evogrpo.models.language.token_model import check_context
+from evogrpo.progress import Tally
+from evogrpo.randomness import generator
+from evogrpo.storage.manifest import CheckpointError
+
+
+class LanguageMembers:
+    """Adapters over one frozen base model; see `evogrpo.algorithms.members.policy_set.Members`.
+
+    Args:
+        model: The base; placed on the device, if one is given.
+        size: Number of members.
+        settings: What does not evolve.
+        hp_config: What evolves; None = nothing.
+        lora_config: What to adapt.
+        source: Where the base came from, as the user named it; the model's own name by default.
+        device: Where to put the base; it stays where it is by default.
+        autocast: Makes the context of forward passes.
+        recognised_by: The base's fingerprint, where it is known already.
+        observation_space: What members read, where a caller gave one.
+        action_space: What members do, likewise.
+        start: What members start from, with the lora_config that it brings; fresh adapters by default.
+        like: A bank over the same base with the same adapters, if there is one.
+
+    Attributes:
+        hp_config: As given.
+        settings: As given, with the size of micro-batches that was tried if it was left open.
+        bank: The weights and optimisers.
+        policies: The one policy, which is these members themselves.
+        banks: Its bank.
+        sampler: Who writes completions: the bank, unless an outside engine is given.
+        start: As given.
+        source: As given.
+        fingerprint: Recognises the base.
+        observation_space: As given.
+        action_space: As given.
+    """
+
+    kind: ClassVar[str] = "language"
+    agent_class: ClassVar[str] = "GRPO"
+    weights = ("adapter",)
+    evolves = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        size: int,
+        settings: LanguageSettings,
+        hp_config: HyperparameterConfig | None = None,
+        *,
+        lora_config: LoraConfig | None = None,
+        source: str | None = None,
+        device: str | torch.device | None = None,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+        recognised_by: str | None = None,
+        observation_space: spaces.Space[Any] | None = None,
+        action_space: spaces.Space[Any] | None = None,
+        start: StoredAdapter | None = None,
+        like: AdapterBank | None = None,
+    ) -> None:
+        fixed = held_by(model) > 1 or is_quantised(model)
+        if device is not None and not fixed:
+            model.to(device)  # type: ignore[arg-type]  # torch accepts a device or its name
+        elif device is not None and torch.device(device).type != model.device.type:
+            raise ValueError(
+                f"a base in parts, or in fewer bits, stays where it was loaded, on {model.device.type}: load it there, "
+                f"with load_base(..., device={str(device)!r})"
+            )
+        self.hp_config = hp_config
+        self.observation_space, self.action_space = observation_space, action_space
+        self.start = start
+        self.bank = AdapterBank(
+            model,
+            size=size,
+            pad_token_id=settings.pad_token_id,
+            eos_token_ids=settings.eos_token_ids,
+            lora_config=lora_config,
+            optimizer=settings.optimizer,
+            seed=settings.seed,
+            micro_batch_tokens=settings.micro_batch_tokens or USUAL_TOKENS,
+            reduce_memory_peak=settings.reduce_memory_peak,
+            explicit_positions=settings.calc_position_embeddings,
+            autocast=autocast,
+            own_reference=settings.objective.reference == "snapshot",
+            start=start,
+            like=like,
+        )
+        if settings.micro_batch_tokens is None and self.device.type == "cuda":
+            self.bank.micro_batch_tokens = size_for_memory(self.bank, model)
+        self.settings = replace(settings, micro_batch_tokens=self.bank.micro_batch_tokens)
+        self.sampler: Sampler = self.bank
+        self.policies = {DEFAULT: self}
+        self.banks = Banks({DEFAULT: self.bank})
+        self.source = source or str(getattr(model, "name_or_path", "") or type(model).__name__)
+        self.fingerprint = recognised_by or fingerprint(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the base model is."""
+        return self.bank.base.device
+
+    def alone(self, *, wrap: bool = True) -> "LanguageMembers":
+        """Return one fresh member over the same base, which samples for itself."""
+        return LanguageMembers(
+            self.bank.base.model,
+            1,
+            self.settings,
+            self.hp_config,
+            lora_config=None if self.start else self.bank.lora_config,
+            start=self.start,
+            source=self.source,
+            autocast=self.bank.autocast if wrap else nullcontext,
+            recognised_by=self.fingerprint,
+            observation_space=self.observation_space,
+            action_space=self.action_space,
+            like=self.bank,
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor arguments that are not among the settings."""
+        return {
+            "lora_config": self.bank.lora_config,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+        }
+
+    # ---- in environments
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Let an outside engine sample, which has loaded no member's weights yet."""
+        self.sampler = sampler
+        self.banks.changed.update(range(self.banks.size))
+
+    def check(self, env: Any) -> None:
+        """Refuse an environment that asks no questions, or in tokens that the model does not know, or in too many."""
+        opened = self._open(env, "train", [0])
+        largest = getattr(env, "largest_token", max(max(prompt) for prompt in opened.prompts))
+        longest = getattr(env, "longest_prompt", max(len(prompt) for prompt in opened.prompts))
+        check_token_ids(self.bank.base.model, [largest], "tokens of prompts")
+        check_context(self.bank.base.context, longest + self.settings.max_output_tokens)
+
+    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Conversations:
+        opened = env.open(split, starts)
+        if not isinstance(opened, Conversations):
+            raise ValueError(
+                f"language models answer prompts, but {type(env).__name__} is played step by step: use HuggingFaceGym, "
+                "or make members for it with its observation_space and action_space and without a language model"
+            )
+        return opened
+
+    def sample(
+        self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None
+    ) -> Collected:
+        """Sample one completion for each row, or hold one conversation, and have it rewarded.
+
+        Row r, token t of a member's turn k is drawn with number `[r, t]` of the stream (seed, purpose, step, index),
+        from the second turn on under the purpose's name with the turn's number.
+
+        Args:
+            env: Who rewards.
+            starts: Training starts.
+            wanted: The rows.
+            part: `[k]` which of them; None = all.
+        """
+        asked, opened = wanted.rows(part), self._open(env, "train", starts)
+
+        def draws(turn: int) -> Tensor:
+            purpose = wanted.purpose if not turn else f"{wanted.purpose} turn {turn}"
+            parts = [
+                generator(self.settings.seed, purpose, *stream).random(
+                    (count, self.settings.max_output_tokens), dtype=np.float32
+                )
+                for stream, count in zip(wanted.streams, wanted.counts, strict=True)
+            ]
+            return torch.from_numpy(np.concatenate(parts))[asked.chosen]
+
+        rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, draws(0))
+        conversed = converse(self._engine(), opened, rows, draws=draws, room=self._room(opened), device=self.device)
+        scores = self._scored(opened, conversed)
+        batch = token_batch(self.settings, rows, conversed, scores, group_ids=asked.group_ids)
+        return Collected(
+            experience={DEFAULT: batch},
+            scores=replace(scores, step_rewards=None),
+            member_ids=asked.member_ids,
+            start_ids=asked.start_ids,
+            truncated=conversed.rollout.truncated,
+            tokens=self.bank.cost(batch),
+            questions=tuple(opened.questions),
+        )
+
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Answer held-out questions, sampled at temperature 1 or greedily.
+
+        Token t of a question's answer a is drawn with number `[a, t]` of the stream (seed, purpose, question), from the
+        second turn on under the purpose's name with the turn's number. An outside engine that draws by itself does not
+        use them: its sampled answers differ from one evaluation to the next.
+        """
+        opened = self._open(env, asked.split, asked.questions)
+        rows = self._rows(opened, asked.start_ids, asked.member_ids, asked.temperature, self._held_out_draws(asked, 0))
+        conversed = converse(
+            self._engine(),
+            opened,
+            rows,
+            draws=lambda turn: self._held_out_draws(asked, turn),
+            room=self._room(opened),
+            device=self.device,
+            base=asked.base,
+        )
+        lengths = conversed.rollout.present.sum(1).tolist()
+        costs = self.bank.tokens_of(rows.prompts, asked.start_ids, asked.member_ids, lengths)
+        tokens = tuple(costs[slot] for slot in asked.slots)
+        return Answered(rewards=self._scored(opened, conversed).rewards, tokens=tokens)
+
+    def _held_out_draws(self, asked: Asked, turn: int) -> Tensor:
+        """Return `[n, t]` uniforms of all rows for a turn of held-out conversations; zeros where nothing is drawn."""
+        length = self.settings.max_output_tokens
+        if asked.answers is None:
+            return torch.zeros(len(asked.slots) * asked.per_slot, length)
+        purpose = HELD_OUT if not turn else f"{HELD_OUT} turn {turn}"
+        parts = [
+            generator(self.settings.seed, purpose, *stream).random((asked.each, length), dtype=np.float32)
+            for stream in asked.streams
+        ]
+        return torch.from_numpy(np.concatenate(parts)).repeat(len(asked.slots), 1)
+
+    def _scored(self, opened: Conversations, conversed: Conversed) -> Scores:
+        """Let the environment reward what was said."""
+        Tally("rewarding", len(conversed.transcripts), "completions")
+        return opened.score(conversed.transcripts)
+
+    def _room(self, opened: Conversations) -> int | None:
+        """Return the most tokens after a prompt: what the settings allow and the model's context leaves."""
+        bounds = [self.settings.max_episode_tokens]
+        if self.bank.base.context is not None:
+            bounds.append(self.bank.base.context - max(map(len, opened.prompts)))
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def absorb(self, observed: Sequence[Observed]) -> None:
+        """Do nothing: prompts have no running statistics."""
+
+    def _engine(self) -> Sampler:
+        """Return the sampler, told whose weights have changed since it was last asked."""
+        self.sampler.sync(sorted(self.banks.changed))
+        self.banks.changed.clear()
+        return self.sampler
+
+    def _rows(
+        self, opened: Conversations, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
+    ) -> SamplingBatch:
+        return SamplingBatch(
+            prompts=tuple(tuple(map(int, prompt)) for prompt in opened.prompts),
+            prompt_ids=start_ids,
+            member_ids=member_ids,
+            temperature=temperature,
+            uniforms=uniforms,
+            min_new_tokens=self.settings.min_output_tokens,
+            options=self.settings.sampling_options,
+        )
+
+    # ---- in a caller's own loop
+
+    def act(
+        self, learner: Learner, seen: Sequence[Mapping[str, Tensor]], *, training: bool, action_mask: Any = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Answer prompts, in AgileRL's shapes; see `GRPO.get_action`."""
+        if action_mask is not None:
+            raise ValueError("action_mask is for small networks: a completion's tokens are all legal")
+        rows = asked_rows(prompt_tokens(seen), learner, self.settings, training=training)
+        return as_completions(rows.prompts, self._engine().sample(rows), self.settings.pad_token_id)
+
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
+    ) -> NDArray[Any]:
+        """Refuse: language models answer prompts."""
+        raise ValueError("predict is for small networks; a language model answers with generate, or get_action")
+
+    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
+        """Answer texts with texts; see `GRPO.generate`."""
+        if not len(asked.prompts):
+            return []
+        tokenizer = asked.tokenizer or self._tokenizer
+        rows = text_rows(asked, tokenizer, learner, self.settings)
+        return texts_of(self._engine().sample(rows, base=asked.base), tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self.bank.base.model)
+
+    def experience(self, learner: Learner, experiences: Experiences) -> Experience:
+        """Read `(completion_ids, action_masks, rewards)`."""
+        hyperparameters, shortest = learner.hyperparameters, self.settings.min_output_tokens
+        batch = as_batch(experiences, learner.slot, hyperparameters, shortest, self.device)
+        tokens = [int(batch.actions.max()), int(batch.actions.min())]
+        check_token_ids(self.bank.base.model, tokens, "completion_ids")
+        return {DEFAULT: batch}
+
+    # ---- the network
+
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return a module `policy(input_ids, attention_mask)` that gives logits `[n, t, v]`."""
+        return self.bank.policy(slot, base=base)
+
+    def recompile(self) -> None:
+        """Forget what torch.compile made of the base model."""
+        self.bank.recompile()
+
+    def unwrap(self) -> None:
+        """Stop computing under the accelerator's precision."""
+        self.bank.autocast = nullcontext
+
+    def proposal(self, slot: int, rng: np.random.Generator) -> None:
+        """Return None: the architecture of a language model does not change."""
+
+    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Refuse: the architecture of a language model does not change."""
+        raise ValueError(f"the architecture of a language model does not change, so it cannot become {architecture}")
+
+    # ---- checkpoints
+
+    def record(self) -> dict[str, Any]:
+        """Return the base's source and fingerprint, and the adapters' settings."""
+        return {
+            "lora_config": lora_to_json(self.bank.lora_config),
+            "source": self.source,
+            "fingerprint": self.fingerprint,
+            "micro_batch_tokens": self.bank.micro_batch_tokens,
+        }
+
+    def check_record(self, record: Mapping[str, Any], where: object) -> None:
+        """Refuse adapters of another base model, or of another shape."""
+        check_base(record, self.fingerprint, where)
+        saved, own = record["lora_config"], lora_to_json(self.bank.lora_config)
+        if saved != own:
+            raise CheckpointError(
+                f"{where} holds an adapter of lora_config {saved}, but this agent has {own}: make the agent with the "
+                "same lora_config, or bring the saved one back with GRPO.load"
+            )
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return the adapter that members start from; the base is not saved, but told by its fingerprint."""
+        return {} if self.start is None else dict(self.start.tensors)
+
+    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
+        """Return the member as a PEFT adapter, and the base model if wanted."""
+        adapters, config = self.bank.peft_files(slot)
+        # Functions, so that only the file that is being written is in memory as bytes.
+        files: CheckpointFiles = {
+            "adapter_model.safetensors": lambda: tensors_file(adapters),
+            "adapter_config.json": config,
+        }
+        return files | base_files(self.bank.base.model) if include_base else files
+
+    @classmethod
+    def stored(
+        cls,
+        record: Mapping[str, Any],
+        size: int,
+        where: Path,
+        hp_config: HyperparameterConfig | None,
+        *,
+        constants: Mapping[str, Tensor],
+        actor_network: PreTrainedModel | None,
+        device: torch.device | str | None,
+        accelerator: Accelerator | None,
+    ) -> Self:
+        """Build the members that a checkpoint's record describes.
+
+        Args:
+            record: From `record`, with the settings.
+            size: Number of members.
+            where: The checkpoint's folder.
+            hp_config: What evolves.
+            constants: From `constants`.
+            actor_network: The base model; by default the saved one, or the one named in the record.
+            device: Where to put it.
+            accelerator: Chooses the device and the precision.
+
+        Raises:
+            CheckpointError: If the base model is another one.
+            ValueError: If it cannot be found.
+        """
+        model = actor_network or saved_base(where) or named_base(record)
+        actual = fingerprint(model)
+        check_base(record, actual, where)
+        lora = lora_from_json(record["lora_config"])
+        members = cls(
+            model,
+            size,
+            LanguageSettings.from_json(record["settings"]),
+            hp_config,
+            recognised_by=actual,
+            lora_config=None if constants else lora,
+            start=StoredAdapter(lora_config=lora, tensors=constants) if constants else None,
+            source=record["source"],
+            device=device_of(accelerator, device),
+            autocast=autocast_of(accelerator),
+        )
+        members.bank.micro_batch_tokens = record["micro_batch_tokens"]
+        return members

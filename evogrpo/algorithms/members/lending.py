@@ -1,0 +1,107 @@
+"""Samples that members in other processes learn from: what is handed over of them, and how they are read there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from evogrpo.algorithms.learning.learning_step import Policy
+from evogrpo.algorithms.learning.training_rows import Learner, trusts_sampler
+from evogrpo.algorithms.members.places import Places
+from evogrpo.algorithms.members.policy_set import Members
+from evogrpo.algorithms.rollout.collecting import groups_apart, in_one
+from evogrpo.config.loss_types import FULL_KLS
+from evogrpo.data import Batch, Experience, moved
+from evogrpo.models.bank import WholeDistributions
+
+
+def lent_slots(places: Places, learners: Sequence[Learner]) -> list[int]:
+    """Return the slots whose samples somebody in another process learns from.
+
+    Args:
+        places: Which slots are where.
+        learners: All that learn, by slot.
+    """
+    return sorted(
+        {
+            source
+            for learner in learners
+            for source in learner.taught_by
+            if places.owner(source) != places.owner(learner.slot)
+        }
+    )
+
+
+def lend(members: Members, places: Places, experience: Experience, lent: Sequence[int]) -> dict[str, Batch]:
+    """Return the rows of members that are lent, by slot and on the CPU, with what only their own bank can tell.
+
+    Args:
+        members: Of this process.
+        places: Which slots they are in.
+        experience: What they have sampled, by place.
+        lent: Slots whose samples are learnt from elsewhere.
+    """
+    own, slots = [places.place(slot) for slot in places.here(lent)], torch.tensor(places.own)
+    found = {}
+    for name, batch in experience.items():
+        rows = batch.of_members(own)
+        if len(rows):
+            given = moved(_as_acted(members.policies[name], rows), "cpu")
+            found[name] = replace(given, member_ids=slots[given.member_ids])
+    return found
+
+
+def borrow(
+    members: Members,
+    places: Places,
+    experience: Experience,
+    learners: Sequence[Learner],
+    lent: Mapping[int, Mapping[str, Batch]],
+) -> dict[str, Batch]:
+    """Return what members of this process learn from: their own samples and those of their sources elsewhere.
+
+    Rows are in the order of the processes, as if one process had sampled them all.
+
+    Args:
+        members: Of this process.
+        places: Which slots they are in.
+        experience: What they have sampled, by place.
+        learners: Those of them that learn; their sources by `Places.number`.
+        lent: What processes have lent, by rank.
+    """
+    wanted = {source for learner in learners for source in learner.taught_by}
+    numbers = torch.tensor([places.number(slot) for slot in range(places.size)])
+    speaker = places.owner(places.own[0]) if places.own else places.rank
+    found = {}
+    for name in members.policies:
+        parts: list[Batch] = []
+        for rank in sorted({*lent, speaker}):
+            if rank == speaker:
+                part = experience.get(name)
+            else:
+                part = _for_learners(lent[rank].get(name), numbers, wanted, members.device)
+            if part is not None and len(part):
+                parts.append(part)
+        if parts:
+            found[name] = in_one(groups_apart(parts))
+    return found
+
+
+def _for_learners(batch: Batch | None, numbers: Tensor, wanted: set[int], device: torch.device) -> Batch | None:
+    """Return those of another process's rows that somebody here learns from, by the numbers of this process."""
+    if batch is None:
+        return None
+    here = replace(batch, member_ids=numbers[batch.member_ids])
+    return moved(here.of_members(sorted(wanted)), device)
+
+
+def _as_acted(policy: Policy, rows: Batch) -> Batch:
+    """Add what a learner has to know of the policies that acted, where their samples do not say so themselves."""
+    objective = policy.settings.objective
+    if not trusts_sampler(rows, objective):
+        rows = replace(rows, acted_log_probs=policy.bank.log_probs(rows))
+    if objective.kl_estimator in FULL_KLS and objective.reference == "old":
+        assert isinstance(policy.bank, WholeDistributions)  # others have no such objective
+        rows = replace(rows, acted_distributions=policy.bank.distributions(rows, reference=False))
+    return rows

@@ -1,0 +1,408 @@
+"""Members that are small networks and act in a Gymnasium environment."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from gymnasium import spaces
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from evogrpo.algorithms.learning.training_rows import Learner
+from evogrpo.algorithms.members.banks import DEFAULT, Banks
+from evogrpo.algorithms.members.devices import device_of
+from evogrpo.algorithms.members.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.members.settings import NetworkSettings
+from evogrpo.algorithms.members.stacked_policy import StackedPolicy
+from evogrpo.algorithms.members.step_batches import StepExperiences, as_arrays, as_step_batch, tensors_of
+from evogrpo.algorithms.rollout.requests import HELD_OUT, Answered, Asked, Collected, Observed, Wanted, WantedRows
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.data import Acted, Batch, Experience, ObservationInputs
+from evogrpo.envs.control.action_noise import StepDraws, StepUniforms
+from evogrpo.envs.control.actions import legal_actions, to_environment
+from evogrpo.envs.control.episodes import Played
+from evogrpo.envs.protocol import GroupEnvironment, Scores
+from evogrpo.evolution.lineage import ArchitectureChange
+from evogrpo.models.bank import Sampler
+from evogrpo.models.devices import check_room
+from evogrpo.randomness import generator
+from evogrpo.storage.manifest import CheckpointError
+from evogrpo.warnings import warn
+
+
+def space_to_json(space: spaces.Space[Any]) -> dict[str, Any]:
+    """Return a space as plain JSON values.
+
+    Raises:
+        ValueError: If it is not a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these.
+    """
+    match space:
+        case spaces.Dict():
+            return {"kind": "dict", "parts": [[key, space_to_json(part)] for key, part in space.spaces.items()]}
+        case spaces.Tuple():
+            return {"kind": "tuple", "parts": [space_to_json(part) for part in space.spaces]}
+        case spaces.Box():
+            bounds = {name: _bounds_to_json(getattr(space, name)) for name in ("low", "high")}
+            return {"kind": "box", **bounds, "shape": list(space.shape), "dtype": str(space.dtype)}
+        case spaces.Discrete():
+            return {"kind": "discrete", "n": int(space.n), "start": int(space.start), "dtype": str(space.dtype)}
+        case spaces.MultiDiscrete():
+            values = {"nvec": space.nvec.tolist(), "start": space.start.tolist()}
+            return {"kind": "multi_discrete", **values, "dtype": str(space.dtype)}
+        case spaces.MultiBinary():
+            return {"kind": "multi_binary", "n": space.n if isinstance(space.n, int) else list(space.shape)}
+    raise ValueError(f"a checkpoint cannot hold the space {space}")
+
+
+def space_from_json(values: Mapping[str, Any]) -> spaces.Space[Any]:
+    """Build a space from what `space_to_json` returned; raises ValueError or KeyError for anything else."""
+    match values["kind"]:
+        case "dict":
+            # In the order in which they were: it is that of the features.
+            return spaces.Dict([(key, space_from_json(part)) for key, part in values["parts"]])
+        case "tuple":
+            return spaces.Tuple([space_from_json(part) for part in values["parts"]])
+        case "box":
+            dtype, shape = np.dtype(values["dtype"]), tuple(values["shape"])
+            check_room(2 * math.prod(shape) * dtype.itemsize, torch.device("cpu"), f"a space of the shape {shape}")
+            low, high = (_bounds_from_json(values[name], shape, dtype) for name in ("low", "high"))
+            return spaces.Box(low, high, shape, dtype.type)
+        case "discrete":
+            return spaces.Discrete(values["n"], start=values["start"], dtype=np.dtype(values["dtype"]).type)
+        case "multi_discrete":
+            dtype = np.dtype(values["dtype"])
+            return spaces.MultiDiscrete(
+                np.array(values["nvec"]), dtype=dtype.type, start=np.array(values["start"], dtype=dtype)
+            )
+        case "multi_binary":
+            check_room(math.prod(np.atleast_1d(values["n"]).tolist()), torch.device("cpu"), f"{values['n']} bits")
+            return spaces.MultiBinary(values["n"])
+    raise ValueError(f"unknown kind of space {values['kind']!r}")
+
+
+def _bounds_to_json(bounds: NDArray[Any]) -> Any:
+    """Return one bound where all are equal, otherwise all of them, flat; infinite ones as text."""
+    flat = [str(value) if np.isinf(value) else value.item() for value in bounds.ravel()]
+    return flat[0] if flat and all(value == flat[0] for value in flat) else flat
+
+
+def _bounds_from_json(values: Any, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> NDArray[Any]:
+    if isinstance(values, list):
+        return np.array([float(value) if isinstance(value, str) else value for value in values], dtype).reshape(shape)
+    return np.full(shape, float(values) if isinstance(values, str) else values, dtype)
+
+
+class NetworkMembers:
+    """Small networks in a Gymnasium environment; see `evogrpo.algorithms.members.policy_set.Members`.
+
+    Args:
+        networks: The policy of all members.
+        hp_config: What evolves; None = nothing.
+
+    Attributes:
+        networks: As given.
+        hp_config: As given.
+        settings: What does not evolve.
+        policies: The one policy.
+        banks: Its bank.
+        masked: Whether they have learnt where some actions were illegal, told by masks.
+    """
+
+    kind: ClassVar[str] = "networks"
+    agent_class: ClassVar[str] = "GRPO"
+
+    def __init__(self, networks: StackedPolicy, hp_config: HyperparameterConfig | None = None) -> None:
+        self.networks, self.hp_config, self.settings = networks, hp_config, networks.settings
+        self.policies = {DEFAULT: networks}
+        self.banks = Banks({DEFAULT: networks.bank})
+        self.observation_space, self.action_space = networks.observation_space, networks.action_space
+        self.weights = networks.weights
+        self.masked = self._said_masked = False
+
+    @property
+    def device(self) -> torch.device:
+        """Where the networks are."""
+        return self.networks.bank.device
+
+    def alone(self, *, wrap: bool = True) -> "NetworkMembers":
+        """Return one fresh member; there is nothing to wrap."""
+        spaces_ = self.observation_space, self.action_space
+        policy = StackedPolicy(*spaces_, 1, self.settings, module=self.networks.custom, device=self.device)
+        alone = NetworkMembers(policy, self.hp_config)
+        alone.masked = self.masked
+        return alone
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor arguments that are not among the settings, or differ from them."""
+        module = self.networks.custom
+        own = {
+            "actor_network": module,
+            "device": self.device,
+            "observation_space": self.observation_space,
+            "action_space": self.action_space,
+        }
+        return own if module is None else {**own, "network": None}
+
+    # ---- in environments
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Refuse: small networks act as environments ask, step by step."""
+        raise ValueError("a sampler writes completions of language models: leave it out for small networks")
+
+    def check(self, env: Any) -> None:
+        """Refuse an environment whose spaces are not the members' own."""
+        for name in ("observation_space", "action_space"):
+            own, given = getattr(self, name), getattr(env, name, None)
+            if given != own:
+                raise ValueError(
+                    f"these members' {name} is {own}, but that of {type(env).__name__} is {given}: make members for it "
+                    "with its own spaces (and for prompts with a language model as actor_network); a Gymnasium "
+                    "environment is wrapped as evogrpo.GymnasiumGroups(...)"
+                )
+
+    def sample(
+        self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None
+    ) -> Collected:
+        """Play one episode for each row, or for each row of a part."""
+        self.check(env)
+        bank, rows = self.networks.bank, wanted.rows(part)
+        draws = StepDraws(
+            self.settings.seed,
+            wanted.purpose,
+            streams=wanted.streams,
+            rows=wanted.counts,
+            width=bank.uniforms_per_action,
+        )
+        chosen, member_ids = rows.chosen.numpy(), rows.member_ids
+        played = env.open("train", starts).play(
+            bank,
+            rows.start_ids.tolist(),
+            member_ids.tolist(),
+            uniforms=lambda own, t: draws(chosen[own], t),
+            temperature=rows.temperature.numpy(),
+            statistics=self.networks.statistics,
+        )
+        steps = np.bincount(member_ids.numpy(), weights=played.lengths, minlength=bank.size)
+        return Collected(
+            experience={DEFAULT: self._batch(played, rows)},
+            scores=Scores(rewards=played.rewards, components={}, completions=(), weights=()),
+            member_ids=member_ids,
+            start_ids=rows.start_ids,
+            truncated=torch.from_numpy(played.truncated),
+            tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
+            observed=() if played.observed is None else ({DEFAULT: played.observed},),
+        )
+
+    def _batch(self, played: Played, rows: WantedRows) -> Batch:
+        present, truncated = torch.from_numpy(played.present), torch.from_numpy(played.truncated)
+        self.masked = self.masked or played.action_masks is not None
+        return Batch(
+            inputs=ObservationInputs(
+                observations=tensors_of(played.observations),
+                temperature=rows.temperature,
+                action_masks=None if played.action_masks is None else torch.from_numpy(played.action_masks),
+            ),
+            actions=torch.from_numpy(played.actions),
+            present=present,
+            action_mask=present & ~truncated[:, None] if self.settings.objective.mask_truncated else present,
+            rewards=torch.from_numpy(played.rewards).float(),
+            group_ids=rows.group_ids,
+            member_ids=rows.member_ids,
+            sampler_log_probs=torch.from_numpy(played.log_probs),
+            step_rewards=torch.from_numpy(played.step_rewards).float(),
+            truncated=truncated,
+        )
+
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Play held-out starts, sampled at temperature 1 or greedily; rewards are undiscounted returns."""
+        self.check(env)
+        bank = self.networks.bank
+        played: Played = env.open(asked.split, asked.questions).play(
+            bank,
+            asked.start_ids.tolist(),
+            asked.member_ids.tolist(),
+            uniforms=None if asked.answers is None else self._held_out_draws(asked, bank.uniforms_per_action),
+            temperature=None if asked.answers is None else asked.temperature.numpy(),
+            statistics=self.networks.statistics,
+            base=asked.base,
+        )
+        steps = played.lengths.reshape(len(asked.slots), asked.per_slot).sum(axis=1)
+        return Answered(rewards=played.rewards, tokens=tuple(steps.tolist()))
+
+    def _held_out_draws(self, asked: Asked, width: int) -> StepUniforms:
+        draws = StepDraws(
+            self.settings.seed, HELD_OUT, streams=asked.streams, rows=[asked.each] * len(asked.questions), width=width
+        )
+        return lambda rows, t: draws(rows % asked.per_slot, t)
+
+    def absorb(self, observed: Sequence[Observed]) -> None:
+        """Add what a learning step's episodes observed to the members' running statistics."""
+        for each in observed:
+            self.networks.absorb(each[DEFAULT])
+
+    # ---- in a caller's own loop
+
+    def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> NDArray[Any]:
+        """Choose actions for one observation or a batch of them; see `GRPO.get_action`."""
+        rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
+        acted, single = self._choose(learner, seen, rng, action_mask)
+        space, actions = self.action_space, acted.actions
+        if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+            actions = actions + space.start  # numbered as the space does
+        return actions[0] if single else actions
+
+    def predict(
+        self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any
+    ) -> NDArray[Any]:
+        """Choose actions as the environment takes them; see `GRPO.predict`."""
+        rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
+        acted, single = self._choose(learner, observation, rng, action_masks)
+        actions = to_environment(self.action_space, acted.actions)
+        chosen: NDArray[Any] = actions[0] if single else actions  # a scalar for Discrete: some environments look it up
+        return chosen
+
+    def _choose(
+        self, learner: Learner, seen: Any, rng: np.random.Generator | None, action_mask: Any
+    ) -> tuple[Acted, bool]:
+        """Return actions for one observation, or for a batch of them, and whether it was one."""
+        arrays, count = as_arrays(self.observation_space, seen)
+        m = count or 1
+        masks = None
+        if action_mask is not None:
+            masks = [action_mask] if count is None else _rows_of(action_mask, m)
+        elif self.masked and not self._said_masked:
+            self._said_masked = True
+            warn(
+                "this agent learnt where some actions are illegal, and was told which: without action_masks=info"
+                "['action_mask'] it may choose what it never tried, and does not act as it was tested",
+                rank_zero_only=False,
+            )
+        acted = self.networks.act(
+            arrays,
+            np.full(m, learner.slot),
+            uniforms=None if rng is None else rng.random((m, self.networks.bank.uniforms_per_action), dtype=np.float32),
+            temperature=np.full(m, learner.hyperparameters.temperature, dtype=np.float32),
+            action_mask=None if masks is None else legal_actions(self.action_space, masks),
+        )
+        return acted, count is None
+
+    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
+        """Refuse: small networks see observations."""
+        raise ValueError("generate is for language models; small networks act with predict")
+
+    def experience(self, learner: Learner, experiences: StepExperiences) -> Experience:
+        """Read `(observations, actions, action_masks, rewards)`; see `as_step_batch`."""
+        return {DEFAULT: as_step_batch(experiences, learner, self.networks)}
+
+    # ---- the network
+
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return a module that gives what parametrises actions; see `StackedPolicy.module`."""
+        return self.networks.module(slot, base=base)
+
+    def recompile(self) -> None:
+        """Forget what torch.compile made of the caller's module."""
+        torch.compiler.reset()
+
+    def unwrap(self) -> None:
+        """Do nothing: small networks compute in float32."""
+
+    @property
+    def evolves(self) -> bool:
+        """Whether architectures change when members are mutated."""
+        return self.settings.evolve_network is not None
+
+    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+        """Draw whether and how a member's architecture changes; None = no change."""
+        return self.networks.proposal(slot, rng)
+
+    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Give a member another architecture, keeping what it has learnt."""
+        self.networks.reshape(slot, architecture, rng)
+
+    # ---- checkpoints
+
+    def record(self) -> dict[str, Any]:
+        """Return the spaces and the name of the caller's module."""
+        module = self.networks.custom
+        return {
+            "observation_space": space_to_json(self.observation_space),
+            "action_space": space_to_json(self.action_space),
+            "module": None if module is None else type(module).__qualname__,
+            "masked": self.masked,
+        }
+
+    def check_record(self, record: Mapping[str, Any], where: object) -> None:
+        """Refuse members of other spaces or of another module."""
+        own = self.record()
+        for name in ("observation_space", "action_space", "module"):
+            if record[name] != own[name]:
+                raise CheckpointError(
+                    f"{where} holds an agent with {name} {record[name]}, but this one has {own[name]}"
+                )
+        name = "normalise_observations"
+        if record["settings"][name] != getattr(self.settings, name):
+            raise CheckpointError(
+                f"{where} holds an agent with {name} {record['settings'][name]}, but this one has "
+                f"{getattr(self.settings, name)}: bring the saved one back with GRPO.load"
+            )
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return what the caller's module came with, by name: the base of all members, and its buffers."""
+        if self.networks.custom is None:
+            return {}
+        return {name: value.detach().cpu().clone() for name, value in self.networks.custom.state_dict().items()}
+
+    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
+        """Return nothing: all of a small network is in its learner state."""
+        if include_base and self.networks.custom is not None:
+            raise ValueError("the code of a custom module cannot be saved: leave out include_base")
+        return {}
+
+    @classmethod
+    def stored(
+        cls,
+        record: Mapping[str, Any],
+        size: int,
+        where: object,
+        hp_config: HyperparameterConfig | None,
+        *,
+        constants: Mapping[str, Tensor],
+        actor_network: nn.Module | None,
+        device: torch.device | str | None,
+        accelerator: Accelerator | None,
+    ) -> Self:
+        """Build the members that a checkpoint's record describes.
+
+        Raises:
+            ValueError: If the caller's own module is needed and not given.
+        """
+        if record["module"] is not None and actor_network is None:
+            raise ValueError(
+                f"the checkpoint's members are modules of your own class {record['module']}: give one as actor_network="
+            )
+        observed, acted = (space_from_json(record[name]) for name in ("observation_space", "action_space"))
+        networks = StackedPolicy(
+            observed,
+            acted,
+            size,
+            NetworkSettings.from_json(record["settings"]),
+            module=actor_network,
+            device=device_of(accelerator, device) or "cpu",
+        )
+        members = cls(networks, hp_config)
+        members.masked = bool(record["masked"])
+        return members
+
+
+def _rows_of(action_mask: Any, count: int) -> list[Any]:
+    """Return one mask per row of a batch of them; components of MultiDiscrete may come apart, as a tuple."""
+    if isinstance(action_mask, tuple):
+        return list(zip(*action_mask, strict=True))
+    rows = list(np.asarray(action_mask))
+    if len(rows) != count:
+        raise ValueError(f"action_mask must have one row per observation, got {len(rows)} for {count}")
+    return rows

@@ -1,0 +1,245 @@
+"""Members that several ranks share: each rank holds a copy and does part of the work."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from evogrpo.algorithms.members.language_members import LanguageMembers
+from evogrpo.algorithms.members.policy_set import Members
+from evogrpo.algorithms.rollout.collecting import groups_apart, in_one, merged
+from evogrpo.algorithms.rollout.requests import Answered, Asked, Collected, Wanted
+from evogrpo.data import Batch, moved
+from evogrpo.distributed import Processes
+from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.models.bank import LossFunction, PolicyVersion
+from evogrpo.models.language.passes import MicroBatch, TokenPasses
+
+Scores = tuple[Tensor, Tensor]
+"""Log-probabilities and entropies `[k, t]` of a micro-batch, on the CPU."""
+
+
+class _Share(NamedTuple):
+    """What came of one process's micro-batches.
+
+    Attributes:
+        scores: By the number of the micro-batch.
+        losses: By slot.
+        short: What was said where memory ran out; None = there was enough.
+    """
+
+    scores: dict[int, Scores]
+    losses: Mapping[int, float]
+    short: str | None
+
+
+class SharedPasses(TokenPasses):
+    """Scores batches of completions and finds gradients together with other processes that hold the same members.
+
+    All of them call with the same batch, plan the same micro-batches as one process would, and do every so manieth of
+    them. What comes back is equal in all of them, bit for bit: scores are those of whoever did the micro-batch, and
+    gradients are added up in one order.
+
+    Args:
+        passes: What this process would do alone.
+        squad: Who shares the work.
+    """
+
+    def __init__(self, passes: TokenPasses, squad: Processes) -> None:
+        super().__init__(
+            passes.model,
+            passes.weights,
+            passes.end_ids,
+            micro_batch_tokens=passes.micro_batch_tokens,
+            logits_rows=passes.logits_rows,
+        )
+        self._squad = squad
+
+    def _scored(self, batch: Batch, parts: Sequence[MicroBatch], policy: PolicyVersion) -> Iterator[Scores]:
+        """Yield the scores of every micro-batch, each found by one process."""
+
+        def share() -> _Share:
+            found: dict[int, Scores] = {}
+            try:
+                for number in self._own(parts):
+                    found[number] = _kept(self._forward(batch, parts[number], policy))
+            except torch.OutOfMemoryError as error:
+                return _Share({}, {}, str(error))
+            return _Share(found, {}, None)
+
+        scores = _all_scores(self._squad.together(share))
+        yield from (scores[number] for number in range(len(parts)))
+
+    def gradients(
+        self, batch: Batch, slots: Sequence[int], loss_fn: LossFunction, *, entropy_gradient: bool
+    ) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield each member's slot, gradient `[k]` and loss once all processes have done their micro-batches.
+
+        In every process the loss is asked about every micro-batch, as what it measures on the way is wanted everywhere.
+        """
+        parts = self._learnt(batch, slots)
+        gradients = {slot: self.weights.new_gradient() for slot in slots}
+        found = self._squad.together(lambda: self._share(batch, parts, loss_fn, entropy_gradient, gradients))
+        scores = _all_scores(found)
+        with torch.no_grad():
+            for number in sorted(scores.keys() - set(self._own(parts))):
+                loss_fn(parts[number].rows, *(value.to(batch.actions.device) for value in scores[number]))
+        for slot in slots:
+            yield slot, self._squad.summed(gradients.pop(slot)), sum(share.losses[slot] for share in found)
+
+    def _own(self, parts: Sequence[MicroBatch]) -> range:
+        """Return the numbers of the micro-batches that this process does."""
+        return range(self._squad.rank, len(parts), self._squad.size)
+
+    def _share(
+        self,
+        batch: Batch,
+        parts: Sequence[MicroBatch],
+        loss_fn: LossFunction,
+        entropy_gradient: bool,
+        gradients: dict[int, Tensor],
+    ) -> _Share:
+        """Add this process's micro-batches to the gradients."""
+        losses, scores = dict.fromkeys(gradients, 0.0), dict[int, Scores]()
+        number = 0
+
+        def heard(rows: Tensor, log_probs: Tensor, entropies: Tensor) -> Tensor:
+            scores[number] = _kept((log_probs, entropies))
+            return loss_fn(rows, log_probs, entropies)
+
+        for slot, gradient in gradients.items():
+            self.weights.gather_gradient(slot, gradient)
+        try:
+            for number in self._own(parts):
+                self._backward(batch, parts[number], heard, entropy_gradient, losses, gradients)
+        except torch.OutOfMemoryError as error:
+            return _Share({}, losses, str(error))
+        finally:
+            for slot in gradients:
+                self.weights.gather_gradient(slot, None)
+        return _Share(scores, losses, None)
+
+
+def _kept(scores: Scores) -> Scores:
+    log_probs, entropies = scores
+    return log_probs.detach().cpu(), entropies.detach().cpu()
+
+
+def _all_scores(shares: Sequence[_Share]) -> dict[int, Scores]:
+    """Return the scores that all processes found.
+
+    Raises:
+        torch.OutOfMemoryError: In all of them, if memory ran out in any.
+    """
+    for share in shares:
+        if share.short is not None:
+            raise torch.OutOfMemoryError(share.short)
+    return {number: scores for share in shares for number, scores in share.scores.items()}
+
+
+class SharedMembers:
+    """Members of several processes; see `evogrpo.algorithms.members.policy_set.Members`, whose methods it has.
+
+    All processes of the squad call the same methods. Each acts in whole groups and has them rewarded, and answers some
+    of the held-out questions; all of them know what came of it, and learn the same.
+
+    Args:
+        local: The members of this process.
+        squad: The processes that have the same, at first; perhaps this one alone.
+
+    Attributes:
+        shares_learning: Whether each does a part of what is learnt, and not all of it.
+    """
+
+    shares_learning: ClassVar[bool] = False
+
+    def __init__(self, local: Members, squad: Processes) -> None:
+        self._local, self._squad = local, squad
+
+    def regroup(self, squad: Processes) -> None:
+        """Share the work with other processes from now on; all of them call this."""
+        self._squad = squad
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)
+
+    def sample(self, env: GroupEnvironment, starts: Sequence[int], wanted: Wanted) -> Collected:
+        """Sample whole groups in each process, and return those of all."""
+        if self._squad.size == 1:
+            return self._local.sample(env, starts, wanted)
+        own = _groups_dealt(wanted.group_ids, self._squad.size)[self._squad.rank]
+
+        def share() -> Collected | None:
+            return _moved(self._local.sample(env, starts, wanted, own), "cpu") if len(own) else None
+
+        parts = [part for part in self._squad.together(share) if part is not None]
+        rows = {name: [each.experience[name] for each in parts if name in each.experience] for name in self.policies}
+        experience = {name: in_one(groups_apart(batches)) for name, batches in rows.items() if batches}
+        observed = tuple(each for part in parts for each in part.observed)
+        return _moved(replace(merged(parts), experience=experience, observed=observed), self._local.device)
+
+    def evaluate(self, env: GroupEnvironment, asked: Asked) -> Answered:
+        """Answer some of the questions in each process; the base answers what this one is asked."""
+        if asked.base or self._squad.size == 1:
+            return self._local.evaluate(env, asked)
+        return answered_together(self._local, self._squad, env, asked)
+
+
+class SharedLanguageMembers(SharedMembers):
+    """Language models of several processes, each of which does some micro-batches of what is learnt.
+
+    All of them take the same optimizer steps. Small networks are not so: a step of theirs takes less time than telling
+    each other gradients.
+
+    Args:
+        local: The members of this process.
+        squad: The processes that have the same, at first; perhaps this one alone.
+    """
+
+    shares_learning = True
+
+    def __init__(self, local: LanguageMembers, squad: Processes) -> None:
+        self._bank, self._alone = local.bank, local.bank.passes
+        super().__init__(local, Processes())
+        self.regroup(squad)
+
+    def regroup(self, squad: Processes) -> None:
+        """Share the work with other processes from now on; all of them call this."""
+        if squad is self._squad:
+            return
+        super().regroup(squad)
+        # Micro-batches are planned alike in all of them, and memory may have run out in one only.
+        self._alone.micro_batch_tokens = min(squad.all(self._bank.micro_batch_tokens))
+        self._bank.passes = self._alone if squad.size == 1 else SharedPasses(self._alone, squad)
+
+
+def answered_together(members: Members, processes: Processes, env: GroupEnvironment, asked: Asked) -> Answered:
+    """Let each process ask what all of them have, one policy, a part of the questions."""
+    parts = np.array_split(np.asarray(asked.questions), processes.size)
+    own = tuple(parts[processes.rank].tolist())
+    found = processes.together(lambda: members.evaluate(env, replace(asked, questions=own)) if own else None)
+    answers = [part for part in found if part is not None]
+    return Answered(
+        rewards=np.concatenate([part.rewards for part in answers]),
+        tokens=(sum(part.tokens[0] for part in answers),),
+    )
+
+
+def _groups_dealt(group_ids: Tensor, parts: int) -> list[Tensor]:
+    """Deal rows in their order, those of a group together."""
+    ends = group_ids.unique_consecutive(return_counts=True)[1].cumsum(0)
+    shares = np.array_split(np.asarray([0, *ends.tolist()])[1:], parts)
+    bounds = [0]
+    for share in shares:
+        bounds.append(int(share[-1]) if len(share) else bounds[-1])
+    return [torch.arange(begin, end) for begin, end in pairwise(bounds)]
+
+
+def _moved(collected: Collected, device: torch.device | str) -> Collected:
+    """Return samples whose tensors are on a device: between processes they travel on the CPU."""
+    experience = {policy: moved(batch, device) for policy, batch in collected.experience.items()}
+    return replace(collected, experience=experience, truncated=collected.truncated.to(device))

@@ -1,0 +1,161 @@
+"""Observations and experiences of a caller's own loop, as arrays and batches."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from evogrpo.algorithms.learning.training_rows import Learner
+from evogrpo.algorithms.members.stacked_policy import StackedPolicy
+from evogrpo.data import Batch, ObservationInputs
+from evogrpo.envs.control.actions import legal_actions, mask_sizes, policy_action_shape, to_environment
+from evogrpo.envs.control.observations import flatten, leaf_spaces, normalised_leaves, observed, unflatten
+from evogrpo.envs.control.rollout import held_by_members
+
+StepExperiences = tuple[Any, ...]
+"""(observations `[starts, g, t, ...]`, actions `[starts, g, t, ...]` as `get_action` returned them, action masks
+`[starts, g, t]` = steps taken, rewards `[starts, g, t]`): g episodes from each start, padded to the longest. Where
+`get_action` was given an `action_mask`, those masks are the fifth part `[starts, g, t, k]`, True = legal, the parts of
+a MultiDiscrete action side by side."""
+
+
+def as_arrays(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | None]:
+    """Return one observation, or a batch of them, as arrays `[m, ...]` in the form and the dtypes of the space.
+
+    Returns:
+        The arrays, and m; None for one observation, whose arrays have m = 1.
+
+    Raises:
+        ValueError: If it does not fit the space.
+    """
+    try:
+        given = flatten(space, observation)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"an observation must have the form of {space}, got {type(observation).__name__}") from error
+    leaves, counts = [], set[int | None]()
+    for leaf, value in zip(leaf_spaces(space), given, strict=True):
+        array = _array(value)
+        shape: tuple[int, ...] = leaf.shape or ()
+        if array.shape != shape and array.shape[1:] != shape:
+            raise ValueError(
+                f"an observation of {leaf} must have the shape {shape}, or [batch, ...] of it, got {array.shape}"
+            )
+        single = array.shape == shape
+        counts.add(None if single else len(array))
+        if array.dtype.kind == "f" and not held_by_members(array).all():
+            raise ValueError(f"an observation must be of finite numbers that float32 holds, got {array.tolist()!r:.80}")
+        leaves.append((array[None] if single else array).astype(leaf.dtype, copy=False))
+    if len(counts) != 1:
+        raise ValueError(f"the parts of an observation must belong to equally many observations, got {counts}")
+    count = counts.pop()
+    if count == 0:
+        raise ValueError("a batch of observations must hold at least one, got none")
+    return unflatten(space, leaves), count
+
+
+def _array(value: Any) -> NDArray[Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        return np.asarray(value.float() if value.dtype == torch.bfloat16 else value)  # numpy has no bfloat16
+    return np.asarray(value)
+
+
+def tensors_of(tree: Any) -> Any:
+    """Return arrays, or dicts and tuples of them, as tensors that share their memory."""
+    if isinstance(tree, Mapping):
+        return {key: tensors_of(value) for key, value in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(tensors_of(value) for value in tree)
+    return torch.from_numpy(np.ascontiguousarray(tree))
+
+
+def as_step_batch(experiences: StepExperiences, learner: Learner, networks: StackedPolicy) -> Batch:
+    """Read what a caller's own loop collected of one member; its running statistics take the observations in.
+
+    Args:
+        experiences: `(observations, actions, action_masks, rewards)`, perhaps with what was legal; see
+            `StepExperiences`. Actions are numbered as the space does, boxes not clipped, as `get_action` returns them.
+        learner: Who acted, at its own temperature.
+        networks: Its policy.
+
+    Raises:
+        ValueError: If the parts do not fit together or do not fit the spaces.
+    """
+    if len(experiences) not in (4, 5):
+        raise ValueError(
+            "experiences are (observations, actions, action_masks, rewards), and the legal actions where not all were, "
+            f"got {len(experiences)} parts"
+        )
+    observations, actions, masks, rewards, *further = experiences
+    taken, earned = np.asarray(masks, dtype=np.bool_), np.asarray(rewards, dtype=np.float64)
+    if taken.ndim != 3 or earned.shape != taken.shape or taken.shape[1] < 2:
+        raise ValueError(
+            "action_masks and rewards must both be [starts, group_size, steps] with groups of at least 2, got "
+            f"{taken.shape} and {earned.shape}"
+        )
+    if not taken.any(2).all() or (np.diff(taken.astype(np.int8), axis=2) > 0).any():
+        raise ValueError("action_masks must be True for the first steps of every episode, at least one, then False")
+    starts, size, steps = taken.shape
+    lead, space = (starts * size, steps), networks.action_space
+    chosen = np.asarray(actions)
+    if chosen.shape != (*taken.shape, *policy_action_shape(space)):
+        raise ValueError(f"actions must be [{starts}, {size}, {steps}, ...] of {space}, got {chosen.shape}")
+    chosen = chosen.reshape(*lead, *chosen.shape[3:])
+    if isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
+        chosen = np.where(taken.reshape(*lead, *[1] * (chosen.ndim - 2)), chosen - space.start, 0)
+    to_environment(space, chosen[taken.reshape(lead)])  # refuses what does not exist
+    legal = _legal(further[0], chosen, taken, space) if further else None
+    present = torch.from_numpy(taken.reshape(lead))
+    step_rewards = torch.from_numpy(np.where(taken, earned, 0.0).reshape(lead))
+    n = len(present)
+    return Batch(
+        inputs=ObservationInputs(
+            observations=tensors_of(_shown(observations, taken, learner, networks)),
+            temperature=torch.full((n,), learner.hyperparameters.temperature),
+            action_masks=None if legal is None else torch.from_numpy(legal),
+        ),
+        actions=torch.from_numpy(np.ascontiguousarray(chosen.astype(space.dtype))),
+        present=present,
+        action_mask=present,
+        rewards=step_rewards.sum(1).float(),
+        group_ids=torch.arange(starts).repeat_interleave(size),
+        member_ids=torch.full((n,), learner.slot),
+        step_rewards=step_rewards.float(),
+    )
+
+
+def _legal(given: Any, chosen: NDArray[Any], taken: NDArray[np.bool_], space: spaces.Space[Any]) -> NDArray[np.bool_]:
+    """Return what was legal `[n, t, k]`, everything where no step was taken."""
+    sizes, flags = mask_sizes(space), np.asarray(given, dtype=np.bool_)
+    if not sizes or flags.shape != (*taken.shape, sum(sizes)):
+        raise ValueError(
+            f"the legal actions must be [{', '.join(map(str, taken.shape))}, {sum(sizes)}] booleans of a Discrete or "
+            f"MultiDiscrete space, got {flags.shape} for {space}"
+        )
+    rows, steps = flags.reshape(-1, sum(sizes)), taken.reshape(-1)
+    legal = legal_actions(space, [row if step else None for row, step in zip(rows, steps, strict=True)])
+    assert legal is not None  # every episode has a step
+    places = chosen.reshape(len(rows), -1).astype(np.int64) + np.cumsum((0, *sizes[:-1]))
+    if not np.take_along_axis(legal, places, axis=1)[steps].all():
+        raise ValueError("an action that was taken was not legal: give the masks that get_action was given")
+    return legal.reshape(*chosen.shape[:2], -1)
+
+
+def _shown(observations: Any, taken: NDArray[np.bool_], learner: Learner, networks: StackedPolicy) -> Any:
+    """Return raw observations as the member saw them `[n, t, ...]`, and take them into its statistics."""
+    space, leaves = networks.observation_space, []
+    n, t = taken.shape[0] * taken.shape[1], taken.shape[2]
+    for leaf, value in zip(leaf_spaces(space), flatten(space, observations), strict=True):
+        array = _array(value)
+        if array.shape != (*taken.shape, *(leaf.shape or ())):
+            raise ValueError(f"observations must be {[*taken.shape, '...']} of {leaf}, got {array.shape}")
+        leaves.append(array.reshape(n, t, *array.shape[3:]).astype(leaf.dtype, copy=False))
+    flat = unflatten(space, [leaf.reshape(n * t, *leaf.shape[2:]) for leaf in leaves])
+    shown = flatten(space, networks.shown(flat, np.full(n * t, learner.slot)))
+    if networks.statistics is not None:
+        members = np.full(n, learner.slot)
+        networks.absorb(observed(networks.bank.size, leaves, normalised_leaves(space), taken.reshape(n, t), members))
+    return unflatten(space, [leaf.reshape(n, t, *leaf.shape[1:]) for leaf in shown])

@@ -1,0 +1,423 @@
+"""Members that act for several agents of a joint environment."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from evogrpo.algorithms.learning.training_rows import Learner
+from evogrpo.algorithms.members.banks import Banks, state_key
+from evogrpo.algorithms.members.devices import device_of
+from evogrpo.algorithms.members.network_members import space_from_json, space_to_json
+from evogrpo.algorithms.members.policy_set import CheckpointFiles, TextRequest
+from evogrpo.algorithms.members.settings import TeamSettings
+from evogrpo.algorithms.members.stacked_policy import StackedPolicy
+from evogrpo.algorithms.members.step_batches import tensors_of
+from evogrpo.algorithms.rollout.requests import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.data import Batch, Experience, ObservationInputs
+from evogrpo.envs.control.action_noise import AgentDraws, AgentUniforms
+from evogrpo.envs.control.actions import legal_actions, to_environment
+from evogrpo.envs.control.episodes import AgentEpisodes
+from evogrpo.envs.control.observations import (
+    ObservationStatistics,
+    flatten,
+    normalised_leaves,
+    observed,
+    stack,
+    unflatten,
+)
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.envs.control.policy_mapping import AgentSpaces, Assignment, assign
+from evogrpo.envs.protocol import Scores
+from evogrpo.evolution.lineage import ArchitectureChange
+from evogrpo.models.bank import Sampler
+from evogrpo.randomness import generator
+from evogrpo.storage.manifest import CheckpointError
+
+
+def team_batch(
+    settings: TeamSettings,
+    policy: StackedPolicy,
+    episodes: AgentEpisodes,
+    members: NDArray[np.int64],
+    temperature: NDArray[np.float32],
+) -> tuple[Batch, ObservationStatistics | None]:
+    """Return one policy's rows, each one agent's part of a joint episode, and what its agents have observed."""
+    earned = episodes.team_rewards if settings.credit == "team" else episodes.own_rewards
+    # Added up in the order of the steps: a pairwise sum would depend on how far the longest episode pads the rest.
+    totals = np.where(episodes.present, earned, 0.0).cumsum(axis=1)[:, -1]
+    # An agent that never acted in an episode has earned nothing there that could be compared.
+    rewards = np.where(episodes.present.any(axis=1), totals, np.nan)
+    steps = np.where(episodes.present, earned, np.nan)
+    present, truncated = torch.from_numpy(episodes.present), torch.from_numpy(episodes.truncated)
+    owners = members[episodes.rows]
+    shown, summary = _shown(policy, episodes, owners)
+    batch = Batch(
+        inputs=ObservationInputs(
+            observations=tensors_of(shown),
+            temperature=torch.from_numpy(temperature[episodes.rows]),
+            action_masks=None if episodes.action_masks is None else torch.from_numpy(episodes.action_masks),
+        ),
+        actions=torch.from_numpy(episodes.actions),
+        present=present,
+        action_mask=present & ~truncated[:, None] if settings.objective.mask_truncated else present,
+        rewards=torch.from_numpy(rewards).float(),
+        group_ids=torch.from_numpy(episodes.group_ids),
+        member_ids=torch.from_numpy(owners),
+        sampler_log_probs=torch.from_numpy(episodes.log_probs),
+        step_rewards=torch.from_numpy(steps).float(),
+        truncated=truncated,
+    )
+    return batch, summary
+
+
+def _shown(
+    policy: StackedPolicy, episodes: AgentEpisodes, owners: NDArray[np.int64]
+) -> tuple[Any, ObservationStatistics | None]:
+    """Return observations `[n, t, ...]` as the rows' members saw them, and statistics of the raw ones."""
+    if policy.statistics is None:
+        return episodes.observations, None
+    space, present = policy.observation_space, episodes.present
+    leaves = flatten(space, episodes.observations)
+    summary = observed(policy.bank.size, leaves, normalised_leaves(space), present, owners)
+    flat = unflatten(space, [leaf.reshape(present.size, *leaf.shape[2:]) for leaf in leaves])
+    changed = flatten(space, policy.shown(flat, owners.repeat(present.shape[1])))
+    shown = [leaf.reshape(*present.shape, *leaf.shape[1:]).copy() for leaf in changed]
+    for leaf in shown:
+        leaf[~present] = 0
+    return unflatten(space, shown), summary
+
+
+class TeamMembers:
+    """One or several policies of small networks for the agents of a joint environment; see `Members`.
+
+    Args:
+        observation_spaces: What each agent sees.
+        action_spaces: Where each agent acts.
+        size: Number of members.
+        settings: What does not evolve.
+        hp_config: What evolves; None = nothing.
+        device: Where the networks are.
+
+    Attributes:
+        observation_spaces: As given.
+        action_spaces: As given.
+        settings: As given.
+        hp_config: As given.
+        device: As given.
+        assignment: Which policy acts for which agent.
+        policies: By name.
+        banks: Theirs.
+
+    Raises:
+        ValueError: If agents of one policy differ in their spaces, or a space is not supported.
+    """
+
+    kind: ClassVar[str] = "joint"
+    agent_class: ClassVar[str] = "MultiAgentGRPO"
+    observation_space = None
+    action_space = None
+
+    def __init__(
+        self,
+        observation_spaces: AgentSpaces,
+        action_spaces: AgentSpaces,
+        size: int,
+        settings: TeamSettings,
+        hp_config: HyperparameterConfig | None = None,
+        *,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.observation_spaces, self.action_spaces = dict(observation_spaces), dict(action_spaces)
+        self.settings, self.hp_config, self.device = settings, hp_config, torch.device(device)
+        self.assignment: Assignment = assign(
+            observation_spaces, action_spaces, settings.policies, agent_ids=settings.agent_ids
+        )
+        self.policies = {
+            name: StackedPolicy(
+                role.observation_space,
+                role.action_space,
+                size,
+                # Agents that are alike start with policies that differ: nothing else would tell them apart.
+                replace(settings, seed=int(generator(settings.seed, "policy", number).integers(2**31))),
+                device=device,
+            )
+            for number, (name, role) in enumerate(self.assignment.roles.items())
+        }
+        self.banks = Banks({name: policy.bank for name, policy in self.policies.items()})
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The parts of a learner state that make up the policies."""
+        return tuple(state_key(name, part) for name, policy in self.policies.items() for part in policy.weights)
+
+    def alone(self, *, wrap: bool = True) -> "TeamMembers":
+        """Return one fresh member; there is nothing to wrap."""
+        spaces_ = self.observation_spaces, self.action_spaces
+        return TeamMembers(*spaces_, 1, self.settings, self.hp_config, device=self.device)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the constructor arguments that are not among the settings."""
+        return {name: getattr(self, name) for name in (*_SPACES, "device")}
+
+    # ---- in environments
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Refuse: small networks act as environments ask, step by step."""
+        raise ValueError("a sampler writes completions of language models: leave it out for small networks")
+
+    def check(self, env: Any) -> None:
+        """Refuse an environment whose agents or spaces are not the members' own."""
+        if not isinstance(env, PettingZooGroups):
+            raise ValueError(
+                f"multi-agent members act in joint environments, got {type(env).__name__}: wrap a parallel PettingZoo "
+                "environment as evogrpo.PettingZooGroups(...)"
+            )
+        for name in _SPACES:
+            own, given = getattr(self, name), getattr(env, name)
+            if given != own:
+                raise ValueError(f"these members' {name} are {own}, but those of {env.name} are {given}")
+
+    def sample(self, env: Any, starts: Sequence[int], wanted: Wanted, part: Tensor | None = None) -> Collected:
+        """Play one joint episode for each row, or for each row of a part.
+
+        Member i's agent a draws at step t of its joint episode r with numbers `[r, t]` of the stream
+        (seed, "purpose for a", step, index), so nobody's draws depend on who else plays.
+        """
+        self.check(env)
+        if any(learner.step == 0 for learner in wanted.learners):  # before anybody has learnt
+            env.warn_of_opposed(team_credit=self.settings.credit == "team")
+        asked = wanted.rows(part)
+        member_ids, temperature, chosen = asked.member_ids.numpy(), asked.temperature.numpy(), asked.chosen.numpy()
+        draws = AgentDraws(
+            self.settings.seed,
+            wanted.purpose,
+            streams=wanted.streams,
+            rows=list(wanted.counts),
+            width_of=self._width_of,
+        )
+        played = env.open("train", starts).play(
+            self.policies,
+            self.assignment,
+            asked.start_ids.tolist(),
+            member_ids.tolist(),
+            uniforms=lambda agent, rows, t: draws(agent, chosen[rows], t),
+            temperature=temperature,
+        )
+        truncated = np.zeros(len(member_ids), dtype=np.bool_)
+        experience: dict[str, Batch] = {}
+        seen: dict[str, ObservationStatistics] = {}
+        steps = np.zeros(self.banks.size)
+        for name, episodes in played.episodes.items():
+            steps += np.bincount(member_ids[episodes.rows], weights=episodes.present.sum(axis=1), minlength=len(steps))
+            truncated[episodes.rows[episodes.truncated]] = True
+            experience[name], summary = team_batch(
+                self.settings, self.policies[name], episodes, member_ids, temperature
+            )
+            if summary is not None:
+                seen[name] = summary
+        return Collected(
+            experience=experience,
+            scores=Scores(rewards=env.scores(played), components={}, completions=(), weights=()),
+            member_ids=asked.member_ids,
+            start_ids=asked.start_ids,
+            truncated=torch.from_numpy(truncated),
+            tokens={learner.slot: int(steps[learner.slot]) for learner in wanted.learners},
+            observed=(seen,),
+        )
+
+    def evaluate(self, env: Any, asked: Asked) -> Answered:
+        """Play held-out starts, sampled at temperature 1 or greedily; rewards are what each start is worth."""
+        self.check(env)
+        member_ids = asked.member_ids.numpy()
+        played = env.open(asked.split, asked.questions).play(
+            self.policies,
+            self.assignment,
+            asked.start_ids.tolist(),
+            member_ids.tolist(),
+            uniforms=None if asked.answers is None else self._held_out_draws(asked),
+            temperature=None if asked.answers is None else asked.temperature.numpy(),
+            base=asked.base,
+        )
+        steps = np.zeros(len(member_ids), dtype=np.int64)
+        for episodes in played.episodes.values():
+            np.add.at(steps, episodes.rows, episodes.present.sum(axis=1))
+        return Answered(
+            rewards=env.scores(played),
+            tokens=tuple(steps.reshape(len(asked.slots), asked.per_slot).sum(axis=1).tolist()),
+        )
+
+    def _held_out_draws(self, asked: Asked) -> AgentUniforms:
+        draws = AgentDraws(
+            self.settings.seed,
+            HELD_OUT,
+            streams=asked.streams,
+            rows=[asked.each] * len(asked.questions),
+            width_of=self._width_of,
+        )
+        return lambda agent, rows, t: draws(agent, rows % asked.per_slot, t)
+
+    def _width_of(self, agent: str) -> int:
+        """Return how many random numbers an agent's action takes."""
+        return self.policies[self.assignment.policy_of(agent)].bank.uniforms_per_action
+
+    def absorb(self, observed: Sequence[Observed]) -> None:
+        """Add what each policy's agents have observed to its running statistics."""
+        for by_policy in observed:
+            for name, summary in by_policy.items():
+                self.policies[name].absorb(summary)
+
+    # ---- in a caller's own loop
+
+    def act(self, learner: Learner, seen: Any, *, training: bool, action_mask: Any = None) -> dict[Any, Any]:
+        """Choose what every living agent does; see `MultiAgentGRPO.get_action`."""
+        rng = generator(self.settings.seed, "get_action", learner.step, learner.index) if training else None
+        return self._choose(learner, seen, rng, action_mask or {})
+
+    def predict(self, learner: Learner, observation: Any, *, deterministic: bool, calls: int, action_masks: Any) -> Any:
+        """Choose what every living agent does, training's random streams aside; see `GRPO.predict`."""
+        rng = None if deterministic else generator(self.settings.seed, "predict", calls, learner.index)
+        return self._choose(learner, observation, rng, action_masks or {})
+
+    def _choose(
+        self, learner: Learner, seen: Mapping[Any, Any], rng: np.random.Generator | None, masks: Mapping[Any, Any]
+    ) -> dict[Any, Any]:
+        own: dict[str, list[Any]] = {}
+        for agent in seen:
+            own.setdefault(self.assignment.policy_of(str(agent)), []).append(agent)
+        chosen: dict[Any, Any] = {}
+        for policy, agents in own.items():
+            role, width = self.assignment.roles[policy], self.policies[policy].bank.uniforms_per_action
+            split = [role.split(seen[agent]) for agent in agents]
+            given = [masks.get(agent) if mask is None else mask for agent, (_, mask) in zip(agents, split, strict=True)]
+            leaves = role.identified(stack(role.parts, [part for part, _ in split]), [str(agent) for agent in agents])
+            acted = self.policies[policy].act(
+                unflatten(role.observation_space, leaves),
+                np.full(len(agents), learner.slot),
+                uniforms=None if rng is None else rng.random((len(agents), width), dtype=np.float32),
+                temperature=np.full(len(agents), learner.hyperparameters.temperature, dtype=np.float32),
+                action_mask=legal_actions(role.action_space, given),
+            )
+            chosen |= dict(zip(agents, to_environment(role.action_space, acted.actions), strict=True))
+        return chosen
+
+    def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
+        """Refuse: small networks see observations."""
+        raise ValueError("generate is for language models; small networks act with predict")
+
+    def experience(self, learner: Learner, experiences: Any) -> Experience:
+        """Return what `MultiAgentGRPO.collect` collected as it is: nothing else can be learnt from.
+
+        Raises:
+            ValueError: If it is anything else.
+        """
+        if not isinstance(experiences, Mapping) or not all(isinstance(each, Batch) for each in experiences.values()):
+            raise ValueError(
+                f"a multi-agent member learns from `collect(...).experience`, got {type(experiences).__name__}"
+            )
+        return experiences
+
+    # ---- the networks
+
+    def policy(self, slot: int, *, base: bool = False) -> nn.Module:
+        """Return a member's policies as modules, by name: see `StackedPolicy.module`."""
+        return _Modules({name: policy.module(slot, base=base) for name, policy in self.policies.items()})
+
+    def recompile(self) -> None:
+        """Do nothing: no policy is a module of the caller's."""
+
+    def unwrap(self) -> None:
+        """Do nothing: small networks compute in float32."""
+
+    @property
+    def evolves(self) -> bool:
+        """Whether architectures change when members are mutated."""
+        return self.settings.evolve_network is not None
+
+    def proposal(self, slot: int, rng: np.random.Generator) -> ArchitectureChange | None:
+        """Draw whether and how the architecture of one of a member's policies changes; None = no change."""
+        policy = list(self.policies)[int(rng.integers(len(self.policies)))]
+        drawn = self.policies[policy].proposal(slot, rng)
+        if drawn is None:
+            return None
+        return ArchitectureChange(
+            architecture={policy: drawn.architecture}, old=f"{policy}: {drawn.old}", new=f"{policy}: {drawn.new}"
+        )
+
+    def reshape(self, slot: int, architecture: Mapping[str, Any], rng: np.random.Generator) -> None:
+        """Give one of a member's policies another architecture, by the policy's name, keeping what it has learnt."""
+        ((policy, own),) = architecture.items()
+        self.policies[policy].reshape(slot, own, rng)
+
+    # ---- checkpoints
+
+    def record(self) -> dict[str, Any]:
+        """Return the spaces, as pairs: the order of the agents is the order of the policies."""
+        return {
+            name: [[agent, space_to_json(space)] for agent, space in getattr(self, name).items()] for name in _SPACES
+        }
+
+    def check_record(self, record: Mapping[str, Any], where: object) -> None:
+        """Refuse members for other agents or other spaces."""
+        own = self.record()
+        for name in _SPACES:
+            if record[name] != own[name]:
+                raise CheckpointError(
+                    f"{where} holds a member of {name} {record[name]}, but this one has {own[name]}: bring the saved "
+                    "one back with MultiAgentGRPO.load"
+                )
+
+    def constants(self) -> dict[str, Tensor]:
+        """Return nothing: no policy is a module of the caller's."""
+        return {}
+
+    def files(self, slot: int, *, include_base: bool) -> CheckpointFiles:
+        """Return nothing: all of a member is in its learner state."""
+        return {}
+
+    @classmethod
+    def stored(
+        cls,
+        record: Mapping[str, Any],
+        size: int,
+        where: object,
+        hp_config: HyperparameterConfig | None,
+        *,
+        constants: Mapping[str, Tensor],
+        actor_network: Any,
+        device: torch.device | str | None,
+        accelerator: Accelerator | None,
+    ) -> Self:
+        """Build the members that a checkpoint's record describes; they take no network and no accelerator."""
+        if accelerator is not None or actor_network is not None:
+            raise ValueError("multi-agent members take neither an accelerator nor an actor_network: leave them out")
+        seen, done = ({agent: space_from_json(space) for agent, space in record[name]} for name in _SPACES)
+        settings = TeamSettings.from_json(record["settings"])
+        return cls(seen, done, size, settings, hp_config, device=device_of(None, device) or "cpu")
+
+
+class _Modules(nn.Module):
+    """Modules by name, whatever the names: `nn.ModuleDict` takes none with dots, nor its own attributes'."""
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._names = list(modules)
+        self._parts = nn.ModuleList(modules.values())
+
+    def __getitem__(self, name: str) -> nn.Module:
+        return self._parts[self._names.index(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+_SPACES = ("observation_spaces", "action_spaces")

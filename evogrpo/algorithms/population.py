@@ -1,0 +1,483 @@
+"""Population: agents that share one bank, learn together and are selected together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self, overload
+
+import numpy as np
+from torch import Tensor
+
+from evogrpo.algorithms.executor import crew_of
+from evogrpo.algorithms.members.banks import Banks
+from evogrpo.algorithms.members.policy_set import Members
+from evogrpo.algorithms.rollout.collecting import check_groups, commonly_scored
+from evogrpo.algorithms.rollout.evaluation import Assessed, answered, assess
+from evogrpo.algorithms.rollout.requests import Asked, Collected
+from evogrpo.config.search_space import HyperparameterConfig
+from evogrpo.data import Experience, LearnReport
+from evogrpo.envs.protocol import GroupEnvironment, Split
+from evogrpo.evolution.fitness import GREEDILY, Fitness, FitnessConfig
+from evogrpo.evolution.history import Generation, History, Kept, KeptKey
+from evogrpo.evolution.lineage import NETWORK, Lineage
+from evogrpo.evolution.plan import Plan
+from evogrpo.evolution.shared_experience import SharedExperience
+from evogrpo.evolution.strategies import Strategy
+from evogrpo.markup import Markup, MemberRow, members_card, sparkline
+from evogrpo.models.bank import Sampler
+from evogrpo.randomness import generator
+
+if TYPE_CHECKING:
+    from evogrpo.algorithms.agent import Agent
+
+State = Mapping[str, Tensor]
+
+
+class KeptStates:
+    """Learner states by whose they are and after which generation, in the order in which they were kept.
+
+    They lie in the CPU's memory, wherever members live, and in every checkpoint of the population.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[KeptKey, tuple[Kept, State]] = {}
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    @property
+    def seen(self) -> tuple[Kept, ...]:
+        """What strategies see of them."""
+        return tuple(kept for kept, _ in self._states.values())
+
+    def keep(self, kept: Kept, state: State) -> None:
+        """Keep a state; it is not copied where it lies in the CPU's memory already."""
+        self._states[kept.key] = kept, {name: tensor.cpu() for name, tensor in state.items()}
+
+    def drop(self, keys: Sequence[KeptKey]) -> None:
+        """Forget states.
+
+        Raises:
+            ValueError: If one is not kept; none is forgotten then.
+        """
+        for key in keys:
+            self.state(key)
+        for key in keys:
+            del self._states[key]
+
+    def state(self, key: KeptKey) -> State:
+        """Return a state.
+
+        Raises:
+            ValueError: If it is not kept.
+        """
+        if key not in self._states:
+            raise ValueError(f"the state of #{key[0]} after generation {key[1]} is not kept, only {list(self._states)}")
+        return self._states[key][1]
+
+    # ---- checkpoints
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor under its name in a checkpoint."""
+        for key, (_, state) in self._states.items():
+            yield from ((f"{_prefix(key)}{part}", tensor) for part, tensor in state.items())
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return all but the tensors as plain JSON values."""
+        return [kept.to_json() for kept in self.seen]
+
+    @classmethod
+    def restored(cls, record: list[Mapping[str, Any]], tensors: State, banks: Banks) -> Self:
+        """Build from what `to_json` returned and the tensors of a checkpoint.
+
+        Args:
+            record: As returned.
+            tensors: By name, others among them.
+            banks: Where members could go back to the states; they are as before afterwards.
+
+        Raises:
+            KeyError: If a tensor is missing.
+            ValueError: If a state is none that a member could have.
+        """
+        states = cls()
+        for kept in map(Kept.from_json, record):
+            states.keep(kept, {part: tensors[f"{_prefix(kept.key)}{part}"] for part in banks.parts})
+        if states:
+            held = banks.state(0)
+            for key in states._states:
+                banks.load_state(0, states.state(key))
+            banks.load_state(0, held)
+        return states
+
+
+def _prefix(key: KeptKey) -> str:
+    return f"kept of {key[0]} after {key[1]}."
+
+
+class Population(Sequence[Any]):
+    """A sequence of agents over one bank: `population[i]` is the agent in slot i, retired or not.
+
+    Made by `GRPO.population`.
+
+    Attributes:
+        agents: The agents in slot order, without wrappers.
+        members: What they are made of, with the weights of all.
+        lineage: Every birth so far.
+        next_index: The first index that no member has had.
+        kept: Earlier learner states that plans may go back to.
+        crew: Lets the members act and learn, in one process or in several.
+    """
+
+    __slots__ = ("__weakref__", "_handed_out", "agents", "crew", "kept", "lineage", "members", "next_index")
+
+    def __init__(
+        self,
+        agents: "Sequence[Agent]",
+        members: Members,
+        *,
+        wrapper_cls: type[Any] | None = None,
+        wrapper_kwargs: Mapping[str, Any] | None = None,
+        lineage: Lineage | None = None,
+    ) -> None:
+        self.agents = list(agents)
+        self.members = members
+        self.lineage = lineage or Lineage.of_founders([agent.record() for agent in self.agents])
+        self.next_index = 1 + max(agent.index for agent in self.agents)
+        self.kept, self.crew = KeptStates(), crew_of(members)
+        self._handed_out = [_wrapped(agent, wrapper_cls, wrapper_kwargs) for agent in agents]
+
+    def __len__(self) -> int:
+        return len(self.agents)
+
+    def __repr__(self) -> str:
+        scores = (f" {agent.fitness.mean:.3g}" if agent.fitness else "" for agent in self.agents)
+        members = ", ".join(f"#{agent.index}{score}" for agent, score in zip(self.agents, scores, strict=True))
+        return f"Population({len(self)} {type(self.agents[0]).__name__} members: {members})"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            MemberRow(
+                slot=agent.slot,
+                index=agent.index,
+                parent=agent.parent,
+                values=agent.hyperparameters.to_json(),
+                worth=agent.worth,
+                last=_rewards(agent),
+            )
+            for agent in self.agents
+        ]
+        title = f"Population of {len(self)} {self.algorithm.__name__} members"
+        best = self.best.index if any(agent.fitness for agent in self.agents) else None
+        return members_card(title, (), rows, list(self.space), "rewards, sorted", best)
+
+    @overload
+    def __getitem__(self, slot: int) -> Any: ...
+    @overload
+    def __getitem__(self, slot: slice) -> list[Any]: ...
+    def __getitem__(self, slot: int | slice) -> Any:
+        return self._handed_out[slot]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._handed_out)
+
+    @property
+    def space(self) -> HyperparameterConfig:
+        """What evolves; empty when nothing does."""
+        return self.members.hp_config or HyperparameterConfig()
+
+    @property
+    def plays(self) -> bool:
+        """Whether its members take steps in an environment, rather than write."""
+        return any(bank.rows_are_transitions for bank in self.members.banks.values())
+
+    @property
+    def algorithm(self) -> "type[Agent]":
+        """The class of its agents, which says how they learn."""
+        return type(self.agents[0])
+
+    @property
+    def best(self) -> Any:
+        """The agent with the highest fitness at the last evaluation, the lowest index (the oldest) among equals.
+
+        Raises:
+            ValueError: If no member has been evaluated.
+        """
+        return self._handed_out[self.best_slot]
+
+    @property
+    def best_slot(self) -> int:
+        """Where the best agent lives; see `best`."""
+        evaluated = [agent for agent in self.agents if agent.fitness is not None]
+        if not evaluated:
+            raise ValueError("no member has a fitness yet: call evaluate or evolve first")
+        return max(evaluated, key=lambda agent: (agent.fitness.mean if agent.fitness else 0.0, -agent.index)).slot
+
+    @property
+    def healthy(self) -> "list[Agent]":
+        """The agents that have neither failed nor been retired."""
+        return [agent for agent in self.agents if agent.failed is None and not agent.retired]
+
+    def collect(
+        self,
+        env: GroupEnvironment,
+        *,
+        step: int,
+        samples_per_step: int,
+        block: int,
+        samples: Sequence[int] | None = None,
+    ) -> Collected:
+        """Let the healthy members act from their shares of one learning step's starts; see `collecting.collect`.
+
+        Args:
+            env: Where to act.
+            step: Number of the learning step.
+            samples_per_step: Samples of each member.
+            block: Most starts that any member uses.
+            samples: Samples of the member in each slot instead; one that has none does not act.
+        """
+        counts = None if samples is None else dict(enumerate(samples))
+        acting = [agent for agent in self.healthy if counts is None or counts[agent.slot]]
+        if not acting:  # all that were to have failed since: nobody would learn
+            acting, counts = self.healthy, None
+        learners = [agent.learner(step) for agent in acting]
+        return self.crew.collect(learners, env, samples_per_step=samples_per_step, block=block, samples=counts)
+
+    def learn(
+        self,
+        experience: Experience,
+        *,
+        step: int,
+        sources: Mapping[int, Sequence[int]] | None = None,
+        shared: SharedExperience | None = None,
+    ) -> dict[int, LearnReport]:
+        """Let the healthy members learn from what was sampled, and mark those that fail.
+
+        Args:
+            experience: By policy, rows of every healthy member, or of those that these learn from.
+            step: Number of the learning step; names the random streams.
+            sources: For slots that are to learn from others' samples, by their ratio to the policy that acted and at
+                its temperature: the slots whose samples they learn from, their own only if it is among them.
+            shared: Which of these sources count, and how; None = all of them, each row like one of its own.
+
+        Returns:
+            One report per member, by slot.
+
+        Raises:
+            ValueError: If `sources` names a slot that nobody healthy is in, or no slot to learn from; or the
+                experience does not fit.
+        """
+        given, healthy = sources or {}, {agent.slot for agent in self.healthy}
+        for slot, own in given.items():
+            if not own or not healthy.issuperset((slot, *own)):
+                raise ValueError(
+                    f"sources names healthy members and for each at least one that it learns from, got {slot}: "
+                    f"{list(own)} with healthy slots {sorted(healthy)}"
+                )
+        learners = [
+            replace(agent.learner(step), sources=tuple(given[agent.slot]), shared=shared)
+            if agent.slot in given
+            else agent.learner(step)
+            for agent in self.healthy
+        ]
+        self.members.banks.touch(healthy)
+        reports = self.crew.learn(self.algorithm, learners, experience)
+        for slot, report in reports.items():
+            self.agents[slot].failed = report.failed
+        return reports
+
+    def evaluate(self, env: GroupEnvironment, split: Split = "validation", *, questions: int | None = None) -> None:
+        """Set every healthy member's fitness, all on the same questions; failed and retired ones get None.
+
+        Args:
+            env: Where the questions come from.
+            split: "validation" for selection.
+            questions: Only the first so many; None = the whole split.
+        """
+        healthy = [agent.slot for agent in self.healthy]
+        earned = self.assess(env, split, slots=healthy, questions=questions).fitness if healthy else {}
+        for agent in self.agents:  # only now: an evaluation that is abandoned has changed nothing
+            agent.fitness = earned.get(agent.slot)
+
+    def assess(
+        self,
+        env: GroupEnvironment,
+        split: Split,
+        *,
+        slots: Sequence[int],
+        questions: int | None = None,
+        config: FitnessConfig = GREEDILY,
+        rival: Fitness | None = None,
+    ) -> Assessed:
+        """Return what members earn on held-out questions, and nothing else; see `assessing.assess`."""
+        return assess(self.members, slots, env, split, config=config, questions=questions, rival=rival)
+
+    def baseline(
+        self, env: GroupEnvironment, split: Split, *, questions: int | None = None, config: FitnessConfig = GREEDILY
+    ) -> Assessed:
+        """Return the fitness of the untrained base, as that of slot 0."""
+        return assess(self.members, [0], env, split, config=config, questions=questions, base=True)
+
+    def compare(
+        self,
+        state: Mapping[str, Tensor],
+        env: GroupEnvironment,
+        split: Split,
+        *,
+        questions: int | None = None,
+        config: FitnessConfig = GREEDILY,
+    ) -> tuple[Fitness, Fitness, int]:
+        """Return the fitness of the untrained base and of a learner state, and the tokens that both took."""
+        alone = self.crew.examinee()
+        alone.banks.load_state(0, state)
+        count = env.size(split) if questions is None else min(questions, env.size(split))
+        answers = config.answers if config.sampled else None
+        asked = [
+            Asked(split=split, questions=tuple(range(count)), slots=(0,), base=base, answers=answers)
+            for base in (True, False)
+        ]
+        both = [answered(alone, env, each) for each in asked]
+        before, after = commonly_scored(np.concatenate([rewards for rewards, _ in both]), split).tolist()
+        return Fitness.from_scores(before), Fitness.from_scores(after), sum(tokens for _, (tokens,) in both)
+
+    def earned_by(
+        self,
+        states: Sequence[Mapping[str, Tensor]],
+        env: GroupEnvironment,
+        split: Split,
+        *,
+        questions: Sequence[int],
+        config: FitnessConfig = GREEDILY,
+    ) -> tuple[list[Fitness], int]:
+        """Return what learner states earn on questions of a split, and the tokens that this took."""
+        alone, found, tokens = self.crew.examinee(), [], 0
+        for state in states:
+            alone.banks.load_state(0, state)
+            answers = config.answers if config.sampled else None
+            rewards, spent = answered(
+                alone, env, Asked(split=split, questions=tuple(questions), slots=(0,), answers=answers)
+            )
+            found.append(rewards)
+            tokens += sum(spent)
+        scores = commonly_scored(np.concatenate(found), split).tolist()
+        return [Fitness.from_scores(row) for row in scores], tokens
+
+    def sample_with(self, sampler: Sampler) -> None:
+        """Let an outside engine write the completions of language models instead of the bank itself.
+
+        It is told before it samples whose weights have changed. Where its log-probabilities are not the trainer's, the
+        objective's `importance_correction` corrects for the difference.
+
+        Raises:
+            ValueError: If the members are small networks, which act as their environments ask.
+        """
+        self.members.sample_with(sampler)
+
+    def check(self, env: Any) -> None:
+        """Refuse an environment that the members cannot act in.
+
+        Raises:
+            ValueError: With what does not fit, and what to do.
+        """
+        check_groups(env)
+        self.members.check(env)
+
+    def history(self, generations: Sequence[Generation]) -> History:
+        """Return what strategies see of these generations and of the members' line of descent."""
+        return History(
+            space=self.space, next_index=self.next_index, generations=tuple(generations), kept=self.kept.seen
+        )
+
+    def plan(self, strategy: Strategy, generations: Sequence[Generation]) -> Plan:
+        """Let a strategy decide what every slot holds next; where networks evolve, children may get other ones.
+
+        Args:
+            strategy: The rule.
+            generations: What it sees; the last one is that of the members as they are now.
+
+        Raises:
+            ValueError: If every member failed, or the plan cannot be carried out.
+        """
+        seed, history = self.members.settings.seed, self.history(generations)
+        plan = strategy.plan(history, generator(seed, "plan", history.last.number))
+        if not isinstance(plan, Plan):
+            raise ValueError(f"a strategy returns a Plan, got {type(plan).__name__}: see evogrpo.evolution.Plan")
+        plan.check(history)
+        if not self.members.evolves or not strategy.mutates:
+            return plan
+        children = []
+        for planned in plan.children:
+            child, parent = planned, plan.parents[planned.slot]
+            rng = generator(seed, "change of network", child.index)
+            drawn = None if parent is None else self.members.proposal(parent, rng)
+            if drawn is not None:
+                changes = {**child.changes, NETWORK: (drawn.old, drawn.new)}
+                child = replace(child, changes=changes, architecture=drawn.architecture)
+            children.append(child)
+        return replace(plan, children=tuple(children))
+
+    def apply(self, plan: Plan) -> None:
+        """Carry a plan out: keep and copy learner states, retire members, give children identity, settings and network.
+
+        Raises:
+            ValueError: If the plan is for another number of members, repeats an index, keeps the state of a member
+                without fitness, or goes back to one that is not kept.
+        """
+        if len(plan.parents) != len(self):
+            raise ValueError(f"the plan is for {len(plan.parents)} members, this population has {len(self)}")
+        lineage = self.lineage.extended(plan.children, generation=plan.generation)
+        went_back = self._keep_and_drop(plan)
+        self.crew.inherit(plan.parents, plan.vacant)
+        for slot, state in went_back.items():
+            self.members.banks.load_state(slot, state)
+        self.lineage = lineage
+        for slot in plan.vacant:
+            agent = self.agents[slot]
+            agent.fitness, agent.failed, agent.retired = None, None, True
+        for child in plan.children:
+            agent = self.agents[child.slot]
+            agent.index, agent.parent, agent.born = child.index, child.parent, plan.generation
+            agent.back_to = child.back_to
+            agent.hyperparameters = child.hyperparameters
+            agent.fitness, agent.failed, agent.retired, agent.steps = None, None, False, 0
+            if child.architecture is not None:
+                rng = generator(self.members.settings.seed, "weights of a new network", child.index)
+                self.members.reshape(child.slot, child.architecture, rng)
+            self.next_index = max(self.next_index, child.index + 1)
+            if child.changes:
+                agent.mutated()
+
+    def _keep_and_drop(self, plan: Plan) -> dict[int, State]:
+        """Keep and drop states as a plan says; return by slot those that children begin with."""
+        kept = {}
+        for slot in plan.keep:
+            agent = self.agents[slot]
+            if agent.fitness is None:
+                raise ValueError(f"a member's state is kept with its fitness, but the one in slot {slot} has none")
+            kept[slot] = Kept(member=agent.record(), generation=plan.generation, fitness=agent.fitness)
+        going_back = ((child.slot, child.parent, child.back_to) for child in plan.children)
+        states = {
+            slot: self.kept.state((parent, generation))
+            for slot, parent, generation in going_back
+            if parent is not None and generation is not None
+        }
+        self.kept.drop(plan.drop)
+        for slot, each in kept.items():
+            self.kept.keep(each, self.members.banks.everywhere(slot))
+        return states
+
+
+def _rewards(agent: "Agent") -> Markup:
+    """Draw what each question earned a member, from the lowest reward to the highest."""
+    scores = sorted(agent.fitness.scores) if agent.fitness else []
+    return sparkline(
+        scores[:: max(1, len(scores) // 64)], label=f"{len(scores)} rewards, from the lowest to the highest"
+    )
+
+
+def _wrapped(agent: "Agent", wrapper_cls: Any, wrapper_kwargs: Any) -> Any:
+    if wrapper_cls is None:
+        return agent
+    if not callable(wrapper_cls):
+        raise ValueError(f"wrapper_cls must be a class that takes an agent, got {wrapper_cls!r:.80}")
+    if wrapper_kwargs is not None and not isinstance(wrapper_kwargs, Mapping):
+        raise ValueError(f"wrapper_kwargs must be a mapping of keyword arguments, got {wrapper_kwargs!r:.80}")
+    return wrapper_cls(agent, **(wrapper_kwargs or {}))

@@ -1,0 +1,117 @@
+"""Testing of agents: the environment they are given, one episode at a time."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from typing import Any, Protocol, runtime_checkable
+
+import gymnasium
+from gymnasium.wrappers import TimeLimit
+
+from evogrpo.algorithms.rollout.collecting import check_groups
+from evogrpo.config.checks import flag, whole_between
+from evogrpo.data import Actor
+from evogrpo.envs.control.episodes import EpisodeRecord, Played
+from evogrpo.envs.control.gymnasium_groups import StepEpisodes
+from evogrpo.envs.control.making import CUT_OFF, declared_limit, time_limit
+from evogrpo.envs.control.rendering import WINDOW, window
+from evogrpo.envs.control.rollout import Requested, play_episodes
+from evogrpo.envs.control.vector_env import ONLY, SerialLanes
+from evogrpo.envs.protocol import GroupEnvironment, Split
+
+
+class GivenEnvironment:
+    """Plays in an environment that is there already, and leaves it open.
+
+    Its starts, the same for every split, are the reset seeds 0, 1, 2 and so on. Episodes of an environment without a
+    limit are cut off after 1,000 steps. One that was made with render_mode="human" is seen in its window.
+
+    Args:
+        env: The environment.
+        episodes: How many starts there are.
+
+    Attributes:
+        max_episode_steps: Steps after which an episode is truncated.
+        observation_space: The environment's.
+        action_space: Likewise.
+    """
+
+    def __init__(self, env: "gymnasium.Env[Any, Any]", episodes: int) -> None:
+        self.observation_space, self.action_space = env.observation_space, env.action_space
+        own = (time_limit(env), None if env.spec is None else env.spec.max_episode_steps, declared_limit(env))
+        known = next((limit for limit in own if limit is not None), None)
+        self._env = _Borrowed(env if known is not None else TimeLimit(env, CUT_OFF))
+        self.max_episode_steps, self._episodes = known or CUT_OFF, episodes
+        self._drawn = env.render_mode == WINDOW
+
+    def deal(self, step: int, count: int, block: int) -> tuple[int, ...]:
+        """Return the first so many starts, whatever the step."""
+        return tuple(range(count))
+
+    def size(self, split: Split) -> int:
+        """Return the number of starts."""
+        return self._episodes
+
+    def open(self, split: Split, starts: Sequence[int]) -> StepEpisodes:
+        """Open starts, which are reset seeds."""
+        return StepEpisodes(env=self, seeds=tuple(starts))
+
+    def play_wanted(self, actor: Actor, wanted: Requested) -> Played:
+        """Play one episode after the other; see `StepEpisodes.play`."""
+        space, action_space = self.observation_space, self.action_space
+        lanes = SerialLanes(
+            lambda: self._env, remake=False, reseed=False, observation_space=space, action_space=action_space
+        )
+        record = EpisodeRecord(space, wanted.member_ids, wanted.statistics)
+        with window() if self._drawn else nullcontext():
+            return play_episodes(lanes, 1, {ONLY: (space, action_space)}, {ONLY: actor}, record, wanted)
+
+
+class _Borrowed(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Stays open when lanes are closed."""
+
+    def close(self) -> None:
+        """Do nothing: the environment is its maker's to close."""
+
+
+@runtime_checkable
+class _Drawable(Protocol):
+    """An environment that can be watched; `windowed` says that it is to be."""
+
+    windowed: bool
+
+    def drawn(self) -> Any:
+        """Return it with a window."""
+
+
+@contextmanager
+def tested_in(env: Any, *, episodes: int | None, render: bool) -> Iterator[tuple[GroupEnvironment, int | None]]:
+    """Yield what to be tested in, and on how many starts; None = all.
+
+    Args:
+        env: A group environment, or a single environment of Gymnasium.
+        episodes: How many starts; None = all, but 1 where there is only one environment or somebody watches.
+        render: Whether episodes are watched, one after the other.
+
+    Raises:
+        ImportError: If what draws is not installed.
+        ValueError: If `episodes` is out of range, or the environment cannot be drawn.
+    """
+    flag("render", render)
+    if episodes is not None:
+        episodes = whole_between("episodes", episodes, 1)
+    if isinstance(env, gymnasium.Env) and not hasattr(env, "deal"):
+        if render and env.render_mode != WINDOW:
+            raise ValueError(
+                f"an environment shows itself in a window if it was made with render_mode={WINDOW!r}, got "
+                f"{type(env.unwrapped).__name__} with render_mode={env.render_mode!r}: make it so, or leave out render"
+            )
+        yield GivenEnvironment(env, episodes or 1), episodes or 1
+        return
+    check_groups(env)
+    if not render and not getattr(env, "windowed", False):
+        yield env, episodes
+    elif not isinstance(env, _Drawable):
+        raise ValueError(f"{type(env).__name__} has nothing that could be drawn: leave out render")
+    else:
+        with closing(env.drawn()) as shown:
+            yield shown, episodes or 1

@@ -1,0 +1,418 @@
+"""Five classic-control environments in numpy, bit for bit those of Gymnasium."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from math import pi
+from typing import Any, ClassVar
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.registration import EnvSpec
+from numpy.typing import NDArray
+
+Start = tuple[tuple[float, ...], tuple[float, ...]]
+"""State and first observation of an episode, as numbers."""
+
+Step = tuple[NDArray[np.float32], NDArray[np.float64], NDArray[np.bool_], NDArray[np.bool_]]
+"""Observations `[m, d]`, rewards `[m]`, terminated `[m]`, truncated `[m]`."""
+
+
+class ClassicControl(ABC):
+    """`m` episodes of one environment, each with its own seed and its own clock, stepped together in numpy.
+
+    Every lane equals `gymnasium.make(id)` reset with the lane's seed, bit for bit: observations, rewards, termination
+    and truncation. The formulas therefore keep gymnasium's order of operations, its mixture of float32 and float64,
+    and its library functions: `x**2` of a numpy scalar is the C library's `pow`, which `np.float_power` calls and
+    `x * x` does not always equal. Lanes are added at the end, and kept, dropped or reordered by `select`.
+
+    Args:
+        max_episode_steps: Steps after which an episode is truncated, at least 1.
+
+    Attributes:
+        options: Keyword arguments of the gymnasium environment that this one understands.
+        max_episode_steps: As given.
+    """
+
+    options: ClassVar[tuple[str, ...]] = ()
+    state_size: ClassVar[int]
+
+    def __init__(self, *, max_episode_steps: int) -> None:
+        if max_episode_steps < 1:
+            raise ValueError(f"max_episode_steps must be at least 1, got {max_episode_steps}")
+        self.max_episode_steps = max_episode_steps
+        # One contiguous row per quantity, so that every formula reads and writes plain vectors.
+        self._state = np.empty((self.state_size, 0))
+        self._elapsed = np.empty(0, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._elapsed)
+
+    def add(self, seeds: Sequence[int]) -> NDArray[np.float32]:
+        """Open one episode per seed behind the lanes there are; return their first observations [k, d]."""
+        # The episodes of a group share a seed, and making a generator costs as much as stepping a hundred lanes.
+        distinct, lane = np.unique(np.asarray(seeds, dtype=np.int64), return_inverse=True)
+        starts = [self._start(int(seed)) for seed in distinct]
+        state = np.array([state for state, _ in starts]).T[:, lane]
+        self._state = np.concatenate([self._state, state], axis=1)
+        self._elapsed = np.concatenate([self._elapsed, np.zeros(len(lane), dtype=np.int64)])
+        return np.array([observation for _, observation in starts], dtype=np.float32)[lane]
+
+    def select(self, positions: NDArray[np.int64]) -> None:
+        """Keep the lanes at these positions, in this order, and drop the others."""
+        self._state = self._state.take(positions, axis=1)
+        self._elapsed = self._elapsed.take(positions)
+
+    def step(self, actions: NDArray[np.generic]) -> Step:
+        """Step every lane once.
+
+        Args:
+            actions: `[m]` or `[m, k]` actions of the environment's action space, in its dtype; not checked.
+
+        Returns:
+            Observations, rewards, terminated and truncated by lane; a lane that ended must not be stepped again.
+        """
+        rewards, terminated = self._advance(actions)
+        self._elapsed += 1
+        return self._observe(), rewards, terminated, self._elapsed >= self.max_episode_steps
+
+    @staticmethod
+    @abstractmethod
+    def _start(seed: int) -> Start:
+        """Return what `reset(seed=seed)` draws."""
+
+    @abstractmethod
+    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Replace the state by its successor; return rewards and terminations."""
+
+    @abstractmethod
+    def _observe(self) -> NDArray[np.float32]:
+        """Return the observations of the state."""
+
+
+def rows_of(*columns: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Return observations [m, d] from d vectors [m], each rounded to float32."""
+    observations = np.empty((len(columns[0]), len(columns)), dtype=np.float32)
+    for number, column in enumerate(columns):
+        observations[:, number] = column
+    return observations
+
+
+def reset_generator(seed: int) -> np.random.Generator:
+    """Return the generator that gymnasium makes from a reset seed."""
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence(seed)))
+
+
+_CARTPOLE_GRAVITY = 9.8
+_MASS_POLE = 0.1
+_TOTAL_MASS = 0.1 + 1.0
+_LENGTH = 0.5  # half the pole
+_POLE_MASS_LENGTH = _MASS_POLE * _LENGTH
+_CARTPOLE_FORCE = 10.0
+_CARTPOLE_SECONDS = 0.02
+_MAX_ANGLE = 12 * 2 * math.pi / 360
+_MAX_POSITION = 2.4
+
+
+class CartPole(ClassicControl):
+    """A cart that balances a pole; see `ClassicControl`. State: position, velocity, angle, angular velocity.
+
+    Args:
+        max_episode_steps: Steps after which an episode is truncated.
+        sutton_barto_reward: 0 per step and -1 at the fall, rather than 1 per step.
+    """
+
+    options = ("sutton_barto_reward",)
+    state_size = 4
+
+    def __init__(self, *, max_episode_steps: int, sutton_barto_reward: bool = False) -> None:
+        super().__init__(max_episode_steps=max_episode_steps)
+        self._upright, self._fallen = (0.0, -1.0) if sutton_barto_reward else (1.0, 1.0)
+
+    @staticmethod
+    @lru_cache(maxsize=8192)
+    def _start(seed: int) -> Start:
+        state = reset_generator(seed).uniform(low=-0.05, high=0.05, size=(4,))
+        return tuple(state.tolist()), tuple(state.astype(np.float32).tolist())
+
+    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        x, x_dot, theta, theta_dot = self._state
+        force = np.where(actions == 1, _CARTPOLE_FORCE, -_CARTPOLE_FORCE)
+        cos = np.cos(theta)
+        sin = np.sin(theta)
+        temp = (force + _POLE_MASS_LENGTH * np.square(theta_dot) * sin) / _TOTAL_MASS
+        moment = _LENGTH * (4.0 / 3.0 - _MASS_POLE * np.square(cos) / _TOTAL_MASS)
+        theta_acc = (_CARTPOLE_GRAVITY * sin - cos * temp) / moment
+        x_acc = temp - _POLE_MASS_LENGTH * theta_acc * cos / _TOTAL_MASS
+        state = np.empty_like(self._state)
+        np.add(x, _CARTPOLE_SECONDS * x_dot, out=state[0])
+        np.add(x_dot, _CARTPOLE_SECONDS * x_acc, out=state[1])
+        np.add(theta, _CARTPOLE_SECONDS * theta_dot, out=state[2])
+        np.add(theta_dot, _CARTPOLE_SECONDS * theta_acc, out=state[3])
+        self._state = state
+        terminated = (np.abs(state[0]) > _MAX_POSITION) | (np.abs(state[2]) > _MAX_ANGLE)
+        return np.where(terminated, self._fallen, self._upright), terminated
+
+    def _observe(self) -> NDArray[np.float32]:
+        return self._state.T.astype(np.float32, order="C")
+
+
+_Vector = NDArray[np.float64]
+_ACROBOT_SECONDS = 0.2
+_ACROBOT_GRAVITY = 9.8
+_ACROBOT_MAX_SPEED = (4 * pi, 9 * pi)
+_TORQUE = np.array([-1.0, 0.0, 1.0])
+
+# Both links have length 1, mass 1, their centre of mass in the middle and a moment of inertia of 1.
+_HALF = 0.5
+
+
+class Acrobot(ClassicControl):
+    """Two links that swing up; see `ClassicControl`. State: two angles, two angular velocities.
+
+    The dynamics are those of the book, integrated by one fourth-order Runge-Kutta step.
+    """
+
+    state_size = 4
+
+    @staticmethod
+    @lru_cache(maxsize=8192)
+    def _start(seed: int) -> Start:
+        # The first state is rounded to float32, and the first observation is computed in float32.
+        a, b, a_dot, b_dot = state = reset_generator(seed).uniform(low=-0.1, high=0.1, size=(4,)).astype(np.float32)
+        observation = (np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot)
+        return tuple(state.tolist()), tuple(map(float, observation))
+
+    def _advance(self, actions: NDArray[np.generic]) -> tuple[_Vector, NDArray[np.bool_]]:
+        torque = _TORQUE[actions.astype(np.int64)]
+        y = tuple(self._state)
+        k1 = _derivatives(y, torque)
+        k2 = _derivatives([s + _ACROBOT_SECONDS / 2.0 * k for s, k in zip(y, k1, strict=True)], torque)
+        k3 = _derivatives([s + _ACROBOT_SECONDS / 2.0 * k for s, k in zip(y, k2, strict=True)], torque)
+        k4 = _derivatives([s + _ACROBOT_SECONDS * k for s, k in zip(y, k3, strict=True)], torque)
+        state = np.empty_like(self._state)
+        for number, (s, a, b, c, d) in enumerate(zip(y, k1, k2, k3, k4, strict=True)):
+            np.add(s, _ACROBOT_SECONDS / 6.0 * (a + 2 * b + 2 * c + d), out=state[number])
+        for angle in state[:2]:
+            _wrap(angle)
+        for speed, limit in zip(state[2:], _ACROBOT_MAX_SPEED, strict=True):
+            np.clip(speed, -limit, limit, out=speed)
+        self._state = state
+        terminated = -np.cos(state[0]) - np.cos(state[1] + state[0]) > 1.0
+        return np.where(terminated, 0.0, -1.0), terminated
+
+    def _observe(self) -> NDArray[np.float32]:
+        a, b, a_dot, b_dot = self._state
+        return rows_of(np.cos(a), np.sin(a), np.cos(b), np.sin(b), a_dot, b_dot)
+
+
+def _derivatives(state: Sequence[_Vector], torque: _Vector) -> tuple[_Vector, ...]:
+    """Return the time derivative of the two angles and the two angular velocities."""
+    theta1, theta2, dtheta1, dtheta2 = state
+    cos2, sin2 = np.cos(theta2), np.sin(theta2)
+    d1 = _HALF**2 + (1.0 + _HALF**2 + 2 * _HALF * cos2) + 1.0 + 1.0
+    d2 = (_HALF**2 + _HALF * cos2) + 1.0
+    phi2 = _HALF * _ACROBOT_GRAVITY * np.cos(theta1 + theta2 - pi / 2.0)
+    phi1 = (
+        -_HALF * np.float_power(dtheta2, 2) * sin2
+        - dtheta2 * dtheta1 * sin2
+        + (_HALF + 1.0) * _ACROBOT_GRAVITY * np.cos(theta1 - pi / 2)
+        + phi2
+    )
+    ddtheta2 = (torque + d2 / d1 * phi1 - _HALF * np.float_power(dtheta1, 2) * sin2 - phi2) / (
+        _HALF**2 + 1.0 - np.float_power(d2, 2) / d1
+    )
+    ddtheta1 = -(d2 * ddtheta2 + phi1) / d1
+    return dtheta1, dtheta2, ddtheta1, ddtheta2
+
+
+def _wrap(angle: _Vector) -> None:
+    """Bring angles into [-pi, pi] in place, by adding full turns one at a time."""
+    while (above := angle > pi).any():
+        angle[above] -= 2 * pi
+    while (below := angle < -pi).any():
+        angle[below] += 2 * pi
+
+
+_LOWEST, _HIGHEST = -1.2, 0.6
+_CAR_MAX_SPEED = 0.07
+_CAR_FORCE = 0.001
+_CAR_GRAVITY = 0.0025
+_GOAL = 0.5
+_POWER = 0.0015
+_GOAL_CONTINUOUS = 0.45
+
+
+@lru_cache(maxsize=8192)
+def _start(seed: int) -> Start:
+    position = reset_generator(seed).uniform(low=-0.6, high=-0.4)
+    return (float(position), 0.0), (float(np.float32(position)), 0.0)
+
+
+def _cosines(angles: NDArray[np.float64]) -> NDArray[np.float64]:
+    # gymnasium calls math.cos here, and numpy's own cosine may differ from it in the last bit on some processors.
+    return np.fromiter(map(math.cos, angles.tolist()), np.float64, len(angles))
+
+
+class MountainCar(ClassicControl):
+    """A car that rocks itself out of a valley; see `ClassicControl`. State: position, velocity.
+
+    Args:
+        max_episode_steps: Steps after which an episode is truncated.
+        goal_velocity: Least velocity at the flag that counts as having arrived.
+    """
+
+    options = ("goal_velocity",)
+    state_size = 2
+
+    def __init__(self, *, max_episode_steps: int, goal_velocity: float = 0) -> None:
+        super().__init__(max_episode_steps=max_episode_steps)
+        self._goal_velocity = goal_velocity
+
+    @staticmethod
+    def _start(seed: int) -> Start:
+        return _start(seed)
+
+    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        position, velocity = self._state
+        push = actions.astype(np.int64) - 1
+        velocity = velocity + (push * _CAR_FORCE + _cosines(3 * position) * -_CAR_GRAVITY)
+        velocity = np.clip(velocity, -_CAR_MAX_SPEED, _CAR_MAX_SPEED)
+        position = np.clip(position + velocity, _LOWEST, _HIGHEST)
+        velocity[(position == _LOWEST) & (velocity < 0)] = 0
+        self._state = np.stack([position, velocity])
+        return np.full(len(self), -1.0), (position >= _GOAL) & (velocity >= self._goal_velocity)
+
+    def _observe(self) -> NDArray[np.float32]:
+        return self._state.T.astype(np.float32, order="C")
+
+
+class MountainCarContinuous(ClassicControl):
+    """MountainCar with a continuous force and a cost of force; see `ClassicControl`. State: position, velocity.
+
+    In gymnasium the first step of an episode computes in float64. It stores float32, so that every later step computes
+    in float32, constants included; a force outside [-1, 1] becomes a Python float, whose push is a float64 again.
+    """
+
+    state_size = 2
+
+    @staticmethod
+    def _start(seed: int) -> Start:
+        return _start(seed)
+
+    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        position, velocity = self._state
+        first = self._elapsed == 0
+        force = np.asarray(actions, dtype=np.float32)[:, 0]
+        single = position.astype(np.float32)  # exact in all lanes but the first-step ones
+        pull = _CAR_GRAVITY * _cosines(np.where(first, 3 * position, 3 * single))
+        inside = np.clip(force, -1.0, 1.0)
+        push = np.where(
+            inside == force, inside * np.float32(_POWER) - pull.astype(np.float32), inside.astype(float) * _POWER - pull
+        )
+        velocity = np.where(first, velocity + push, velocity.astype(np.float32) + push.astype(np.float32))
+        velocity = np.clip(velocity, _as(first, -_CAR_MAX_SPEED), _as(first, _CAR_MAX_SPEED))
+        position = np.where(first, position + velocity, single + velocity.astype(np.float32))
+        lowest = _as(first, _LOWEST)
+        position = np.clip(position, lowest, _as(first, _HIGHEST))
+        velocity[(position == lowest) & (velocity < 0)] = 0
+        terminated = (position >= _as(first, _GOAL_CONTINUOUS)) & (velocity >= 0)
+        # float32 as gymnasium stores it; widened again so that one array serves first and later steps.
+        self._state = np.stack([position, velocity]).astype(np.float32).astype(np.float64)
+        # The square of a float32 is exact in float64, so this is what math.pow returns.
+        return np.where(terminated, 100.0, 0.0) - np.square(force.astype(np.float64)) * 0.1, terminated
+
+    def _observe(self) -> NDArray[np.float32]:
+        return self._state.T.astype(np.float32, order="C")
+
+
+def _as(first: NDArray[np.bool_], constant: float) -> NDArray[np.float64]:
+    """Return a constant as first steps see it, in float64, and as later steps do, rounded to float32."""
+    return np.where(first, constant, float(np.float32(constant)))
+
+
+_PENDULUM_MAX_SPEED = 8
+_MAX_TORQUE = 2.0
+_PENDULUM_SECONDS = 0.05
+
+
+class Pendulum(ClassicControl):
+    """A pendulum to swing up and hold; see `ClassicControl`. State: angle, angular velocity. It never terminates.
+
+    Args:
+        max_episode_steps: Steps after which an episode is truncated.
+        g: Acceleration of gravity.
+    """
+
+    options = ("g",)
+    state_size = 2
+
+    def __init__(self, *, max_episode_steps: int, g: float = 10.0) -> None:
+        super().__init__(max_episode_steps=max_episode_steps)
+        self._pull = 3 * g / (2 * 1.0)
+
+    @staticmethod
+    @lru_cache(maxsize=8192)
+    def _start(seed: int) -> Start:
+        high = np.array([np.pi, 1.0])
+        theta, speed = state = reset_generator(seed).uniform(low=-high, high=high)
+        observation = np.array([np.cos(theta), np.sin(theta), speed], dtype=np.float32)
+        return tuple(state.tolist()), tuple(observation.tolist())
+
+    def _advance(self, actions: NDArray[np.generic]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        theta, speed = self._state
+        torque = np.clip(np.asarray(actions, dtype=np.float32)[:, 0], -_MAX_TORQUE, _MAX_TORQUE)
+        # A float32 scalar's ** is powf, which no numpy function on arrays calls on every processor.
+        effort = np.fromiter((value**2 for value in torque), np.float32, len(torque))
+        angle = ((theta + np.pi) % (2 * np.pi)) - np.pi
+        costs = np.float_power(angle, 2) + 0.1 * np.float_power(speed, 2) + 0.001 * effort
+        speed = speed + (self._pull * np.sin(theta) + 3.0 * torque) * _PENDULUM_SECONDS
+        speed = np.clip(speed, -_PENDULUM_MAX_SPEED, _PENDULUM_MAX_SPEED)
+        self._state = np.stack([theta + speed * _PENDULUM_SECONDS, speed])
+        return -costs, np.zeros(len(self), dtype=np.bool_)
+
+    def _observe(self) -> NDArray[np.float32]:
+        theta, speed = self._state
+        return rows_of(np.cos(theta), np.sin(theta), speed)
+
+
+__all__ = [
+    "Acrobot",
+    "CartPole",
+    "ClassicControl",
+    "MountainCar",
+    "MountainCarContinuous",
+    "Pendulum",
+    "native_class",
+    "native_ids",
+]
+
+_NATIVE: Mapping[object, type[ClassicControl]] = {
+    "gymnasium.envs.classic_control.cartpole:CartPoleEnv": CartPole,
+    "gymnasium.envs.classic_control.acrobot:AcrobotEnv": Acrobot,
+    "gymnasium.envs.classic_control.mountain_car:MountainCarEnv": MountainCar,
+    "gymnasium.envs.classic_control.continuous_mountain_car:Continuous_MountainCarEnv": MountainCarContinuous,
+    "gymnasium.envs.classic_control.pendulum:PendulumEnv": Pendulum,
+}
+
+
+def native_ids() -> list[str]:
+    """Return the newest registered id of every environment that has a native one."""
+    newest: dict[object, EnvSpec] = {}
+    for spec in gymnasium.registry.values():
+        if spec.entry_point in _NATIVE and not spec.additional_wrappers:
+            newest[spec.entry_point] = max(newest.get(spec.entry_point, spec), spec, key=lambda each: each.version or 0)
+    return sorted(spec.id for spec in newest.values())
+
+
+def native_class(spec: EnvSpec, env_kwargs: Mapping[str, Any]) -> type[ClassicControl] | None:
+    """Return the native environment that equals a registered one, or None.
+
+    What is registered counts, not its name: a re-registered id, further wrappers, or an argument that the native
+    environment does not know (such as render_mode) mean None.
+    """
+    native = _NATIVE.get(spec.entry_point)
+    if native is None or spec.additional_wrappers or not {*spec.kwargs, *env_kwargs} <= set(native.options):
+        return None
+    return native

@@ -1,1 +1,0 @@
-"""Environments of several agents."""

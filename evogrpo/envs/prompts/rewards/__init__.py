@@ -1,1 +1,0 @@
-"""Reward functions, and what completions earn from them."""

@@ -1,1 +1,0 @@
-"""Calling reward functions: in this process, or in worker processes that can be killed."""

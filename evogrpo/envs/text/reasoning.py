@@ -1,0 +1,115 @@
+"""reasoning-gym tasks as prompt datasets with a reward function (optional extra `reasoning`)."""
+
+import difflib
+import importlib
+import importlib.metadata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from evogrpo.envs.protocol import SPLITS, Split
+from evogrpo.envs.text.reward_functions import RewardFunc
+from evogrpo.installing import extra_command
+
+DEFAULT_SIZES: Mapping[Split, int] = {"train": 2000, "validation": 64, "test": 256}
+
+
+def is_installed() -> bool:
+    """Tell whether reasoning-gym is installed; a folder of that name in the working directory is not it."""
+    try:
+        importlib.metadata.distribution("reasoning-gym")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def reasoning_tables(
+    name: str,
+    *,
+    sizes: Mapping[Split, int] | None,
+    seed: int,
+    system_prompt: str | None,
+    answer_tag: str | None,
+    task_options: Mapping[str, Any],
+) -> tuple[dict[Split, list[dict[str, Any]]], RewardFunc]:
+    """Generate one task's questions per split, and the reward function that scores their completions.
+
+    Args:
+        name: A task of reasoning-gym.
+        sizes: Questions per split; missing splits have their default size.
+        seed: Seed of the questions.
+        system_prompt: Text of a system message before each question, or None.
+        answer_tag: Tag whose last content is scored, or None for the whole completion.
+        task_options: Settings of the task.
+
+    Returns:
+        Rows with the columns prompt (messages), question, answer and metadata, per split; and a reward function in
+        TRL's form.
+
+    Raises:
+        ValueError: If a split or the task is unknown, or the task refuses its settings.
+        ImportError: If reasoning-gym is not installed.
+    """
+    if not is_installed():
+        raise ImportError(
+            f"the task {name!r} needs reasoning-gym, which is not installed: {extra_command('reasoning')}"
+        )
+    reasoning_gym: Any = importlib.import_module("reasoning_gym")
+    unknown = sorted(set(sizes or {}) - set(SPLITS))
+    if unknown:
+        raise ValueError(f"sizes may name the splits {list(SPLITS)}, got {unknown}")
+    known = importlib.import_module("reasoning_gym.factory").DATASETS
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        raise ValueError(f"{name!r} is no task of reasoning-gym ({len(known)} tasks): the nearest are {near}")
+    wanted = {**DEFAULT_SIZES, **(sizes or {})}
+    try:
+        task = reasoning_gym.create_dataset(name, size=sum(wanted.values()), seed=seed, **task_options)
+    except (TypeError, AssertionError) as error:
+        raise ValueError(f"the task {name!r} refuses the settings {dict(task_options)}: {error}") from error
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    tables: dict[Split, list[dict[str, Any]]] = {}
+    first = 0
+    for split in SPLITS:
+        entries = [task[number] for number in range(first, first + wanted[split])]
+        tables[split] = [
+            {"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries
+        ]
+        first += wanted[split]
+    return tables, TaskReward(__name__=name, task=task, answer_tag=answer_tag)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskReward:
+    """A task's own rule as a reward function in TRL's form; an object, so that it can be sent to worker processes.
+
+    Attributes:
+        __name__: The task's.
+        task: The reasoning-gym dataset.
+        answer_tag: Tag whose last content is scored, or None for the whole completion.
+    """
+
+    __name__: str
+    task: Any
+    answer_tag: str | None
+
+    def __call__(
+        self,
+        *,
+        completions: Sequence[Sequence[Mapping[str, str]]],
+        question: Sequence[str],
+        answer: Sequence[str],
+        metadata: Sequence[Mapping[str, Any]],
+        **_: object,
+    ) -> list[float]:
+        """Score completions."""
+        texts = [completion[0]["content"] for completion in completions]
+        if self.answer_tag is None:
+            answers = [text.strip() for text in texts]
+        else:
+            extract_answer = importlib.import_module("reasoning_gym.utils").extract_answer
+            answers = [extract_answer(text, tag_name=self.answer_tag) for text in texts]
+        entries = [
+            {"question": q, "answer": a, "metadata": m} for q, a, m in zip(question, answer, metadata, strict=True)
+        ]
+        return [float(self.task.score_answer(a, entry=entry)) for a, entry in zip(answers, entries, strict=True)]

@@ -1,0 +1,181 @@
+"""Built-in tasks: arithmetic on small numbers, and number sequences."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol
+
+from evogrpo.envs.protocol import SPLITS, Split
+from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
+from evogrpo.envs.text.templates import Tokenizer
+from evogrpo.randomness import generator
+
+_NUMBER = re.compile(r"\d+(?:,\d+)*(?:\.\d+)?", re.ASCII)
+_MINUS = re.compile(r"(?:^|[^\w)])-$|(?:^|[=:])\s*- +$", re.ASCII)
+
+
+def final_number(text: str) -> float | None:
+    """Return the last number in a text, or None if there is none.
+
+    A minus directly before the digits is a sign unless it joins two terms ("45-22"); one that stands apart is a sign
+    only after "=" or ":" or at the start of the text.
+
+    Args:
+        text: Free, untrusted text.
+    """
+    text = text.replace("\N{MINUS SIGN}", "-")
+    numbers = list(_NUMBER.finditer(text))
+    if not numbers:
+        return None
+    number = numbers[-1]
+    value = float(number[0].replace(",", ""))
+    before = text[max(0, number.start() - 16) : number.start()]
+    return -value if _MINUS.search(before) else value
+
+
+def accuracy(completion: str, answer: str, question: str) -> float:
+    """Return 1.0 if the last number of the completion is the answer, else 0.0.
+
+    Only the last number counts, so listing many numbers earns nothing; there is no partial credit.
+    """
+    return float(final_number(completion) == float(answer))
+
+
+def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+    """Return all questions of the task, split by a seeded shuffle.
+
+    Each unordered pair of numbers from 10 to 99 occurs once as a sum and once as a difference, in an order drawn by
+    the seed: no held-out question is a training question with its terms exchanged.
+
+    Args:
+        seed: Seed of the split and of the order of terms.
+        validation_size: Questions in the validation split.
+        test_size: Questions in the test split.
+
+    Returns:
+        Rows with the columns question and answer per split; 8190 in all.
+
+    Raises:
+        ValueError: If a size is not positive or leaves no training question.
+    """
+    rng = generator(seed, "two_digit_sums")
+    terms = [(a, b, sign) for a in range(10, 100) for b in range(a, 100) for sign in (1, -1)]
+    exchange = rng.random(len(terms)) < 0.5
+    rows = []
+    for number in rng.permutation(len(terms)):
+        a, b, sign = terms[number]
+        if exchange[number]:
+            a, b = b, a
+        problem = f"{a} {'+' if sign > 0 else '-'} {b}"
+        question = f"State the final answer to the following arithmetic problem: {problem} ="
+        rows.append({"question": question, "answer": str(a + sign * b)})
+    return _split(rows, validation_size, test_size)
+
+
+def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+    """Return all questions of the task `number_sequences`, split by a seeded shuffle.
+
+    Four numbers rise by the same step, and the fifth is asked for. Every first number from 1 to 99 occurs once with
+    every step from 2 to 12.
+
+    Args:
+        seed: Seed of the split.
+        validation_size: Questions in the validation split.
+        test_size: Questions in the test split.
+
+    Returns:
+        Rows with the columns question and answer per split; 1089 in all.
+
+    Raises:
+        ValueError: If a size is not positive or leaves no training question.
+    """
+    rng = generator(seed, "number_sequences")
+    sequences = [[first + step * place for place in range(5)] for first in range(1, 100) for step in range(2, 13)]
+    rows = []
+    for number in rng.permutation(len(sequences)):
+        *shown, answer = sequences[number]
+        question = f"State the next number of this sequence: {', '.join(map(str, shown))}"
+        rows.append({"question": question, "answer": str(answer)})
+    return _split(rows, validation_size, test_size)
+
+
+def _split(rows: list[dict[str, str]], validation_size: int, test_size: int) -> dict[Split, list[dict[str, str]]]:
+    if validation_size < 1 or test_size < 1 or validation_size + test_size >= len(rows):
+        raise ValueError(
+            f"validation_size and test_size must be at least 1 and together less than {len(rows)}, "
+            f"got {validation_size} and {test_size}"
+        )
+    ends = (len(rows) - validation_size - test_size, len(rows) - test_size)
+    return dict(zip(SPLITS, (rows[: ends[0]], rows[ends[0] : ends[1]], rows[ends[1] :]), strict=True))
+
+
+def two_digit_sums(
+    tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
+) -> HuggingFaceGym:
+    """Return the task as an environment; its reward is `accuracy`.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        validation_size: Questions for selection.
+        test_size: Questions for the final report.
+        seed: Seed of the split and of the training order.
+        gym_options: Further arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
+    """
+    return _environment(two_digit_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
+
+
+def number_sequences(
+    tokenizer: Tokenizer, *, validation_size: int = 64, test_size: int = 256, seed: int = 0, **gym_options: Any
+) -> HuggingFaceGym:
+    """Return the task as an environment; its reward is `accuracy`, its arguments those of `two_digit_sums`."""
+    return _environment(sequence_questions(seed, validation_size, test_size), tokenizer, seed, gym_options)
+
+
+def _environment(
+    tables: dict[Split, list[dict[str, str]]], tokenizer: Tokenizer, seed: int, gym_options: dict[str, Any]
+) -> HuggingFaceGym:
+    return HuggingFaceGym(
+        tables["train"],
+        tables["test"],
+        tokenizer,
+        validation_dataset=tables["validation"],
+        reward_fn=accuracy,
+        seed=seed,
+        **gym_options,
+    )
+
+
+class TaskBuilder(Protocol):
+    """Builds a task's environment."""
+
+    def __call__(self, tokenizer: Tokenizer, *, seed: int = 0, **options: Any) -> HuggingFaceGym:
+        """Return the environment; options are the task's own settings, then HuggingFaceGym's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A built-in task.
+
+    Attributes:
+        description: One line that says what is asked and rewarded.
+        build: Returns its environment.
+    """
+
+    description: str
+    build: TaskBuilder
+
+
+TASKS: Mapping[str, Task] = MappingProxyType(
+    {
+        "two_digit_sums": Task(
+            description="sums and differences of two two-digit numbers; reward 1 if the last number is right",
+            build=two_digit_sums,
+        ),
+        "number_sequences": Task(
+            description="the next of four numbers that rise by the same step; reward 1 if the last number is right",
+            build=number_sequences,
+        ),
+    }
+)
+"""Built-in tasks by name."""

@@ -1,0 +1,273 @@
+"""Children of a plan: mutated hyperparameters that differ from those of all living members."""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from evogrpo.config.checks import refuse_unknown
+from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
+from evogrpo.config.search_space import HyperparameterConfig, RLParameter
+from evogrpo.evolution.history import History
+from evogrpo.evolution.lineage import MemberRecord
+from evogrpo.evolution.mutation import Mutation, changes_between, neighbour, place, quantile
+from evogrpo.references import reference_to
+
+Draw = Callable[[np.random.Generator], Hyperparameters]
+"""Proposes the hyperparameters of one birth; asked again, with another generator, where they are taken."""
+
+MOST_DRAWS = 16
+"""After so many proposals that were all taken, the space is searched for a free point instead."""
+
+
+class Occupied:
+    """What the members of a generation differ in: their parents and their hyperparameters.
+
+    Equal hyperparameters under different parents are two learners, with weights of their own; under one parent they
+    are one learner twice.
+
+    Args:
+        space: What evolves, with the group sizes that the next generation may have. Where nothing does, nothing can
+            differ, and nothing is taken.
+    """
+
+    def __init__(self, space: HyperparameterConfig) -> None:
+        self._space = space
+        self._points: set[tuple[int | None, tuple[Value, ...]]] = set()
+
+    def add(self, parent: int | None, hyperparameters: Hyperparameters) -> None:
+        """Take a point: that of a member with this parent, by index, or None for a founder."""
+        self._points.add((parent, self._space.point(hyperparameters)))
+
+    def draw(
+        self, parent: int | None, draw: Draw, stream: Callable[[int], np.random.Generator]
+    ) -> tuple[Hyperparameters, bool]:
+        """Take a free point for one birth.
+
+        Args:
+            parent: Of whom, by index; None for a founder.
+            draw: Proposes hyperparameters.
+            stream: The generator of each attempt, by its number.
+
+        Returns:
+            The first of at most `MOST_DRAWS` proposals that is free, or else any free point of the space; and whether
+            there was one. If not, the first proposal.
+        """
+        first = proposal = draw(stream(0))
+        for attempt in range(1, MOST_DRAWS):
+            if self.free(parent, proposal):
+                break
+            proposal = draw(stream(attempt))
+        else:
+            free = (
+                point
+                for point in points(self._space, first, len(self._points) + 1, stream(MOST_DRAWS))
+                if self.free(parent, point)
+            )
+            proposal = next(free, first)
+        found = self.free(parent, proposal)
+        self.add(parent, proposal)
+        return proposal, found
+
+    def free(self, parent: int | None, hyperparameters: Hyperparameters) -> bool:
+        """Say whether nobody with this parent has these hyperparameters."""
+        return not self._space or (parent, self._space.point(hyperparameters)) not in self._points
+
+
+def points(
+    space: HyperparameterConfig, base: Hyperparameters, count: int, rng: np.random.Generator
+) -> Iterator[Hyperparameters]:
+    """Go through points of a space in random order, each once: all of a small one, at least `count` of a large one.
+
+    Args:
+        space: What evolves; group sizes as a ladder.
+        base: Has the values of all that does not.
+        count: How many values of a range are tried at most.
+        rng: The generator of the order, and of values in ranges.
+    """
+    axes = {name: _values(space[name], name, base, count, rng) for name in space.ordered}
+    for values in _combined(space, base.to_json(), axes, space.ordered):
+        yield Hyperparameters.from_json(values)
+
+
+def _combined(
+    space: HyperparameterConfig,
+    values: dict[str, Value],
+    axes: Mapping[str, Sequence[Value]],
+    names: Sequence[str],
+) -> Iterator[dict[str, Value]]:
+    if not names:
+        yield values
+        return
+    # What does not count makes no other point.
+    for value in axes[names[0]] if space.counts(names[0], values) else [values[names[0]]]:
+        yield from _combined(space, {**values, names[0]: value}, axes, names[1:])
+
+
+def _values(
+    parameter: RLParameter, name: str, base: Hyperparameters, count: int, rng: np.random.Generator
+) -> list[Value]:
+    """Return values of one hyperparameter in random order: all, or `count` of a range that has more.
+
+    Where steps have a size of their own, the values are so many steps away from that of `base`, the nearest first.
+    """
+    if parameter.choices is not None:
+        return [parameter.choices[rung] for rung in rng.permutation(len(parameter.choices))]
+    if parameter.factor is not None:
+        return _lattice(parameter, base.number(name), count, integer=is_integer(name))
+    if is_integer(name):
+        low, high = (int(bound) for bound in parameter.bounds)
+        whole = high - low + 1
+        return [low + int(rank) for rank in rng.choice(whole, size=min(count, whole), replace=False)]
+    return [quantile(parameter, float(fraction), integer=False) for fraction in rng.random(count)]
+
+
+def _lattice(parameter: RLParameter, value: float, count: int, *, integer: bool) -> list[Value]:
+    values: list[Value] = [value]
+    above = below = value
+    for _ in range(count):
+        higher = neighbour(parameter, above, upward=True, integer=integer)
+        lower = neighbour(parameter, below, upward=False, integer=integer)
+        if higher > above:  # otherwise it turned at the end
+            above = higher
+            values.append(above)
+        if lower < below:
+            below = lower
+            values.append(below)
+    return values
+
+
+T = TypeVar("T")
+
+
+class Perturbation(Protocol):
+    """A function, or an object that is called like one: from a parent's hyperparameters to a child's."""
+
+    def __call__(
+        self, hyperparameters: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator, /
+    ) -> Hyperparameters:
+        """Propose a child's hyperparameters.
+
+        Args:
+            hyperparameters: The parent's.
+            space: What evolves; what it returns differs in nothing else, and takes no value outside.
+            rng: The generator of its draws; whatever else it depends on is lost where a run is resumed.
+        """
+        ...
+
+
+def proposals(perturbation: Perturbation, history: History, parent: MemberRecord, space: HyperparameterConfig) -> Draw:
+    """Return what proposes the hyperparameters of a member's children, for `Plan.from_choices`.
+
+    Args:
+        perturbation: How children differ from parents.
+        history: From which the steps are taken that the parent's line made last.
+        parent: Whose children.
+        space: What evolves, with the group sizes that the next generation may have.
+    """
+    if isinstance(perturbation, Mutation):
+        steps = last_steps(history, parent)
+        return lambda rng: perturbation(parent.hyperparameters, space, rng, steps)
+    return lambda rng: _checked(perturbation, parent.hyperparameters, space, rng)
+
+
+def last_steps(history: History, member: MemberRecord) -> dict[str, float]:
+    """Return the steps with which a member was born, as shares of the ranges, by name; none for a founder.
+
+    A number that its birth left as it was has none, and neither has one that did not count before.
+    """
+    born = {seat.member.index: seat.member for each in history.generations for seat in each.seats if seat.member}
+    born |= {kept.member.index: kept.member for kept in history.kept}
+    parent = None if member.parent is None else born.get(member.parent)
+    if parent is None:
+        return {}
+    steps = {}
+    for name, parameter in history.space.items():
+        if not is_categorical(name):
+            old, new = (place(parameter, each.hyperparameters.number(name)) for each in (parent, member))
+            if old != new:
+                steps[name] = new - old
+    return steps
+
+
+def checked_perturbation(value: object) -> None:
+    """Refuse what cannot propose hyperparameters; raises ValueError."""
+    if isinstance(value, type) or not callable(value):
+        raise ValueError(
+            f"mutation must be a Mutation, or be called with hyperparameters, space and rng, got {value!r:.80}: "
+            "write Mutation(...), or give a function of your own"
+        )
+
+
+def perturbation_to_json(perturbation: Perturbation | None) -> dict[str, Any] | None:
+    """Return a perturbation as plain JSON values: a mutation's settings, or where the user's is defined and its own."""
+    if perturbation is None or isinstance(perturbation, Mutation):
+        return None if perturbation is None else perturbation.to_json()
+    settings = perturbation.to_json() if hasattr(perturbation, "to_json") else {}
+    return {**settings, "name": reference_to(defined(perturbation))}
+
+
+def perturbation_from_json(values: Any, own: Callable[..., Any] | None = None) -> Perturbation | None:
+    """Build a perturbation from what `perturbation_to_json` returned.
+
+    Args:
+        values: The settings; with a "name" they are of the user's own.
+        own: The function or the class that the name stands for; names are never imported here.
+
+    Raises:
+        ValueError: If a setting is refused, or the user's own is not given.
+    """
+    if not isinstance(values, Mapping):
+        none: Perturbation | None = values  # or something else: the strategy's own check says what it must be
+        return none
+    if "name" not in values:
+        return Mutation.from_json(values)
+    name, settings = values["name"], {key: value for key, value in values.items() if key != "name"}
+    if own is None:
+        raise ValueError(
+            f"the mutation {name} is not imported merely because a file names it: give the strategy with it, such as "
+            "Tournament(mutation=...)"
+        )
+    if not isinstance(own, type):
+        refuse_unknown(f"setting of {name}", settings, ())
+        function: Perturbation = own
+        return function
+    made: Perturbation = with_settings(own, name, settings)
+    return made
+
+
+def with_settings(make: Callable[..., T], name: object, settings: Mapping[str, Any]) -> T:
+    """Call what makes an object by its settings.
+
+    Raises:
+        ValueError: If a setting is unknown, missing or refused; `name` is what the message calls the object.
+    """
+    accepted = inspect.signature(make)
+    refuse_unknown(f"setting of {name}", settings, accepted.parameters)
+    try:
+        accepted.bind(**settings)
+    except TypeError as error:
+        raise ValueError(f"the settings of {name} are not complete: {error}") from error
+    return make(**settings)
+
+
+def defined(perturbation: Perturbation) -> Callable[..., Any]:
+    """Return the function, or the class of the object, that a user's perturbation is."""
+    return perturbation if hasattr(perturbation, "__qualname__") else type(perturbation)
+
+
+def _checked(
+    perturbation: Perturbation, before: Hyperparameters, space: HyperparameterConfig, rng: np.random.Generator
+) -> Hyperparameters:
+    """Call a user's perturbation, and refuse what a member cannot have."""
+    name = getattr(perturbation, "__name__", type(perturbation).__name__)
+    after: Any = perturbation(before, space, rng)
+    if not isinstance(after, Hyperparameters):
+        raise ValueError(f"{name} must return Hyperparameters, got {after!r:.80}: use dataclasses.replace on the given")
+    for what, (_, value) in changes_between(before, after).items():
+        if what not in space:
+            raise ValueError(f"{name} must change only what evolves, which is {', '.join(space)}, got {what}={value!r}")
+        if value is None or space[what].closest(value) != value:
+            raise ValueError(f"{name} must stay in the {space[what].extent} of {what}, got {value!r}: clip it")
+    return after

@@ -1,0 +1,315 @@
+"""A plan: who lives in every slot next and what the next generations spend, as plain data."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Self
+
+import numpy as np
+
+from evogrpo.config.checks import whole_number
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.search_space import check_group_size, feasible_group_sizes
+from evogrpo.evolution.children import Draw, Occupied
+from evogrpo.evolution.history import History, KeptKey
+from evogrpo.evolution.lineage import Child, MemberRecord
+from evogrpo.evolution.mutation import changes_between
+from evogrpo.evolution.selection import Choice, best_slot, healthy_slots
+from evogrpo.randomness import streams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What happens to every slot between two generations.
+
+    A slot keeps its member, whose parent is the slot itself and who has no child; or it gets a child: of another slot's
+    member, of its own, or, with parent None, of a kept state (`Child.back_to`) or of nobody: a fresh founder. With
+    neither parent nor child it holds nobody next: its member is retired, or it stays empty until a later plan fills it.
+
+    Attributes:
+        generation: The generation whose fitness it was made from.
+        parents: For each slot, the slot whose learner state it takes, its own if unchanged, or None for a kept state or
+            a fresh initialisation: the argument of `bank.inherit`.
+        children: One birth for every slot that gets another member; all others keep theirs or hold nobody.
+        reasons: Why, one for each slot.
+        elite: The slot of the best member at this evaluation.
+        samples_per_step: Samples each member collects per learning step from now on; None = as before.
+        steps_per_generation: Learning steps per generation from now on; None = as before.
+        samples: For each slot, how many samples its member collects per learning step instead, until the next plan:
+            whole groups, in all no more than samples_per_step for every member. None = samples_per_step each.
+        keep: Slots whose learner state, as it was evaluated just now, is kept from here on.
+        drop: Kept states that are dropped, once children have begun with them.
+
+    Raises:
+        ValueError: If the fields contradict each other.
+    """
+
+    generation: int
+    parents: tuple[int | None, ...]
+    children: tuple[Child, ...]
+    reasons: tuple[str, ...]
+    elite: int
+    samples_per_step: int | None = None
+    steps_per_generation: int | None = None
+    samples: tuple[int, ...] | None = None
+    keep: tuple[int, ...] = ()
+    drop: tuple[KeptKey, ...] = ()
+
+    def __post_init__(self) -> None:
+        slots = range(len(self.parents))
+        born = {child.slot: child for child in self.children}
+        if len(self.reasons) != len(slots):
+            raise ValueError(f"a plan has one reason per slot, got {len(self.reasons)} for {len(slots)} slots")
+        if any(slot is not None and slot not in slots for slot in (*self.parents, self.elite, *born, *self.keep)):
+            raise ValueError(
+                f"every slot must lie in 0..{len(slots) - 1}, got parents {self.parents}, elite {self.elite}, "
+                f"children in {list(born)} and states to keep in {self.keep}"
+            )
+        if len(born) != len(self.children) or len({child.index for child in self.children}) != len(born):
+            raise ValueError(
+                f"children have slots and indices of their own, got {[(c.slot, c.index) for c in self.children]}"
+            )
+        unborn = [slot for slot in slots if self.parents[slot] not in (slot, None) and slot not in born]
+        if unborn:
+            raise ValueError(f"a slot that takes another's state needs a child with a new index, missing in {unborn}")
+        mixed = [
+            slot
+            for slot, child in born.items()
+            if (child.parent is None or child.back_to is not None) != (self.parents[slot] is None)
+        ]
+        if mixed:
+            raise ValueError(
+                "a child has a parent exactly where its slot takes a member's state, that of now by `parents` or a "
+                f"kept one by `back_to`, got none or both in {mixed}"
+            )
+        if len(set(self.keep)) < len(self.keep) or len(set(self.drop)) < len(self.drop):
+            raise ValueError(f"a state is kept or dropped once, got keep {self.keep} and drop {self.drop}")
+        if len(self.vacant) == len(slots):
+            raise ValueError("a plan must leave somebody alive, got one that retires every member")
+        if self.samples_per_step is not None:
+            feasible_group_sizes(self.samples_per_step)
+        if (
+            self.steps_per_generation is not None
+            and whole_number("steps_per_generation", self.steps_per_generation) < 1
+        ):
+            raise ValueError(f"steps_per_generation must be at least 1, got {self.steps_per_generation}")
+        if self.samples is not None:
+            self._check_samples(self.samples)
+
+    def _check_samples(self, samples: tuple[int, ...]) -> None:
+        """Refuse samples of other slots than there are, of nobody, or of nobody at all."""
+        counts = tuple(whole_number("samples", count) for count in samples)
+        if len(counts) != len(self.parents) or min(counts) < 0 or not any(counts):
+            raise ValueError(
+                f"samples must be one number for each of {len(self.parents)} slots, at least 0 and not all of them 0, "
+                f"got {samples}"
+            )
+        if any(counts[slot] for slot in self.vacant):
+            raise ValueError(f"a slot that holds nobody collects no samples, got {samples} with {self.vacant} vacant")
+        object.__setattr__(self, "samples", counts)
+
+    @classmethod
+    def from_choices(
+        cls,
+        history: History,
+        choices: Sequence[Choice],
+        hyperparameters: Mapping[int, Hyperparameters | Draw] | None = None,
+        *,
+        rng: np.random.Generator | None = None,
+        samples_per_step: int | None = None,
+        steps_per_generation: int | None = None,
+        samples: tuple[int, ...] | None = None,
+        keep: Sequence[int] = (),
+        drop: Sequence[KeptKey] = (),
+    ) -> Self:
+        """Turn what was chosen for each slot into a plan: children are numbered, their changes and parents named.
+
+        Hyperparameters may be given as a `Draw`, a function that proposes them. It is asked until they differ from
+        those of the parent, if it stays, and of all who have the same parent, founders from founders: no learner lives
+        twice. Where nothing else is left in the space, the reason says so. Hyperparameters that are given as such are
+        taken as they are.
+
+        Args:
+            history: What was planned from.
+            choices: One per slot, with its reason. A child is born where the parent is another slot or a kept state.
+            hyperparameters: Those of children, by slot; a child without an entry has its parent's. An entry for a slot
+                that keeps its own state makes a child of its member; one for a slot without parent makes a founder.
+            rng: Where some are drawn, the generator of these draws. They go by members' indices, not by slots.
+            samples_per_step: See the attribute.
+            steps_per_generation: Likewise.
+            samples: Likewise.
+            keep: Likewise.
+            drop: Likewise.
+
+        Raises:
+            ValueError: If hyperparameters are to be drawn and there is no generator.
+        """
+        given = hyperparameters or {}
+        own, exhausted = _drawn(history, choices, given, rng, samples_per_step or history.last.samples_per_step)
+        reasons = tuple(choice.reason + exhausted.get(slot, "") for slot, choice in enumerate(choices))
+        children: list[Child] = []
+        for slot, choice in enumerate(choices):
+            if choice.parent in (slot, None) and choice.kept is None and slot not in own:
+                continue
+            parent = parent_of(history, choice)
+            values = own[slot] if slot in own or parent is None else parent.hyperparameters
+            children.append(
+                Child(
+                    slot=slot,
+                    index=history.next_index + len(children),
+                    parent=None if parent is None else parent.index,
+                    hyperparameters=values,
+                    changes=changes_between(values if parent is None else parent.hyperparameters, values),
+                    reason=reasons[slot],
+                    back_to=None if choice.kept is None else choice.kept[1],
+                )
+            )
+        return cls(
+            generation=history.last.number,
+            parents=tuple(choice.parent for choice in choices),
+            children=tuple(children),
+            reasons=reasons,
+            elite=best_slot(history.last.fitness, history.last.ranked or None),
+            samples_per_step=samples_per_step,
+            steps_per_generation=steps_per_generation,
+            samples=samples,
+            keep=tuple(keep),
+            drop=tuple(drop),
+        )
+
+    @property
+    def vacant(self) -> tuple[int, ...]:
+        """The slots that hold nobody next."""
+        born = {child.slot for child in self.children}
+        return tuple(slot for slot, parent in enumerate(self.parents) if parent is None and slot not in born)
+
+    def check(self, history: History) -> None:
+        """Refuse a plan that cannot be carried out after the last generation of a history.
+
+        Raises:
+            ValueError: If it is for other slots or another generation; if a slot keeps or copies a member that failed
+                or is not there; if children are numbered or named wrongly; if somebody's group size does not divide the
+                samples of a learning step; or if all members together would collect more than these allow.
+                or is not there; if children are numbered or named wrongly; if a state is to be kept that nobody healthy
+                has, one is unknown that a child begins with or that is dropped, or more are kept than there are slots;
+                or if somebody's group size does not divide the samples of a learning step.
+        """
+        last = history.last
+        if (len(self.parents), self.generation) != (history.capacity, last.number):
+            raise ValueError(
+                f"a plan must be for the {history.capacity} slots after generation {last.number}, got one for "
+                f"{len(self.parents)} after generation {self.generation}"
+            )
+        healthy = healthy_slots(last.fitness)
+        if not {self.elite, *self.parents} <= {None, *healthy}:
+            raise ValueError(
+                f"only healthy members can be kept, copied or best, which are in slots {healthy}; got parents "
+                f"{self.parents} and elite {self.elite}: give a slot whose member failed another parent, or retire it"
+            )
+        indices = [child.index for child in self.children]
+        if indices != list(range(history.next_index, history.next_index + len(indices))):
+            raise ValueError(f"children must take the indices from {history.next_index} on in order, got {indices}")
+        self._check_kept(history, healthy)
+        samples = self.samples_per_step or last.samples_per_step
+        history.space.for_samples_per_step(samples)
+        born = {child.slot: child for child in self.children}
+        most = samples * (len(self.parents) - len(self.vacant))
+        if self.samples is not None and sum(self.samples) > most:
+            raise ValueError(
+                f"all members together collect at most {most} samples per learning step, which is samples_per_step="
+                f"{samples} for each of them, got {sum(self.samples)}: {self.samples}"
+            )
+        for slot, parent in enumerate(self.parents):
+            copied = None if parent is None else last.member(parent)
+            resident = born.get(slot, copied)
+            if resident is None:
+                continue
+            if slot in born and copied is not None and resident.parent != copied.index:
+                raise ValueError(
+                    f"a child's parent must be the member whose state it takes, got {resident.parent} for the child in "
+                    f"slot {slot}, which takes that of {copied.index}"
+                )
+            size, whose = resident.hyperparameters.group_size, f"member {resident.index}"
+            check_group_size(size, samples, whose=whose)
+            if self.samples is not None and self.samples[slot] % size:
+                raise ValueError(
+                    f"samples must be whole groups, got {self.samples[slot]} for {whose}, whose group_size is {size}"
+                )
+
+    def _check_kept(self, history: History, healthy: Sequence[int]) -> None:
+        for child in self.children:
+            if child.parent is not None and child.back_to is not None:
+                history.find_kept((child.parent, child.back_to))
+        for key in self.drop:
+            history.find_kept(key)
+        if not set(self.keep) <= set(healthy):
+            raise ValueError(
+                f"only states of healthy members can be kept, which are in slots {healthy}, got {self.keep}: leave the "
+                "others out"
+            )
+        count = len(history.kept) - len(self.drop) + len(self.keep)
+        if count > history.capacity:
+            raise ValueError(
+                f"at most as many states are kept as there are slots, {history.capacity}, got {count}: drop some"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values; budgets and kept states only where they change."""
+        names = ("samples_per_step", "steps_per_generation", "samples", "keep", "drop")
+        changed = {name: plain for name in names if (plain := _plain(getattr(self, name))) not in (None, [])}
+        return {
+            "generation": self.generation,
+            "parents": list(self.parents),
+            "children": [child.to_json() for child in self.children],
+            "reasons": list(self.reasons),
+            "elite": self.elite,
+            **changed,
+        }
+
+
+def parent_of(history: History, choice: Choice) -> MemberRecord | None:
+    """Return whose learner state a slot takes, as it was when it had that state; None where it takes nobody's."""
+    if choice.kept is not None:
+        return history.find_kept(choice.kept).member
+    return None if choice.parent is None else history.last.member(choice.parent)
+
+
+def _drawn(
+    history: History,
+    choices: Sequence[Choice],
+    given: Mapping[int, Hyperparameters | Draw],
+    rng: np.random.Generator | None,
+    samples_per_step: int,
+) -> tuple[dict[int, Hyperparameters], dict[int, str]]:
+    """Return the hyperparameters of births by slot, and what to add to the reason where the space has run out."""
+    last = history.last
+    parents = [parent_of(history, choice) for choice in choices]
+    own = {slot: value for slot, value in given.items() if isinstance(value, Hyperparameters)}
+    draws = {slot: value for slot, value in given.items() if not isinstance(value, Hyperparameters)}
+    if draws and rng is None:
+        raise ValueError("hyperparameters that are drawn need a generator: pass the rng of Strategy.plan on as rng=")
+    if not draws or rng is None:
+        return own, {}
+    occupied = Occupied(history.space.for_samples_per_step(samples_per_step))
+    for slot, parent in enumerate(parents):
+        if slot in own:
+            occupied.add(None if parent is None else parent.index, own[slot])
+        elif parent is not None and slot not in draws:
+            # Whoever stays has a parent and is one: a child with its hyperparameters would be itself again. An exact
+            # clone of another is that one again in any case.
+            occupied.add(parent.index, parent.hyperparameters)
+            if choices[slot].parent == slot:
+                occupied.add(parent.parent, parent.hyperparameters)
+    exhausted, stream = {}, streams(rng)
+    for slot in sorted(draws, key=lambda slot: last.indices[slot]):
+        parent, name = parents[slot], last.indices[slot]
+        purpose = "birth in an empty slot" if name < 0 else "birth"
+        attempts = partial(stream, purpose, abs(name))
+        own[slot], found = occupied.draw(None if parent is None else parent.index, draws[slot], attempts)
+        if not found:
+            exhausted[slot] = "; the same as another, as nothing else is left in the space"
+    return own, exhausted
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value

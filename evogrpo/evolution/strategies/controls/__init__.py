@@ -1,1 +1,0 @@
-"""What evolution is compared with: a part of it, or none."""

@@ -1,0 +1,1 @@
+"""Forward and backward passes of Llama-like models, computed from their weights."""

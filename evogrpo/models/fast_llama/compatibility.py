@@ -1,0 +1,119 @@
+"""Whether the direct pass computes, layer by layer, what a model does."""
+
+import torch
+from torch import Tensor, nn
+
+from evogrpo.models.fast_llama.attention import Keys, Shared, attended, attended_once, of_prompts
+from evogrpo.models.fast_llama.decode import ColumnPasses
+from evogrpo.models.fast_llama.forward import Biases, DirectPasses, Heads
+from evogrpo.models.fast_llama.weight_layout import Layer
+
+PROMPTS, WIDEST = ((3, 1, 2, 4), (5, 1, 6)), 4
+FOLLOWING, CONTINUED, RUNS = ((2, 1, 3), (3, 4, 1), (1, 2, 5)), (0, 0, 1), (2, 1)
+TOLERANCES = {torch.float32: (1e-4, 1e-6), torch.bfloat16: (0.05, 2.0**-7)}
+"""How far what a layer adds may be off, in norm: a part of what it adds, and of the sum, which is rounded."""
+
+
+def agrees(passes: DirectPasses) -> bool:
+    """Compare every layer on what the model's own layers before it made of a few tokens, on top of shared prompts.
+
+    Layer by layer, as in bfloat16 rounding alone may take two right passes far apart within a few layers.
+    """
+    decoder = passes.parts.decoder
+    device, vocabulary = decoder.embed_tokens.weight.device, len(decoder.embed_tokens.weight)
+    wholes = [
+        torch.tensor([*PROMPTS[own], *ids], device=device) % vocabulary
+        for own, ids in zip(CONTINUED, FOLLOWING, strict=True)
+    ]
+    states, ends = zip(*(_recorded(decoder, whole) for whole in wholes), strict=True)
+    if any(not torch.equal(state[0], passes.embedded(whole)) for state, whole in zip(states, wholes, strict=True)):
+        return False
+    if any(not _near(passes.ended(state[-1]), end, state[-1]) for state, end in zip(states, ends, strict=True)):
+        return False
+    mask = torch.tensor([[place >= WIDEST - len(prompt) for place in range(WIDEST)] for prompt in PROMPTS])
+    first = [states[CONTINUED.index(number)] for number in range(len(PROMPTS))]
+    prompts = [
+        nn.functional.pad(state[:, : len(prompt)], (0, 0, WIDEST - len(prompt), 0))
+        for state, prompt in zip(first, PROMPTS, strict=True)
+    ]
+    rows = torch.stack([state[:, -len(FOLLOWING[0]) :] for state in states], 1)
+    return _layers_agree(passes, torch.stack(prompts, 1), mask.to(device), rows)
+
+
+def _layers_agree(passes: DirectPasses, prompts: Tensor, mask: Tensor, rows: Tensor) -> bool:
+    """Compare all layers.
+
+    Args:
+        passes: The direct pass.
+        prompts: `[l + 1, m, P, h]` what each layer reads of the prompts, and what the last one made.
+        mask: `[m, P]` booleans: real tokens.
+        rows: `[l + 1, n, t, h]` the same of rows that continue them.
+    """
+    t, continued = rows.shape[2], torch.tensor(CONTINUED, device=mask.device)
+    whole = torch.cat([mask[continued], mask.new_ones((len(continued), t))], 1)
+    biases = Biases(passes.parts, mask, 0, WIDEST), Biases(passes.parts, whole, WIDEST, t)
+    turns = passes.turns(mask, WIDEST), passes.turns(whole, t)
+    kept: list[Tensor] = []
+
+    def read(number: int, layer: Layer, heads: Heads) -> Tensor:
+        kept[:] = heads[1:]
+        return attended(*heads, WIDEST, biases[0].whole(layer.window), None, None)
+
+    def follow(number: int, layer: Layer, heads: Heads) -> Tensor:
+        own, far = biases[1].apart(layer.window)
+        return attended(*heads, t, own, Shared(kept[0], kept[1], continued, RUNS), far)
+
+    for number in range(len(passes.parts.layers)):
+        passes.layer(number, prompts[number].flatten(0, 1), turns[:1], None, read)
+        got = passes.layer(number, rows[number].flatten(0, 1), turns[1:], None, follow)
+        before, after = rows[number].flatten(0, 1), rows[number + 1].flatten(0, 1)
+        one_by_one = _written(passes, number, Shared(kept[0], kept[1], continued, RUNS), whole, rows[number])
+        for made in (got - before, one_by_one - before.float()):
+            if not _near(made, after - before, after):
+                return False
+    return True
+
+
+def _written(passes: DirectPasses, number: int, prompts: Shared, mask: Tensor, rows: Tensor) -> Tensor:
+    """Return what one layer makes of rows `[n, t, h]` that are written token by token, `[n * t, h]`."""
+    columns, past, made = ColumnPasses(passes, None), prompts.keys.shape[2], list[Tensor]()
+    keys, values = [], []
+
+    def attend(_: int, layer: Layer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys.append(k.mT)
+        values.append(v.mT)
+        own = Keys(slice(None), torch.stack(keys, 2).flatten(0, 1).mT, torch.stack(values, 2).flatten(0, 1))
+        seen = mask[:, : past + len(keys)]
+        bias = Biases(passes.parts, seen, past, 1).whole(layer.window)
+        return attended_once(q, own, of_prompts(prompts), q.new_zeros(1) if bias is None else bias)
+
+    for at, tokens in enumerate(rows.unbind(1)):
+        hidden = tokens.float().T.contiguous()
+        columns.layer(number, hidden, columns.turns(mask[:, :past].sum(1) + at), attend)
+        made.append(hidden.T)
+    return torch.stack(made, 1).flatten(0, 1)
+
+
+def _near(got: Tensor, expected: Tensor, rounded_with: Tensor) -> bool:
+    part, rounding = TOLERANCES[expected.dtype]
+    off, size, beside = (float(x.float().norm()) for x in (got - expected, expected, rounded_with))
+    return off <= part * size + rounding * beside
+
+
+def _recorded(decoder: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what each layer reads of tokens `[t]`, and what the last one made, `[l + 1, t, h]`; and what comes out."""
+    read: list[Tensor] = []
+    made: list[Tensor] = []
+
+    def record(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        read.append(args[0][0])
+        made[:] = [output[0]]
+
+    layers: nn.ModuleList = decoder.layers  # type: ignore[assignment]  # of the classes that are known
+    handles = [layer.register_forward_hook(record) for layer in layers]
+    try:
+        end: Tensor = decoder(input_ids=ids[None]).last_hidden_state[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return torch.stack([*read, *made]), end

@@ -1,0 +1,322 @@
+"""Layers of Llama-like models: linear layers with adapters, norms and gates, with their gradients."""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, silu
+
+from evogrpo.functional.log_probs import tiles
+from evogrpo.functional.matmul import add_product, product
+from evogrpo.models.language.low_rank import Joined, Pieces, RoutedAdapters, Run
+from evogrpo.models.language.token_model import View
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Divide rows `[m, h]` by their root mean square, found in float32, and multiply by `weight` `[h]`, which is fixed.
+
+    Where `weight` is more precise than rows are, nothing is rounded in between.
+
+    Source: RMSNorm (arXiv:1910.07467).
+    """
+    out: Tensor = _Norm.apply(x, weight, eps)
+    return out
+
+
+def _cuts(*every: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Cut rows that are computed in float32 and held in less into parts of which the copies stay small, on a CPU."""
+    if every[0].dtype == torch.float32:
+        return [every]
+    return (tuple(each[rows] for each in every) for rows in tiles(every[0]))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out, inverses = torch.empty_like(x), x.new_empty((len(x), 1), dtype=torch.float32)
+        for rows, inverse, made in _cuts(x, inverses, out):
+            torch.linalg.vector_norm(rows, dim=-1, keepdim=True, dtype=torch.float32, out=inverse)
+            inverse.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            if weight.dtype == x.dtype:
+                torch.mul(rows, inverse, out=made).mul_(weight)
+            else:
+                torch.mul(rows * inverse, weight, out=made)
+        ctx.save_for_backward(x, weight, inverses)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, inverses = ctx.saved_tensors
+        out = torch.empty_like(x)
+        for rows, inverse, slope, made in _cuts(x, inverses, grads[0], out):
+            torch.mul(slope, weight, out=made)
+            # y = x / s with s^2 = mean(x^2) + eps, so dx = (g - x mean(g x) / s^2) / s.
+            mean = torch.linalg.vecdot(made, rows)[:, None].float() * inverse.pow(3) / -x.shape[-1]
+            made.mul_(inverse).addcmul_(rows, mean.to(x.dtype))
+        return out, None, None
+
+
+class Activation(NamedTuple):
+    """What gates go through.
+
+    Attributes:
+        of: Returns it.
+        into: The same in place.
+        slope: (gradient, gates) -> gradient of gates.
+    """
+
+    of: Callable[[Tensor], Tensor]
+    into: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor, Tensor], Tensor]
+
+
+ACTIVATIONS = {
+    "silu": Activation(silu, torch.ops.aten.silu_, torch.ops.aten.silu_backward),
+    "gelu_pytorch_tanh": Activation(
+        partial(gelu, approximate="tanh"),
+        partial(torch.ops.aten.gelu_, approximate="tanh"),
+        partial(torch.ops.aten.gelu_backward, approximate="tanh"),
+    ),
+}
+"""By the names that transformers gives them."""
+
+
+def gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """Return activation(gate) * up, of `[m, w]`.
+
+    Args:
+        gate: What goes through the activation.
+        up: What is multiplied.
+        activation: Which.
+
+    Source: SwiGLU and GEGLU (arXiv:2002.05202).
+    """
+    out: Tensor = _Gated.apply(gate, up, activation)
+    return out
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.activation = activation
+        out = gate.new_empty(gate.shape)
+        for rows in tiles(out):  # few enough for a processor's cache
+            torch.mul(activation.of(gate[rows]), up[rows], out=out[rows])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        slope, activation = grads[0], ctx.activation
+        gate, up = ctx.saved_tensors
+        of_gate, of_up = torch.empty_like(slope), torch.empty_like(slope)
+        for rows in tiles(slope):
+            torch.mul(activation.of(gate[rows]), slope[rows], out=of_up[rows])
+            of_gate[rows] = activation.slope(slope[rows] * up[rows], gate[rows])
+        return of_gate, of_up, None
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
+    """Turn each head by its token's position, and lay heads out one after another.
+
+    Args:
+        x: `[n * t, kv * rep * d]`, heads side by side.
+        cos: `[n, t, d / 2]`, any factor on the result multiplied in.
+        sin: The same.
+        heads: (kv, rep): heads of keys and values, and of queries for each of them.
+
+    Returns:
+        `[kv, n, rep * t, d]`.
+
+    Source: RoFormer (arXiv:2104.09864); halves are paired as Llama does.
+    """
+    out: Tensor = _Rotate.apply(x, cos, sin, heads)
+    return out
+
+
+def _by_head(x: Tensor, shape: torch.Size, heads: tuple[int, int]) -> Tensor:
+    """View `[n * t, kv * rep * d]` as `[kv, n, rep, t, d]`."""
+    return x.view(*shape[:2], *heads, 2 * shape[2]).permute(2, 0, 3, 1, 4)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, out: Tensor) -> None:
+    """Write the two halves of `[kv, n, rep, t, d]`, turned, into `out`."""
+    (left, right), (new_left, new_right) = x.chunk(2, -1), out.chunk(2, -1)
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    torch.mul(left, cos, out=new_left)
+    new_left.addcmul_(right, sin, value=-sign)
+    torch.mul(right, cos, out=new_right)
+    new_right.addcmul_(left, sin, value=sign)
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.heads = heads
+        n, t, half = cos.shape
+        out = x.new_empty((heads[0], n, heads[1], t, 2 * half))
+        _turn(_by_head(x, cos.shape, heads), cos, sin, 1.0, out)
+        return out.view(heads[0], n, heads[1] * t, 2 * half)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        n, t, half = cos.shape
+        kv, rep = ctx.heads
+        into = grads[0].new_empty((n * t, kv * rep * 2 * half))
+        _turn(grads[0].view(kv, n, rep, t, 2 * half), cos, sin, -1.0, _by_head(into, cos.shape, ctx.heads))
+        return into, None, None, None
+
+
+Named = tuple[str, nn.Linear]
+"""A layer, and its dotted name in the model."""
+
+
+def projected(
+    x: Tensor,
+    layers: Sequence[Named],
+    view: View | None,
+    rows: int,
+    changed: Collection[str],
+) -> Sequence[Tensor]:
+    """Return what layers make of `[m, in]`, each `[m, out]`, under the weights of `view`.
+
+    Args:
+        x: Tokens of all rows, one row after the other.
+        layers: Those that read it.
+        view: The weights that rows act with.
+        rows: How many rows they belong to.
+        changed: Names of the layers that views change.
+    """
+    if view is None:
+        return _Linears.apply(x, [layer for _, layer in layers], None)  # type: ignore[no-any-return]
+    names = tuple(name for name, _ in layers)
+    if isinstance(view, RoutedAdapters) and not torch.is_grad_enabled():
+        outputs = [product(x, layer.weight, layer.bias) for _, layer in layers]
+        joined = view.joined(names, len(x), x.dtype)
+        if joined is not None:
+            _add(x, outputs, joined)
+        return outputs
+    if isinstance(view, RoutedAdapters):
+        pieces = view.pieces(names, len(x))
+        leaves = [] if pieces is None else pieces.leaves
+        return _Linears.apply(x, [layer for _, layer in layers], pieces, *leaves)  # type: ignore[no-any-return]
+    whole = x.unflatten(0, (rows, -1))
+    own = ((name, product(whole, layer.weight, layer.bias)) for name, layer in layers)
+    return [(view(name, whole, out) if name in changed else out).flatten(0, 1) for name, out in own]
+
+
+def columns_of(joined: Joined) -> list[slice | None]:
+    """Return where each module's part of x A^T is, None where nothing acts."""
+    at, found = 0, list[slice | None]()
+    for b in joined.b:
+        found.append(None if b is None else slice(at, at + b.shape[2]))
+        at += 0 if b is None else b.shape[2]
+    return found
+
+
+def _add(x: Tensor, outputs: Sequence[Tensor], joined: Joined) -> Tensor:
+    """Add scale * (x A^T) B^T to what layers made of `x`, and return all x A^T `[m, modules * r]`."""
+    low = x.new_empty((len(x), joined.a.shape[1]))
+    acting = list(zip(outputs, joined.b, columns_of(joined), strict=True))
+    for rows, own, count in joined.runs:
+        torch.bmm(x[rows].view(count, -1, x.shape[1]), joined.a[own].mT, out=low[rows].view(count, -1, low.shape[1]))
+        for out, b, columns in acting:
+            if b is not None:
+                narrow = low[rows, columns].reshape(count, -1, b.shape[2])
+                out[rows].view(count, -1, out.shape[1]).baddbmm_(narrow, b[own].mT, alpha=joined.scale)
+    return low
+
+
+class _Linears(torch.autograd.Function):
+    """x W^T + b + scale * (x A^T) B^T for several layers at once: their gradients add up in one buffer.
+
+    Products with adapters are in the precision of `x`; their gradients are cast to that of the adapters. Segments of
+    equally many tokens share their products, and so do layers where one matrix follows from another's rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layers: Sequence[nn.Linear],
+        pieces: Pieces | None,
+        *leaves: Tensor,
+    ) -> tuple[Tensor, ...]:
+        made = tuple(product(x, layer.weight, layer.bias) for layer in layers)
+        low = None if pieces is None else _add(x, made, pieces.joined(leaves, x.dtype))
+        ctx.set_materialize_grads(False)
+        ctx.layers, ctx.pieces = layers, pieces
+        ctx.save_for_backward(x, low, *leaves)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, low, *leaves = ctx.saved_tensors
+        slopes = [None if grad is None else grad.contiguous() for grad in grads]
+        into: Tensor | None = None
+        for layer, slope in zip(ctx.layers, slopes, strict=True):
+            if ctx.needs_input_grad[0] and slope is not None:
+                if into is None:
+                    into = product(slope, layer.weight.T)
+                else:
+                    add_product(into, slope, layer.weight.T)
+        if ctx.pieces is None:
+            return into, None, None
+        joined = ctx.pieces.joined(leaves, x.dtype)
+        return into, None, None, *_backward(x, low, slopes, joined, into, leaves[0].dtype)
+
+
+def _backward(
+    x: Tensor,
+    low: Tensor,
+    slopes: Sequence[Tensor | None],
+    joined: Joined,
+    into: Tensor | None,
+    dtype: torch.dtype,
+) -> list[Tensor | None]:
+    """Return the gradients of all leaves, in their order, and add that of `x` to `into`.
+
+    Args:
+        x: `[m, in]`.
+        low: `[m, modules * r]` x A^T.
+        slopes: `[m, out]` gradients of what each layer put out.
+        joined: The adapters.
+        into: `[m, in]`, or None where no gradient is wanted.
+        dtype: Of the leaves.
+    """
+    runs = joined.runs
+    back = torch.zeros_like(low)  # the gradient of x A^T
+    of_b = [
+        None
+        if b is None or slope is None
+        else _through_b(low[:, columns], slope, b, joined.scale, back[:, columns], runs, dtype)
+        for slope, b, columns in zip(slopes, joined.b, columns_of(joined), strict=True)
+    ]
+    of_a = x.new_zeros(joined.a.shape, dtype=dtype)
+    for rows, own, count in runs:
+        narrow = back[rows].view(count, -1, back.shape[1])
+        of_a[own] += torch.bmm(narrow.mT, x[rows].view(count, -1, x.shape[1]))
+        if into is not None:
+            into[rows].view(count, -1, x.shape[1]).baddbmm_(narrow, joined.a[own])
+    found = list[Tensor | None]()
+    for b, grad, columns in zip(joined.b, of_b, columns_of(joined), strict=True):
+        if b is not None:
+            for number in range(len(b)):
+                found += (None, None) if grad is None else (of_a[number, columns], grad[number])
+    return found
+
+
+def _through_b(
+    low: Tensor, slope: Tensor, b: Tensor, scale: float, back: Tensor, runs: Sequence[Run], dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient `[s, out, r]` of one layer's B, and write that of x A^T `[m, r]` into `back`."""
+    of_b = b.new_zeros((len(b), b.shape[2], b.shape[1]), dtype=dtype)
+    for rows, own, count in runs:
+        steep = slope[rows].view(count, -1, slope.shape[1])
+        back[rows] = torch.bmm(steep, b[own]).mul_(scale).view(-1, b.shape[2])
+        of_b[own] += torch.bmm((low[rows] * scale).view(count, -1, b.shape[2]).mT, steep)
+    return of_b.mT

@@ -1,0 +1,398 @@
+"""A frozen causal language model of transformers as a TokenModel: prefix-shared passes that leave it as it was."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from evogrpo.functional.log_probs import chunked_log_probs
+from evogrpo.functional.matmul import product
+from evogrpo.models.fast_llama.compatibility import agrees
+from evogrpo.models.fast_llama.decode import DirectDecoding
+from evogrpo.models.fast_llama.forward import DirectPasses
+from evogrpo.models.fast_llama.weight_layout import anatomy, matrix_of, switched_off, untouched
+from evogrpo.models.language.compatibility import (
+    check_causal,
+    check_differentiable,
+    check_padding,
+    check_token_ids,
+    context_of,
+    continues,
+    find_decoder,
+    find_head,
+    frozen,
+    grouped_attention,
+)
+from evogrpo.models.language.fsdp import parted
+from evogrpo.models.language.kv_cache import (
+    CachedDecoding,
+    Context,
+    PlainDecoding,
+    Prefix,
+    PrefixLayer,
+    Prompts,
+    collected,
+)
+from evogrpo.models.language.low_rank import RoutedAdapters
+from evogrpo.models.language.quantised import check_gradients_pass
+from evogrpo.models.language.shared_prefixes import share_beginnings
+from evogrpo.models.language.token_model import Decoding, Route, View
+from evogrpo.warnings import warn
+
+SHORTEST_ROOT = 8  # tokens that prompts must have in common before running them apart pays
+
+
+def pad_left(sequences: Sequence[tuple[int, ...]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return token ids `[m, P]` padded on the left, and the mask of real tokens `[m, P]`."""
+    width = max(len(sequence) for sequence in sequences)
+    ids = torch.full((len(sequences), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(sequences), width), dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        ids[row, width - len(sequence) :] = torch.tensor(sequence)
+        mask[row, width - len(sequence) :] = True
+    return ids.to(device), mask.to(device)
+
+
+def _common_length(prompts: Sequence[tuple[int, ...]]) -> int:
+    """Return how many tokens all prompts begin with, at least one of each prompt's left over."""
+    shortest = min(map(len, prompts)) - 1
+    first = min(prompts), max(prompts)  # what the extremes share, all in between share
+    differing = (place for place in range(shortest) if first[0][place] != first[1][place])
+    return next(differing, shortest)
+
+
+def _join(first: View | None, later: View | None) -> bool:
+    """Tell whether what acts on prompts and on what continues them can act on both at once."""
+    if isinstance(first, RoutedAdapters) and isinstance(later, RoutedAdapters):
+        return first.slots == later.slots
+    return first is None and later is None
+
+
+class CausalModel:
+    """A base language model, used by calling its modules or reading their weights; see `engine.token_model.TokenModel`.
+
+    Members' weights act through forward hooks on the modules that they change. The hooks exist only while the model is
+    `working`, and do nothing but during a pass of its own.
+
+    At construction a probe compares the prefix-shared pass, the bare vocabulary head and, for models like Llama, the
+    direct pass with the model's own `forward`; whatever differs is not used (`shares_prefix`, `head`, `direct`). Under
+    autocast, and while something is hooked into the model, it is always called.
+
+    Args:
+        model: A causal language model of transformers; never changed.
+        pad_id: Token id used as padding.
+        changed: Dotted names of the modules whose output views change.
+        explicit_positions: Whether to pass positions, counted without padding; only models whose attention knows
+            nothing but distances can do without.
+        autocast: Makes the context that passes run in, for mixed precision.
+
+    Raises:
+        ValueError: If the model is not causal, its logits cannot be computed from its hidden states, or padding changes
+            them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        pad_id: int,
+        *,
+        changed: Sequence[str] = (),
+        explicit_positions: bool = True,
+        autocast: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.model = model
+        self.pad_id = pad_id
+        self.explicit_positions = explicit_positions
+        self.autocast = autocast
+        self._changed = {name: model.get_submodule(name) for name in changed}
+        self._view: View | None = None
+        self._working = False
+        self._direct: DirectPasses | None = None
+        self._parts = parted(model)
+        self.decoder = find_decoder(model)
+        self.device = next(model.parameters()).device
+        self.layers = int(model.config.get_text_config().num_hidden_layers)
+        self.context = context_of(model)
+        with frozen(model), torch.no_grad():
+            check_causal(model)
+            self.head = find_head(model, self.decoder)
+            check_differentiable(model, self.decoder, self._changed)
+            check_gradients_pass(model)
+            check_padding(self._alone, model, self.decoder, pad_id, explicit_positions=explicit_positions)
+            self.shares_prefix = self._probe_prefix()
+            self._known = self._probe_direct()
+        if not self.shares_prefix:
+            warn(
+                f"{type(model).__name__} keeps a cache that cannot be shared between completions: prompts are run "
+                "again for every completion, and sampling recomputes the whole sequence for every token"
+            )
+
+    def again(self, autocast: Callable[[], AbstractContextManager[None]]) -> "CausalModel":
+        """Return the same for another bank; what the probes have found is not asked again."""
+        assert not self._working
+        other = copy(self)
+        other.autocast = autocast
+        return other
+
+    @property
+    def exact(self) -> bool:
+        """Whether sampling and scoring agree to rounding: in float32, but not in half precision."""
+        dtype = next(self.model.parameters()).dtype
+        return dtype in (torch.float32, torch.float64) and self.autocast is nullcontext
+
+    @property
+    def direct(self) -> bool:
+        """Whether passes are computed here from the model's weights, rather than by calling it; known while working."""
+        return self._direct is not None
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Freeze the model and hook the views in; inside another such `with`, there is nothing left to do."""
+        if self._working:
+            yield
+            return
+        handles: list[RemovableHandle] = []
+        try:
+            self._working = True
+            with frozen(self.model), grouped_attention(self.device):
+                mixed = self.autocast is not nullcontext or torch.is_autocast_enabled(self.device.type)
+                self._direct = None if mixed or not untouched(self.decoder) else self._known
+                changed = self._changed if self._direct is None else {}
+                handles.extend(module.register_forward_hook(self._hook(name)) for name, module in changed.items())
+                yield
+        finally:
+            self._working, self._direct = False, None
+            if self._parts is not None:
+                self._parts.put_away()
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]:
+        def change(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+            return None if self._view is None else self._view(name, args[0], output)
+
+        return change
+
+    def run(self, ids: Tensor, mask: Tensor, cache: Cache | None, view: View | None) -> Tensor:
+        """Return final hidden states `[n, t, h]` of tokens `[n, t]` that continue `cache`.
+
+        Args:
+            ids: `[n, t]` token ids.
+            mask: `[n, P + t]` booleans over cached and new tokens; positions are counted from the first True.
+            cache: What the tokens continue, or None.
+            view: The weights that rows act with; None = the base's alone.
+        """
+        if self._direct is not None:
+            return self._direct.run(ids, mask, cache, view)
+        positions = {}
+        if self.explicit_positions:
+            positions["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        # A model without a cache of keys and values has no such argument: it is named only when there is one.
+        cached = {} if cache is None else {"past_key_values": cache, "use_cache": True}
+        try:
+            self._view = view
+            output = self.decoder(input_ids=ids, attention_mask=mask.long(), **positions, **cached)
+        finally:
+            self._view = None
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def prefix(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        slots: Sequence[int],
+        route: Route,
+        shortest_root: int = SHORTEST_ROOT,
+    ) -> Prefix | Prompts:
+        """Run prompts once each, keeping what completions need to continue from them, gradients included.
+
+        What all prompts begin with, a system prompt for instance, runs only once per slot. Where the cache cannot be
+        shared, nothing runs yet.
+
+        Args:
+            prompts: Token ids of each.
+            slots: Whose weights run each prompt, sorted.
+            route: Directs rows to weights.
+            shortest_root: Fewest common tokens that are worth a pass of their own.
+        """
+        if not self.shares_prefix:
+            ids, mask = self._padded(prompts)
+            return Prompts(ids=ids, mask=mask)
+        root, rows, rest = self._rooted(prompts, slots, route, shortest_root)
+        return self._run_on(root, rows, rest, route(torch.tensor(slots)))
+
+    def _rooted(
+        self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int], route: Route, shortest_root: int
+    ) -> tuple[Context | None, Tensor, Sequence[tuple[int, ...]]]:
+        """Run what all prompts begin with, and return it, which row of it each continues, and what is left of each."""
+        owners, rows = torch.unique_consecutive(torch.tensor(slots), return_inverse=True)
+        common = _common_length(prompts)
+        if common < shortest_root or len(owners) == len(prompts):
+            return None, torch.arange(len(prompts)), prompts
+        beginnings, every = [prompts[0][:common]] * len(owners), torch.arange(len(owners))
+        root = self._run_on(None, every, beginnings, route(owners))
+        return root, rows.to(self.device), [prompt[common:] for prompt in prompts]
+
+    def continued(
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        slots: Sequence[int],
+        rows: Tensor,
+        ids: Tensor,
+        present: Tensor,
+        members: Tensor,
+        route: Route,
+    ) -> Tensor:
+        """Run prompts and what continues them, at once where that is the same; see `TokenModel.continued`."""
+        views = route(torch.tensor(slots)), route(members)
+        if self._direct is None or not ids.shape[1] or not _join(*views):
+            return self.extend(self.prefix(prompts, slots, route), rows, ids, present, views[1])
+        root, continues, rest = self._rooted(prompts, slots, route, SHORTEST_ROOT)
+        read, mask, layers = self._laid_out(root, continues, rest)
+        view = None
+        if isinstance(views[0], RoutedAdapters) and isinstance(views[1], RoutedAdapters):
+            view = views[0].followed(read.shape[1], views[1], ids.shape[1])
+        prepared = read, mask, Cache(layers=list(layers))
+        last, hidden = self._direct.both(prepared, rows, ids, present, view)
+        return torch.cat([last[rows][:, None], hidden], dim=1)
+
+    def _padded(self, prompts: Sequence[tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        check_token_ids(self.model, [max(map(max, prompts)), min(map(min, prompts))], "tokens of prompts")
+        return pad_left(prompts, self.pad_id, self.device)
+
+    def resume(
+        self,
+        parts: Sequence[Context],
+        part_of: Tensor,
+        row_of: Tensor,
+        tokens: Sequence[tuple[int, ...]],
+        slots: Tensor,
+        route: Route,
+    ) -> Prefix:
+        """Go on from rows that were set aside, running only the tokens that follow; see `TokenModel.resume`."""
+        root = collected(parts, part_of.to(self.device), row_of.to(self.device))
+        return self._run_on(root, torch.arange(len(tokens), device=self.device), tokens, route(slots))
+
+    def _run_on(
+        self,
+        root: Context | None,
+        rows: Tensor,
+        prompts: Sequence[tuple[int, ...]],
+        view: View | None,
+    ) -> Prefix:
+        """Run prompts that continue row number `rows[i]` of `root`, or nothing."""
+        ids, mask, layers = self._laid_out(root, rows, prompts)
+        hidden = self.run(ids, mask, Cache(layers=list(layers)), view)
+        return Prefix(layers=tuple(layer.taken() for layer in layers), mask=mask, last_hidden=hidden[:, -1])
+
+    def _laid_out(
+        self, root: Context | None, rows: Tensor, prompts: Sequence[tuple[int, ...]]
+    ) -> tuple[Tensor, Tensor, list[PrefixLayer]]:
+        """Return the tokens of prompts, which are real, and what they continue."""
+        ids, mask = self._padded(prompts)
+        layers = [PrefixLayer() for _ in range(self.layers)]
+        if root is not None:
+            # Root, padding, prompt -> padding, root, prompt: distances between tokens are then what they seem to be.
+            place = torch.arange(root.mask.shape[1] + mask.shape[1], device=self.device)
+            padding, end = (~mask).sum(1)[:, None], root.mask.shape[1] + (~mask).sum(1)[:, None]
+            order = torch.where(
+                place < padding, root.mask.shape[1] + place, torch.where(place < end, place - padding, place)
+            )
+            mask = torch.cat([root.mask[rows], mask], dim=1).gather(1, order)
+            layers = [PrefixLayer(layer, rows, order) for layer in root.layers]
+        return ids, mask, layers
+
+    def extend(self, prefix: Prefix | Prompts, rows: Tensor, ids: Tensor, present: Tensor, view: View | None) -> Tensor:
+        """Run completions on top of prompts; see `TokenModel.extend`."""
+        if isinstance(prefix, Prompts):
+            whole = torch.cat([prefix.ids[rows], ids], dim=1), torch.cat([prefix.mask[rows], present], dim=1)
+            return self.run(*whole, None, view)[:, prefix.ids.shape[1] - 1 :]
+        first = prefix.last_hidden[rows][:, None]
+        if not ids.shape[1]:
+            return first
+        if self._direct is not None:
+            return torch.cat([first, self._direct.extend(prefix, rows, ids, present, view)], dim=1)
+        cache = Cache(layers=[PrefixLayer(layer, rows) for layer in prefix.layers])
+        hidden = self.run(ids, torch.cat([prefix.mask[rows], present], dim=1), cache, view)
+        return torch.cat([first, hidden], dim=1)
+
+    def decode(self, prefix: Prefix | Prompts, rows: Tensor, slots: Tensor, room: int, route: Route) -> Decoding:
+        """Begin to write rows; see `TokenModel.decode`."""
+        if isinstance(prefix, Prompts):
+            return PlainDecoding(self.run, prefix, rows, slots, route)
+        if self._direct is not None:
+            passes = self._direct
+
+            def begin(some: Tensor) -> Decoding:
+                return DirectDecoding(passes, prefix, rows[some], slots[some], room, route)
+
+            if self.device.type == "cpu":
+                return share_beginnings(begin, rows)
+            return begin(torch.arange(len(rows), device=self.device))
+        return CachedDecoding(self.run, prefix, rows, slots, room, route)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits; see `TokenModel.logits`."""
+        weight = self._matrix(hidden)
+        return self.head(hidden) if weight is None else product(hidden, weight)
+
+    def score(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        temperature: Tensor,
+        forbidden: Tensor,
+        forbidden_ids: Tensor,
+        chunk: int,
+        *,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies; see `TokenModel.score`."""
+        return chunked_log_probs(
+            hidden,
+            self.head,
+            tokens,
+            temperature,
+            forbidden,
+            forbidden_ids,
+            chunk,
+            entropy_gradient=entropy_gradient,
+            weight=self._matrix(hidden),
+        )
+
+    def _matrix(self, hidden: Tensor) -> Tensor | None:
+        """Return the matrix `[v, h]` that the direct pass multiplies hidden states with, where that is all there is."""
+        return None if self._direct is None else matrix_of(self.head, hidden)
+
+    def _alone(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return what the base makes of tokens that continue nothing."""
+        return self.run(ids, mask, None, None)
+
+    def _probe_prefix(self) -> bool:
+        """Tell whether prompts can be run once for all that continues them."""
+
+        def continued(prompts: Sequence[tuple[int, ...]], rows: Tensor, ids: Tensor) -> Tensor:
+            prefix = self.prefix(prompts, [0] * len(prompts), lambda slots: None, shortest_root=1)
+            return self.extend(prefix, rows, ids, torch.ones_like(ids, dtype=torch.bool), None)[:, 1:]
+
+        self.shares_prefix = True  # as is tried
+        return continues(continued, self.model, self.decoder)
+
+    def _probe_direct(self) -> DirectPasses | None:
+        """Return the direct pass where the model is known to it and it gives the model's own hidden states."""
+        parts = None if switched_off() or not self.explicit_positions else anatomy(self.model, self.decoder)
+        if parts is None:
+            return None
+        passes = DirectPasses(parts, self._changed, self._parts)
+        if agrees(passes):
+            return passes
+        warn(
+            f"{type(self.model).__name__} is run by transformers' own passes, which take longer: the direct ones give "
+            "other numbers"
+        )
+        return None

@@ -1,0 +1,429 @@
+"""Policy networks: the default one with its encoders, and modules of the user."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from itertools import pairwise
+from operator import itemgetter
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from evogrpo.data import map_tensors
+from evogrpo.models.networks.architecture import Convolution, NetworkConfig, Parameters
+from evogrpo.models.networks.layers import FloatArray, HiddenLayers, convolve, orthogonal
+from evogrpo.randomness import generator
+from evogrpo.spaces import preprocess_observation
+from evogrpo.warnings import warn
+
+Image = tuple[int, int, int]
+"""(channels, height, width)."""
+
+
+class Encoding:
+    """How the observations of one space become features and images.
+
+    Discrete and MultiDiscrete values are one-hot encoded, other numbers taken as they are; uint8 numbers are divided by
+    255. A Box of uint8 with three dimensions (channels first or last: the smaller one), or with two (one channel), is
+    an image. The parts of a Dict or Tuple lie side by side, in the space's own order.
+
+    Args:
+        space: A Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these.
+
+    Attributes:
+        features: Length of the vector, images not counted.
+        images: The shape of each image.
+        image_names: What each is called; the whole observation has no name.
+        words: What is observed, part by part, for people.
+
+    Raises:
+        ValueError: If the space, or a part of it, is of another kind.
+    """
+
+    def __init__(self, space: spaces.Space[Any] | None) -> None:
+        parts = list(_parts(space))
+        if space is None or not parts:
+            raise ValueError(f"an observation must have at least one part, got {space}")
+        self._space, self._leaves = space, [leaf for _, leaf in parts]
+        told = [f"{name}: {_in_words(leaf)}" if name else _in_words(leaf) for name, leaf in parts]
+        self.words = "; ".join([*told, "side by side"] if len(told) > 1 else told)
+        self.image_names = [name for name, leaf in parts if _image(leaf) is not None]
+        self.images: list[Image] = [shape for leaf in self._leaves if (shape := _image(leaf)) is not None]
+        self.features = sum(_width(leaf) for leaf in self._leaves if _image(leaf) is None)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether an observation is one array of numbers that are features as they are."""
+        (leaf, *others) = self._leaves
+        return not others and isinstance(leaf, spaces.Box) and leaf.dtype != np.uint8
+
+    def __call__(self, observations: Any, device: torch.device | str) -> tuple[Tensor | None, list[Tensor]]:
+        """Return features `[m, f]` (None if there are none) and images `[m, channels, height, width]`, as float32.
+
+        Args:
+            observations: Tensors or arrays `[m, ...]` in the form of the space.
+            device: Where the results go.
+
+        Raises:
+            ValueError: If the observations do not fit the space.
+        """
+        vectors, images = [], []
+        numbers = leaves(preprocess_observation(observations, self._space, device))
+        for leaf, part in zip(self._leaves, numbers, strict=True):
+            values = part / 255 if leaf.dtype == np.uint8 and isinstance(leaf, spaces.Box) else part
+            shape = _image(leaf)
+            if shape is None:
+                vectors.append(values.reshape(len(values), -1))
+            elif values.ndim == 3:
+                images.append(values[:, None])
+            else:
+                images.append(values if tuple(values.shape[1:]) == shape else values.permute(0, 3, 1, 2))
+        vector = torch.cat(vectors, 1) if len(vectors) > 1 else next(iter(vectors), None)
+        return vector, images
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    """Yield the leaves of dicts and tuples, however nested, in their order."""
+    if isinstance(tree, Mapping):
+        for part in tree.values():
+            yield from leaves(part)
+    elif isinstance(tree, tuple | list):
+        for part in tree:
+            yield from leaves(part)
+    else:
+        yield tree
+
+
+def zero_observation(space: spaces.Space[Any]) -> Any:
+    """Return one batch of one observation of zeros (or each space's first value), in the form of the space."""
+    match space:
+        case spaces.Dict():
+            return {key: zero_observation(part) for key, part in space.spaces.items()}
+        case spaces.Tuple():
+            return tuple(zero_observation(part) for part in space.spaces)
+        case spaces.Discrete() | spaces.MultiDiscrete():
+            return np.asarray(space.start)[None]
+    return np.zeros((1, *(space.shape or ())), dtype=space.dtype)
+
+
+def _parts(space: spaces.Space[Any] | None, name: str = "") -> Iterator[tuple[str, spaces.Space[Any]]]:
+    """Yield the parts of an observation and what they are called, such as `where.0`; the whole has no name."""
+    match space:
+        case spaces.Dict() | spaces.Tuple():
+            named = space.spaces.items() if isinstance(space, spaces.Dict) else enumerate(space.spaces)
+            for key, part in named:
+                yield from _parts(part, f"{name}.{key}" if name else str(key))
+        case spaces.Box() | spaces.Discrete() | spaces.MultiDiscrete() | spaces.MultiBinary():
+            yield name, space
+        case _:
+            got = "None" if space is None else type(space).__name__
+            raise ValueError(
+                "a small network observes a Box, Discrete, MultiDiscrete, MultiBinary, or a Dict or Tuple of these, "
+                f"got {got}: wrap the environment so that its observations are of one of these"
+            )
+
+
+def _width(space: spaces.Space[Any]) -> int:
+    match space:
+        case spaces.Discrete():
+            return int(space.n)
+        case spaces.MultiDiscrete():
+            return int(space.nvec.sum())
+    return int(np.prod(space.shape or ()))
+
+
+def _in_words(space: spaces.Space[Any]) -> str:
+    """Say what a part of an observation is to a network."""
+    width, image = _width(space), _image(space)
+    if image is not None:
+        channels, height, across = image
+        return f"an image of {height} × {across} with {channels} channel{'' if channels == 1 else 's'}"
+    match space:
+        case spaces.Discrete():
+            return f"one of {width}, one-hot"
+        case spaces.MultiDiscrete():
+            return f"{int(space.nvec.size)} choices, one-hot in {width} numbers"
+        case spaces.MultiBinary():
+            return f"{width} bit{'' if width == 1 else 's'}"
+    divided = ", divided by 255" if space.dtype == np.uint8 else ""
+    return f"{width} number{'' if width == 1 else 's'}{divided}"
+
+
+def _image(space: spaces.Space[Any]) -> Image | None:
+    """Return an image's shape with channels first, or None for what is no image."""
+    if not isinstance(space, spaces.Box) or space.dtype != np.uint8 or len(space.shape) not in (2, 3):
+        return None
+    if len(space.shape) == 2:
+        return (1, space.shape[0], space.shape[1])
+    first, middle, last = space.shape
+    return (first, middle, last) if first < last else (last, first, middle)
+
+
+Shapes = dict[str, tuple[int, ...]]
+
+AddGradients = Callable[[Tensor, Parameters], None]
+"""(slope `[q, w, o]` of the outputs, gradients `[q, ...]` of the parameters, to be added to)."""
+
+NATURE: tuple[Convolution, ...] = ((32, 8, 4), (64, 4, 2), (64, 3, 1))  # Human-level control (Nature 518, 2015)
+SMALL: tuple[Convolution, ...] = ((16, 3, 1), (32, 3, 1))
+LARGE_IMAGE = 36  # sides from which on NATURE leaves something of an image
+
+
+class Network(Protocol):
+    """A function of parameters and observations, for several members at once.
+
+    Attributes:
+        shapes: Names and shapes of one member's parameters, in the order in which a flat vector holds them.
+        values_kept: Roughly how many numbers one observation keeps in memory until its gradient is known.
+    """
+
+    shapes: Shapes
+    values_kept: int
+
+    @property
+    def words(self) -> str:
+        """What it is made of, for people."""
+        ...
+
+    def initial(self, seed: int) -> Parameters:
+        """Return the parameters that every member starts from."""
+        ...
+
+    def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return outputs `[q, w, o]` of parameters `[q, ...]` for observations `[q, w, ...]`, without gradient."""
+        ...
+
+    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return the same, and what adds gradients up; to be called at most once."""
+        ...
+
+
+def split(flat: Tensor, shapes: Shapes) -> Parameters:
+    """View flat vectors `[..., k]` as parameters `[..., *shape]` by name."""
+    parameters, start = {}, 0
+    for name, shape in shapes.items():
+        count = int(np.prod(shape))
+        parameters[name] = flat[..., start : start + count].unflatten(-1, shape)
+        start += count
+    return parameters
+
+
+def join(parameters: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
+    """Return parameters `[..., *shape]` as flat vectors `[..., k]`, the inverse of `split`."""
+    return torch.cat([parameters[name].flatten(-len(shape)) for name, shape in shapes.items()], dim=-1)
+
+
+class DefaultNetwork:
+    """Convolutions for images, then hidden layers over all features side by side.
+
+    The hidden layers of all members run as batched products; `layers` says what was measured.
+
+    Args:
+        config: The architecture.
+        space: What is observed.
+        outputs: How many numbers are put out.
+
+    Raises:
+        ValueError: If the space is not supported, or the convolutions leave nothing of an image.
+    """
+
+    def __init__(self, config: NetworkConfig, space: spaces.Space[Any] | None, outputs: int) -> None:
+        self.config, self.encoding = config, Encoding(space)
+        self.shapes: Shapes = {}
+        self.values_kept = self.encoding.features
+        self._hidden, self._images = HiddenLayers(config.activation), list[list[tuple[str, int]]]()
+        features = self.encoding.features
+        for number, image in enumerate(self.encoding.images):
+            layers, size = self._add_image(number, image)
+            self._images.append(layers)
+            features += size
+        sizes = (features, *config.hidden, outputs)
+        self._layers = [*(f"hidden{depth}" for depth in range(len(config.hidden))), "output"]
+        for name, (fan_in, fan_out) in zip(self._layers, pairwise(sizes), strict=True):
+            self.shapes |= {f"{name}.weight": (fan_in, fan_out), f"{name}.bias": (fan_out,)}
+        self.values_kept += 2 * sum(sizes)
+
+    @property
+    def words(self) -> str:
+        """Its convolutions, what is joined with what they find, and its hidden layers, such as `64-64 tanh`."""
+        config, parts = self.config, []
+        for image, layers in zip(self.encoding.image_names, self._images, strict=True):
+            shapes = [(self.shapes[f"{name}.weight"], stride) for name, stride in layers]
+            told = ", ".join(f"{shape[0]} of {shape[2]}×{shape[3]} stride {stride}" for shape, stride in shapes)
+            parts.append(f"convolutions{f' of {image}' if image else ''} ({told})")
+        if parts and self.encoding.features:
+            count = self.encoding.features
+            parts.append(f"joined with {count} number{'' if count == 1 else 's'}")
+        hidden = f"{'-'.join(map(str, config.hidden))} {config.activation}" if config.hidden else "linear"
+        return f"{', '.join(parts)}, then {hidden}" if parts else hidden
+
+    def _add_image(self, number: int, image: Image) -> tuple[list[tuple[str, int]], int]:
+        """Declare one image's convolutions; return their names and strides, and how many features come out."""
+        convolutions = self.config.convolutions
+        if convolutions is None:
+            convolutions = NATURE if min(image[1:]) >= LARGE_IMAGE else SMALL
+        layers, (width, *sides) = [], image
+        self.values_kept += 2 * int(np.prod(image))
+        for depth, (channels, kernel, stride) in enumerate(convolutions):
+            if min(sides) < kernel:
+                raise ValueError(
+                    f"the convolutions {convolutions} do not fit an image of {image} (channels, height, width): layer "
+                    f"{depth} has a kernel of {kernel} but gets {sides}; choose others in NetworkConfig(convolutions=)"
+                )
+            name = f"image{number}.layer{depth}"
+            self.shapes |= {f"{name}.weight": (channels, width, kernel, kernel), f"{name}.bias": (channels,)}
+            layers.append((name, stride))
+            width, sides = channels, [(side - kernel) // stride + 1 for side in sides]
+            self.values_kept += 2 * width * int(np.prod(sides))
+        return layers, width * int(np.prod(sides))
+
+    def initial(self, seed: int) -> Parameters:
+        """Return orthogonal weights of gain sqrt(2), 0.01 for the output, and biases of 0.
+
+        Each layer has a random stream of its own, so architectures that agree on a layer start with the same one.
+        """
+        parameters = {}
+        for name, shape in self.shapes.items():
+            if name.endswith(".bias"):
+                parameters[name] = torch.zeros(shape)
+                continue
+            rng, gain = generator(seed, f"init {name}"), 0.01 if name == "output.weight" else 2**0.5
+            if len(shape) == 4:  # a convolution's units are its first axis, a hidden layer's its last
+                parameters[name] = gain * orthogonal(rng, shape[0], int(np.prod(shape[1:]))).reshape(shape)
+            else:
+                parameters[name] = gain * orthogonal(rng, *shape)
+        return parameters
+
+    def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return outputs `[q, w, o]` without gradient; see `Network`."""
+        with torch.no_grad():
+            device = parameters["output.bias"].device
+            return self._hidden.forward(self._stacked(parameters), self._features(parameters, observations, device))
+
+    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return outputs and what adds gradients up; see `Network`."""
+        names = [f"{name}.{part}" for image in self._images for name, _ in image for part in ("weight", "bias")]
+        own = {name: parameters[name].detach().requires_grad_() for name in names}
+        with torch.set_grad_enabled(bool(names)):
+            features = self._features(own, observations, parameters["output.bias"].device)
+        outputs, backward = self._hidden.record(self._stacked(parameters), features.detach(), below=bool(names))
+
+        def add(slope: Tensor, gradients: Parameters) -> None:
+            below = backward(slope, self._stacked(gradients))
+            if names:
+                slopes = torch.autograd.grad(features, list(own.values()), below)
+                for name, values in zip(names, slopes, strict=True):
+                    gradients[name] += values
+
+        return outputs, add
+
+    def act(self, parameters: Mapping[str, FloatArray], features: FloatArray) -> FloatArray:
+        """Return outputs `[q, w, o]` for features `[q, w, f]` of spaces whose observations are features, in numpy."""
+        layers = [(parameters[f"{name}.weight"], parameters[f"{name}.bias"]) for name in self._layers]
+        return self._hidden.act(layers, features)
+
+    def _features(self, parameters: Parameters, observations: Any, device: torch.device) -> Tensor:
+        """Return features `[q, w, f]`, those of images included."""
+        lead = next(leaves(observations)).shape[:2]
+        vector, images = self.encoding(map_tensors(observations, lambda leaf: leaf.flatten(0, 1)), device)
+        parts = [] if vector is None else [vector.unflatten(0, lead)]
+        for layers, image in zip(self._images, images, strict=True):
+            parts.append(convolve(layers, parameters, image.unflatten(0, lead)))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+    def _stacked(self, parameters: Parameters) -> list[tuple[Tensor, Tensor]]:
+        return [(parameters[f"{name}.weight"], parameters[f"{name}.bias"]) for name in self._layers]
+
+
+class ModuleNetwork:
+    """A module of the caller's, called once per member with that member's parameters (`torch.func.functional_call`).
+
+    The cost: N members take N forward passes, where the default network takes one batched pass. (`torch.func.vmap`
+    measured no faster, and refuses modules that branch on values.) The module is copied; the copy is in evaluation
+    mode, so dropout is off; its buffers, and parameters that require no gradient, are constants that all members share.
+    Members start from its weights.
+
+    Args:
+        module: Observations as `evogrpo.spaces.preprocess_observation` makes them -> `[batch, outputs]`.
+        space: What is observed.
+        outputs: How many numbers it must put out.
+        device: Where the copy goes.
+
+    Raises:
+        ValueError: If the space is not supported, or the module has no parameters or puts out something else.
+    """
+
+    values_kept = 1 << 14  # unknown: a guess that makes passes of a few thousand observations
+
+    def __init__(
+        self, module: nn.Module, space: spaces.Space[Any] | None, outputs: int, device: torch.device | str = "cpu"
+    ) -> None:
+        Encoding(space)  # refuses a space that is not supported
+        assert space is not None
+        self._module, self._space, self.name = deepcopy(module).to(device).eval(), space, type(module).__qualname__
+        trained = [pair for pair in self._module.named_parameters() if pair[1].requires_grad]
+        self._first = {name: value.detach().float() for name, value in trained}
+        if not self._first:
+            raise ValueError(f"a network must have parameters to learn, {self.name} has none that require a gradient")
+        self.shapes: Shapes = {name: tuple(value.shape) for name, value in self._first.items()}
+        try:
+            with torch.no_grad():
+                tried = self._member(self._first, zero_observation(space))
+        except Exception as error:
+            raise ValueError(f"{self.name} cannot take an observation of {space}: {error}") from error
+        if tuple(tried.shape) != (1, outputs):
+            raise ValueError(
+                f"{self.name} must return [batch, {outputs}] for this action space, "
+                f"got {list(tried.shape)} for a batch of one observation"
+            )
+        if outputs > 1 and bool((tried >= 0).all()) and math.isclose(float(tried.sum()), 1.0, abs_tol=1e-5):
+            warn(
+                f"{self.name} returns probabilities, but its outputs are used as logits. Remove the softmax at its end."
+            )
+
+    @property
+    def words(self) -> str:
+        """The name of its class."""
+        return f"{self.name}, a module of your own"
+
+    def initial(self, seed: int) -> Parameters:
+        """Return copies of the module's own parameters, whatever the seed."""
+        return {name: value.clone() for name, value in self._first.items()}
+
+    def __call__(self, parameters: Parameters, observations: Any) -> Tensor:
+        """Return outputs `[q, w, o]` without gradient; see `Network`."""
+        with torch.no_grad():
+            return self._stacked(parameters, observations)
+
+    def record(self, parameters: Parameters, observations: Any) -> tuple[Tensor, AddGradients]:
+        """Return outputs and what adds gradients up; see `Network`."""
+        own = {name: parameters[name].detach().requires_grad_() for name in self.shapes}
+        with torch.enable_grad():
+            outputs = self._stacked(own, observations)
+
+        def add(slope: Tensor, gradients: Parameters) -> None:
+            slopes = torch.autograd.grad(outputs, list(own.values()), slope, materialize_grads=True)
+            for name, values in zip(own, slopes, strict=True):
+                gradients[name] += values
+
+        return outputs.detach(), add
+
+    def _stacked(self, parameters: Parameters, observations: Any) -> Tensor:
+        outputs = []
+        for row in range(len(next(leaves(observations)))):
+            own = {name: parameters[name][row] for name in self.shapes}
+            outputs.append(self._member(own, map_tensors(observations, itemgetter(row))))
+        return torch.stack(outputs)
+
+    def _member(self, parameters: Parameters, observations: Any) -> Tensor:
+        device = next(iter(parameters.values())).device
+        outputs: Tensor = functional_call(
+            self._module, parameters, (preprocess_observation(observations, self._space, device),)
+        )
+        if not isinstance(outputs, Tensor):
+            raise TypeError(f"it must return a tensor, got {type(outputs).__name__}")
+        return outputs.float()

@@ -1,0 +1,301 @@
+"""Comparison of runs: best members, settings, costs and tests."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evogrpo.evolution.fitness import Fitness, paired_difference
+from evogrpo.evolution.strategies import ScheduleStage
+from evogrpo.reporting.descent import found_schedule, standing_of
+from evogrpo.reporting.lineage import winner
+from evogrpo.reporting.records import MemberReport, TestReport
+from evogrpo.reporting.step_records import Estimate
+from evogrpo.reporting.summary import RunSummary, summarise
+from evogrpo.storage.journal import read_journal
+
+CONFIDENT = 1.96
+"""Standard errors on either side of a mean that hold the true one in 95 of 100 cases, if errors are normal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinnerReport:
+    """The best member.
+
+    Attributes:
+        summary: The run.
+        member: The best member, as it was when it earned its fitness.
+        stages: What its line of descent learnt with.
+        stored: Where it lies; None where the folder is not there.
+    """
+
+    summary: RunSummary
+    member: MemberReport
+    stages: Sequence[ScheduleStage]
+    stored: Path | None
+
+    @property
+    def standing(self) -> Estimate | None:
+        """What it won by."""
+        return standing_of(self.member)
+
+    @property
+    def test(self) -> TestReport | None:
+        """What the test says of it; None if the run has not reached it."""
+        return self.summary.test
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        member, facts = self.member, self.summary.facts
+        return {
+            **{name: facts[name] for name in ("run_id", "task", "model", "seed") if name in facts},
+            "member": member.index,
+            "generation": member.generation,
+            "fitness": None if self.standing is None else self.standing.mean,
+            "standard_error": None if self.standing is None else self.standing.standard_error,
+            "measured": {name: each.to_json() for name, each in member.measured.items()},
+            "hyperparameters": member.hyperparameters.to_json(),
+            "schedule": [stage.to_json() for stage in self.stages],
+            "test": None if self.test is None else told_test(self.test),
+            "stopped": self.summary.stopped,
+            "stored": None if self.stored is None else str(self.stored),
+        }
+
+
+def read_winner(run_dir: Path) -> WinnerReport:
+    """Read who won a run from its journal.
+
+    Raises:
+        ValueError: If there is no run, no member was evaluated, or a value is not what it must be.
+    """
+    events = read_journal(run_dir / "journal.jsonl")
+    summary, found = summarise(events), found_schedule(events)
+    stored = run_dir / "best"
+    return WinnerReport(
+        summary=summary, member=found.member, stages=found.stages, stored=stored if stored.is_dir() else None
+    )
+
+
+def interval(estimate: Estimate) -> tuple[float, float]:
+    """Return the bounds of a mean's interval of 95 %."""
+    half = CONFIDENT * estimate.standard_error
+    return estimate.mean - half, estimate.mean + half
+
+
+def told_test(test: TestReport) -> dict[str, Any]:
+    """Return a test as plain JSON values: without single scores, with intervals of 95 %."""
+    parts = {"untrained": test.before, "member": test.after, "gain": test.gain}
+    return {
+        "questions": test.questions,
+        "measure": test.measure,
+        "beyond_noise": test.beyond_noise,
+        **{name: {**each.to_json(), "interval": list(interval(each))} for name, each in parts.items()},
+    }
+
+
+_NO_SETTINGS = ("run_id", "time", "members", "data", "run_dir", "logging")
+"""What a run event and a configuration say beside settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun:
+    """One of the runs.
+
+    Attributes:
+        path: Its folder.
+        summary: What its journal tells.
+        best: Its best member as it won; None before the first evaluation.
+        settings: All settings by dotted name.
+    """
+
+    path: Path
+    summary: RunSummary
+    best: MemberReport | None
+    settings: Mapping[str, Any]
+
+    @property
+    def cost(self) -> dict[str, float | None]:
+        """What it has spent, in its own units; the time is that of learning and evaluating."""
+        if not self.summary.generations:
+            return dict.fromkeys(("generations", "steps", "timesteps", "tokens", "evaluation_tokens", "seconds"))
+        last = self.summary.generations[-1]
+        return {
+            "generations": last.generation,
+            "steps": last.step,
+            "timesteps": last.timesteps,
+            "tokens": last.tokens,
+            "evaluation_tokens": last.evaluation.tokens,
+            "seconds": last.seconds,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestDifference:
+    """How a run's test compares with the first run's.
+
+    Attributes:
+        gain: What its best member earned more; None where that cannot be said.
+        paired: Question by question, rather than mean against mean.
+        questions: That both answered, if paired.
+        why: Why it is not paired, or why nothing can be said; empty where it is paired.
+    """
+
+    gain: Estimate | None
+    paired: bool = False
+    questions: int | None = None
+    why: str = ""
+
+    __test__ = False  # the name is not pytest's
+
+    @property
+    def beyond_noise(self) -> bool | None:
+        """Whether it exceeds two standard errors; None where nothing can be said."""
+        return None if self.gain is None else abs(self.gain.mean) > 2 * self.gain.standard_error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        gain = None if self.gain is None else {**self.gain.to_json(), "interval": list(interval(self.gain))}
+        return {
+            "gain": gain,
+            "paired": self.paired,
+            "questions": self.questions,
+            "beyond_noise": self.beyond_noise,
+            "why": self.why,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Several runs, each compared with the first.
+
+    Attributes:
+        runs: In the order given.
+        settings: By dotted name, for those that are not the same in all runs: one value per run, None where a run does
+            not have it.
+        differences: For every run but the first.
+    """
+
+    runs: tuple[ComparedRun, ...]
+    settings: Mapping[str, tuple[Any, ...]]
+    differences: tuple[TestDifference, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        told: list[dict[str, Any]] = []
+        for run, difference in zip(self.runs, (None, *self.differences), strict=True):
+            told.append(
+                {
+                    "run_dir": str(run.path),
+                    "run_id": run.summary.facts.get("run_id"),
+                    "stopped": run.summary.stopped,
+                    "changed_data": list(run.summary.changed_data),
+                    "cost": run.cost,
+                    "best": None if run.best is None else _best_json(run.best),
+                    "test": None if run.summary.test is None else told_test(run.summary.test),
+                    "against_the_first": None if difference is None else difference.to_json(),
+                }
+            )
+        return {"runs": told, "settings": {name: list(values) for name, values in self.settings.items()}}
+
+
+def compare_runs(folders: Sequence[Path], configurations: Sequence[Mapping[str, Any] | None]) -> Comparison:
+    """Put runs side by side.
+
+    Args:
+        folders: Of the runs, at least two; they may be under way.
+        configurations: The plain values of each run's configuration; None for a run that was started in Python.
+
+    Raises:
+        ValueError: If there are fewer than two, one stands twice or holds no run, or a value is not what it must be.
+    """
+    if len(folders) < 2 or len({folder.resolve() for folder in folders}) != len(folders):
+        names = ", ".join(map(str, folders))
+        raise ValueError(f"at least two different runs are compared, got {names}: name the folder of another one")
+    summaries = [summarise(read_journal(folder / "journal.jsonl")) for folder in folders]
+    # Settings under the same names for all: a run that was started in Python has no configuration.
+    known = [values for values in configurations if values is not None]
+    told = known if len(known) == len(folders) else [summary.facts for summary in summaries]
+    runs = tuple(
+        ComparedRun(
+            path=folder,
+            summary=summary,
+            best=winner(summary),
+            settings=dict(_flat({name: value for name, value in values.items() if name not in _NO_SETTINGS})),
+        )
+        for folder, summary, values in zip(folders, summaries, told, strict=True)
+    )
+    every = dict.fromkeys(name for run in runs for name in run.settings)
+    rows = {name: tuple(run.settings.get(name) for run in runs) for name in every}
+    return Comparison(
+        runs=runs,
+        settings={name: values for name, values in rows.items() if any(value != values[0] for value in values)},
+        differences=tuple(difference_of_tests(run.summary, runs[0].summary) for run in runs[1:]),
+    )
+
+
+def difference_of_tests(run: RunSummary, first: RunSummary) -> TestDifference:
+    """Compare the tests of two runs: question by question where they asked the same, as means where only starts differ.
+
+    Runs in different environments, with different rewards or measured differently are not compared at all.
+    """
+    tests = run.test, first.test
+    if tests[0] is None or tests[1] is None:
+        return TestDifference(gain=None, why="one of the runs has no test yet")
+    own, other = tests[0], tests[1]
+    if own.measure != other.measure:
+        return TestDifference(gain=None, why=f"measured differently: {own.measure} and {other.measure}")
+    data, reference = run.facts.get("data"), first.facts.get("data")
+    if not isinstance(data, Mapping) or not isinstance(reference, Mapping):
+        return TestDifference(gain=None, why="a journal does not say what its test asked")
+    differs = {
+        str(name) for name in (*data, *reference) if data.get(name) != reference.get(name)
+    }  # names such as "seed", "test questions" or "reward score"
+    changed = run.changed_data or first.changed_data
+    other_task = sorted(name for name in differs if not _is_of_starts(name))
+    if other_task or changed:
+        what = ", ".join(other_task) or "data were changed when one of them was resumed"
+        return TestDifference(gain=None, why=f"not the same task: {what}")
+    if differs - _beside_the_test(data):
+        return _unpaired(own, other, f"other test questions: {', '.join(sorted(differs))}")
+    count = min(len(own.scores), len(other.scores))
+    pairs = Fitness.from_scores(own.scores[:count]), Fitness.from_scores(other.scores[:count])
+    mean, standard_error = paired_difference(*pairs)
+    return TestDifference(gain=Estimate(mean=mean, standard_error=standard_error), paired=True, questions=count)
+
+
+def _best_json(best: MemberReport) -> dict[str, Any]:
+    standing = standing_of(best)
+    earned = {"fitness": None, "standard_error": None} if standing is None else standing.to_json()
+    return {"member": best.index, "generation": best.generation, **earned}
+
+
+def _unpaired(own: TestReport, other: TestReport, why: str) -> TestDifference:
+    standard_error = math.hypot(own.after.standard_error, other.after.standard_error)
+    gain = Estimate(mean=own.after.mean - other.after.mean, standard_error=standard_error)
+    return TestDifference(gain=gain, why=why)
+
+
+def _is_of_starts(name: str) -> bool:
+    """Tell whether a part of a fingerprint says which starts there are, rather than what is done from them."""
+    return name in ("seed", "prompts") or name.endswith((" starts", " questions"))
+
+
+def _beside_the_test(data: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parts of a fingerprint that may differ although the test asks the same.
+
+    A dataset's questions are known split by split; starts that are drawn from a seed depend on it and on all sizes.
+    """
+    listed = "test questions" in data
+    others = ("seed", "prompts", "train questions", "validation questions")
+    return frozenset(others) if listed else frozenset()
+
+
+def _flat(values: Mapping[str, Any], inside: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and plain values."""
+    for name, value in values.items():
+        place = f"{inside}.{name}" if inside else str(name)
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, place)
+        else:
+            yield place, value

@@ -1,0 +1,250 @@
+"""Figure of a run: fitness, learning curves and hyperparameters."""
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evogrpo.reporting.figure_panels import (
+    BEST,
+    LEGEND_COLUMNS,
+    Drawing,
+    draw_fitness,
+    draw_hyperparameter,
+    draw_legend,
+    draw_stretches,
+    drawing,
+    generation_ticks,
+    legend_entries,
+    lower_edge,
+)
+from evogrpo.reporting.response import Level, Response, responses
+from evogrpo.reporting.results import processed
+from evogrpo.reporting.summary import MEASURES, RunSummary, summarise
+from evogrpo.storage.atomic_files import replace_file
+from evogrpo.storage.journal import read_journal
+from evogrpo.text import duration_text, printable, share_text, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def draw_measure(axes: "Axes", name: str, run: Drawing) -> None:
+    """Draw one measure of every member over the learning steps; the best member's lineage stands out.
+
+    Args:
+        axes: Where to draw.
+        name: The metric.
+        run: What to draw.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    title, unit = MEASURES[name]
+    others: dict[str, list[Sequence[tuple[float, float]]]] = {}
+    for curve in run.summary.curves[name]:
+        until = run.lineage.get(curve.index, 0)
+        points = [(float(step), value) for step, _, value in curve.points]
+        inherited = sum(generation <= until for _, generation, _ in curve.points)
+        rest = points[max(0, inherited - 1) :]  # goes on where the best member's lineage left it
+        if len(rest) > 1 or not inherited:
+            others.setdefault(run.colour(curve.slot), []).append(rest)
+        if inherited:
+            _draw(axes, [points[:inherited]], color=BEST, linewidth=1.8, zorder=3)
+    width, alpha = (0.6, 0.4) if run.crowded else (1.0, 0.7)
+    for colour, stretches in others.items():
+        _draw(axes, stretches, color=colour, linewidth=width, alpha=alpha, zorder=2)
+    axes.set_title(title, loc="left", size=10.5, weight="bold", color="#222222")
+    axes.set_ylabel(unit, size=8.5)
+    axes.set_xlabel("learning step", size=8.5)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+    axes.tick_params(labelsize=8.5)
+
+
+def _draw(axes: "Axes", stretches: Sequence[Sequence[tuple[float, float]]], **look: Any) -> None:
+    draw_stretches(axes, [stretch for stretch in stretches if len(stretch) > 1], **look)
+    lone = [stretch[0] for stretch in stretches if len(stretch) == 1]  # a lone point has no line
+    if lone:
+        axes.plot([x for x, _ in lone], [y for _, y in lone], "o", markersize=3, **look | {"linewidth": 0})
+
+
+_POINT, _MEAN = "#7B93AD", "#222222"
+
+
+def draw_response(axes: "Axes", response: Response, names: Sequence[str]) -> None:
+    """Draw gains by value, turned so that values stand at the height that they have in the trajectories.
+
+    Args:
+        axes: Where to draw; it shares its vertical axis with the trajectories.
+        response: What to draw.
+        names: The names that have heights, in order, where values are names.
+    """
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    gains = [gain.gain for gain in response.gains]
+    left = lower_edge(gains)
+    gains = [gain if left is None else max(gain, left) for gain in gains]  # what collapsed lies at the edge
+    size = 3.0 if len(gains) < 200 else 1.2
+    heights = [_height(gain.value, names) for gain in response.gains]
+    axes.axvline(0, color="#999999", linewidth=0.9, zorder=1)
+    axes.plot(gains, heights, "o", color=_POINT, ms=size, mew=0, alpha=0.6, zorder=2)
+    for level in response.levels:
+        _draw_level(axes, level, names)
+    share = response.share
+    told = "cannot tell" if share is None or not share.told else f"explains {share_text(share.share)}"
+    axes.set_title(told, loc="left", size=8.5, color="#222222")
+    axes.set_xlabel("gain", size=8.5)
+    axes.xaxis.set_major_locator(MaxNLocator(2, min_n_ticks=2))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
+    axes.tick_params(axis="x", labelsize=7.5)
+    axes.tick_params(axis="y", labelleft=False, left=False)
+
+
+def _draw_level(axes: "Axes", level: Level, names: Sequence[str]) -> None:
+    low, high = _height(level.low, names), _height(level.high, names)
+    # On a log axis the middle of a level is its geometric mean.
+    middle = (low * high) ** 0.5 if axes.get_yscale() == "log" else (low + high) / 2
+    axes.plot([level.mean] * 2, [low, high], color=_MEAN, linewidth=2, solid_capstyle="butt", zorder=4)
+    if level.standard_error is not None:
+        ends = [level.mean - level.standard_error, level.mean + level.standard_error]
+        axes.plot(ends, [middle] * 2, color=_MEAN, linewidth=1.4, zorder=4)
+    axes.plot([level.mean], [middle], "s", color=_MEAN, ms=4, mec="white", mew=0.5, zorder=5)
+
+
+def _height(value: float | str, names: Sequence[str]) -> float:
+    return float(names.index(value)) if isinstance(value, str) else value
+
+
+_STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#666666",
+    "axes.labelcolor": "#333333",
+    "xtick.color": "#555555",
+    "ytick.color": "#555555",
+    "axes.grid": True,
+    "grid.color": "#e8e8e8",
+    "axes.axisbelow": True,
+}
+_WIDTH, _HEADER, _LEGEND_ROW, _FITNESS, _ROW = 11.0, 1.15, 0.2, 4.8, 2.35  # inches; two rows fit into the header
+
+
+def draw_report(run_dir: Path | str) -> Path:
+    """Draw a run's journal as `report.png` in its folder; matplotlib's global settings and backend stay as they are.
+
+    Args:
+        run_dir: The folder of the run; it may still be running.
+
+    Returns:
+        The path of the figure.
+
+    Raises:
+        ValueError: If there is no journal, or it cannot be read.
+    """
+    run_dir = Path(run_dir)
+    path = run_dir / "report.png"
+    replace_file(path, figure_png(summarise(read_journal(run_dir / "journal.jsonl"))))
+    return path
+
+
+def figure_png(summary: RunSummary) -> bytes:
+    """Draw a run.
+
+    Args:
+        summary: The run.
+
+    Returns:
+        The figure as a PNG file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    buffer = io.BytesIO()
+    with _styled():
+        figure = _figure(drawing(summary))
+        figure.set_dpi(130)
+        FigureCanvasAgg(figure).print_png(buffer)  # as savefig does once it has drawn everything without showing it
+    return buffer.getvalue()
+
+
+def run_figure(summary: RunSummary) -> "Figure":
+    """Draw a run; returns matplotlib's figure, which belongs to no window and no backend."""
+    with _styled():
+        return _figure(drawing(summary))
+
+
+@contextmanager
+def _styled() -> Iterator[None]:
+    """Draw in the style of this figure, and leave matplotlib's settings as they were."""
+    import matplotlib.style
+
+    # The backend is chosen by the canvas of this one figure; pyplot, which has a global one, is never imported.
+    with matplotlib.style.context(["default", _STYLE]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")  # a task may be named in any script
+        yield
+
+
+def _figure(run: Drawing) -> "Figure":
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    results = [result for line in run.lines for result in line.results]
+    names = [
+        name for name in run.summary.evolvable if any(vars(each.hyperparameters)[name] is not None for each in results)
+    ]
+    columns = {1: 1, 2: 2, 4: 2}.get(len(names), 3)
+    rows = -(-len(names) // columns)
+    curves = list(run.summary.curves) if run.lines else []
+    steps = [_ROW] if curves else []
+    found = {each.name: each for each in responses(run.summary) if each.gains}
+    entries = legend_entries(run, births=bool(names), gains=bool(found))
+    header = _HEADER + _LEGEND_ROW * max(0, -(-len(entries) // LEGEND_COLUMNS) - 2)
+    height = header + _FITNESS + sum(steps) + _ROW * rows
+    layout = ConstrainedLayoutEngine(rect=(0.005, 0.005, 0.99, 0.99 - header / height), h_pad=0.06, w_pad=0.06)
+    figure = Figure(figsize=(_WIDTH, height), layout=layout)
+    FigureCanvasAgg(figure)
+    grid = figure.add_gridspec(1 + len(steps) + rows, columns, height_ratios=[_FITNESS, *steps] + [_ROW] * rows)
+    draw_fitness(figure.add_subplot(grid[0, :]), run)
+    if curves:
+        beside = grid[1, :].subgridspec(1, len(curves))
+        for position, name in enumerate(curves):
+            draw_measure(figure.add_subplot(beside[0, position]), name, run)
+    most = 8 if run.last_generation < 100 else 5  # of numbers below small panels
+    for position, name in enumerate(names):
+        cell = grid[1 + len(steps) + position // columns, position % columns]
+        panels = cell.subgridspec(1, 2, width_ratios=[3, 1]) if name in found else None
+        axes = figure.add_subplot(cell if panels is None else panels[0])
+        shown = draw_hyperparameter(axes, name, run.summary.evolvable[name], run)
+        if panels is not None:
+            draw_response(figure.add_subplot(panels[1], sharey=axes), found[name], shown)
+        axes.set_xlim(run.first_generation - 1.03, run.last_generation + 0.03)
+        axes.set_xticks(generation_ticks(run.first_generation - 1, run.last_generation, most))
+        if position + columns >= len(names):
+            axes.set_xlabel("generation")
+    _draw_title(figure, run.summary, height)
+    draw_legend(figure, entries, y=1 - 0.62 / height)
+    return figure
+
+
+def _draw_title(figure: "Figure", summary: RunSummary, height: float) -> None:
+    facts = summary.facts
+    title = _line(summary.title, 120)
+    parts = [f"population of {_fact(facts, 'population_size')}", f"seed {_fact(facts, 'seed')}"]
+    parts.append(f"{_fact(facts, 'samples_per_step')} samples per member and step")
+    if summary.generations:
+        last = summary.generations[-1]
+        parts += [processed(last, summary.words), duration_text(last.seconds)]
+    look: dict[str, Any] = {"color": "#222222", "va": "top", "parse_math": False}  # a dollar sign is a dollar sign
+    figure.text(0.012, 1 - 0.10 / height, title, size=13.5, weight="bold", **look)
+    figure.text(0.012, 1 - 0.37 / height, " · ".join(parts), size=9.5, **look)
+
+
+def _fact(facts: Mapping[str, Any], name: str) -> str:
+    return _line(str(facts.get(name, "?")), 60)
+
+
+def _line(text: str, limit: int) -> str:
+    return shorten(printable(text).replace("\n", " "), limit)

@@ -1,0 +1,541 @@
+"""Panels of the figure: fitness and hyperparameters, one line per member, with its colours and legend."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from evogrpo.reporting.lineage import LineageLine, ancestors, lineage_lines, winner
+from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.step_records import Estimate
+from evogrpo.reporting.summary import RunSummary
+from evogrpo.text import counted, number_text, printable, score_text, shorten
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart with every kind of colour vision. Vermilion is kept for the best member's
+# lineage, grey for the untrained base; yellow is left out because it vanishes on white.
+BEST, BASE = "#D55E00", "#555555"
+_SLOTS = ("#0072B2", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#9467BD", "#8C6D31")
+_CROWD = "#7B93AD"
+_MOST_MARKED = 80
+LEGEND_COLUMNS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """A run, ready to be drawn.
+
+    Attributes:
+        summary: The run.
+        lines: Every member's line.
+        best: Index of the best member, or None.
+        lineage: For the best member and its ancestors, by index: the last generation on the way to the best.
+        slots: The slots that ever had a result, in order.
+    """
+
+    summary: RunSummary
+    lines: tuple[LineageLine, ...]
+    best: int | None
+    lineage: Mapping[int, int]
+    slots: tuple[int, ...]
+
+    @property
+    def fitness_edge(self) -> float | None:
+        """The least fitness to make room for, or None; where nobody knows where members began, all have room."""
+        scores = [each.fitness for line in self.lines for each in line.results if each.fitness is not None]
+        start = self.summary.start
+        return None if start is None else lower_edge(scores, start.mean)
+
+    @property
+    def crowded(self) -> bool:
+        """Whether there are more slots than colours."""
+        return len(self.slots) > len(_SLOTS)
+
+    def colour(self, slot: int) -> str:
+        """Return the colour of a slot; a crowd shares one."""
+        return _CROWD if self.crowded else _SLOTS[self.slots.index(slot)]
+
+    @property
+    def dense(self) -> bool:
+        """Whether there are so many generations that marks of single results would cover the lines."""
+        return self.last_generation - self.first_generation >= _MOST_MARKED
+
+    @property
+    def first_generation(self) -> int:
+        """The first generation's number; learning began one before it."""
+        return self.summary.generations[0].generation if self.summary.generations else 1
+
+    @property
+    def last_generation(self) -> int:
+        """The last generation's number."""
+        return self.summary.generations[-1].generation if self.summary.generations else 1
+
+
+def drawing(summary: RunSummary) -> Drawing:
+    """Work out what every panel needs.
+
+    Args:
+        summary: The run.
+
+    Returns:
+        The lines, the best member's lineage and the slots.
+    """
+    lines, best = lineage_lines(summary), winner(summary)
+    return Drawing(
+        summary=summary,
+        lines=lines,
+        best=None if best is None else best.index,
+        lineage={ancestor.index: ancestor.generations[1] for ancestor in ancestors(summary, best)},
+        slots=tuple(sorted({line.results[0].slot for line in lines})),
+    )
+
+
+def draw_lineage_stretch(axes: "Axes", x: Sequence[float], y: Sequence[float]) -> None:
+    """Draw a stretch of the best member's lineage."""
+    axes.plot(x, y, color=BEST, linewidth=3.2, solid_capstyle="round", solid_joinstyle="round", zorder=3)
+
+
+def lower_edge(values: Sequence[float], start: float | None = None) -> float | None:
+    """Return the least value to make room for where some, as of members that collapsed, lie far below all others.
+
+    Args:
+        values: In any order.
+        start: Where everybody began, which is no collapse.
+
+    Returns:
+        The least value but those; None where none lies far below.
+    """
+    ordered = sorted(values)
+    if len(ordered) <= 10:
+        return None
+    tenth, top = (ordered[int(share * (len(ordered) - 1))] for share in (0.1, 0.95))
+    foot = tenth if start is None else min(tenth, start)
+    floor = foot - 3 * (top - foot)
+    return next(value for value in ordered if value >= floor) if top > foot and ordered[0] < floor else None
+
+
+def draw_stretches(axes: "Axes", stretches: Iterable[Sequence[tuple[float, float]]], **look: Any) -> None:
+    """Draw stretches that look alike as one line with gaps: thousands of members would take minutes one by one."""
+    joined = [point for stretch in stretches for point in (*stretch, (math.nan, math.nan))]
+    if joined:
+        axes.plot([x for x, _ in joined], [y for _, y in joined], **look)
+
+
+def legend_entries(run: Drawing, *, births: bool, gains: bool) -> list[tuple[Any, str]]:
+    """Return every kind of mark that this figure has, and no other, with its explanation.
+
+    Args:
+        run: What the panels show.
+        births: Whether there are panels that mark births.
+        gains: Whether there are panels of gains.
+    """
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    summary, neutral = run.summary, "#999999"
+    results = [result for line in run.lines for result in line.results]
+    entries: list[tuple[Any, str]] = []
+    if run.lineage:
+        words = f"best member #{run.best} and its ancestors"
+        entries.append((Line2D([], [], color=BEST, linewidth=3.2, marker="o", ms=6.5, mec="white"), words))
+    if len(run.lineage) < len(run.lines):
+        words = "other members" if run.crowded else "other members, one colour per slot"
+        entries.append((Line2D([], [], color=_CROWD if run.crowded else _SLOTS[0], linewidth=1.4), words))
+    if any(result.standard_error is not None for result in results):
+        entries.append((Patch(color=neutral, alpha=0.3, linewidth=0), "± 1 standard error"))
+    if births and any(line.origin is not None for line in run.lines):
+        mark = Line2D([], [], color=neutral, marker="o", ms=6, mec="white", linestyle="none")
+        mutated = any(line.origin is not None and line.results[0].changes for line in run.lines if line.results)
+        entries.append((mark, "birth, hyperparameters mutated" if mutated else "birth"))
+    if summary.start is not None:
+        mark = Line2D([], [], color=BASE, linestyle=(0, (6, 4)), linewidth=1.4)
+        entries.append((mark, f"{summary.words.untrained}, {summary.split}"))
+    if summary.test is not None:
+        for colour, face, words in (
+            (BASE, "white", f"{summary.words.untrained}, test"),
+            (BEST, BEST, f"member #{summary.test.index}, test"),
+        ):
+            entries.append((Line2D([], [], color=colour, marker="D", ms=7, mfc=face, mew=1.8, linestyle="none"), words))
+    if any(result.fitness is None for result in results):
+        entries.append((Line2D([], [], color=neutral, marker="x", ms=7, mew=2, linestyle="none"), "failed"))
+    if gains:
+        mark = Line2D([], [], color="#222222", marker="s", ms=4.5, mec="white", linewidth=1.6)
+        entries.append((mark, "mean gain by value, ± 1 SE"))
+    return entries
+
+
+def draw_legend(figure: "Figure", entries: Sequence[tuple[Any, str]], *, y: float) -> None:
+    """Explain the marks of a figure.
+
+    Args:
+        figure: Where to draw.
+        entries: The marks, with their explanations.
+        y: Top of the legend, as a fraction of the figure's height.
+    """
+    if entries:
+        figure.legend(
+            [mark for mark, _ in entries],
+            [words for _, words in entries],
+            loc="upper left",
+            bbox_to_anchor=(0.005, y),
+            ncols=LEGEND_COLUMNS,
+            frameon=False,
+            fontsize=8.8,
+            handlelength=2.2,
+        )
+
+
+MEANINGS: Mapping[str, str] = {
+    "lr": "AdamW step size",
+    "clip_coef": "half-width of trust region",
+    "group_size": "completions per prompt",
+    "beta": "weight of reference KL",
+    "temperature": "divides the logits",
+    "update_epochs": "passes per learning step",
+    "max_grad_norm": "bound on gradient norm",
+    "batch_size": "samples per optimizer step",
+    "clip_low": "trust region below 1",
+    "clip_high": "trust region above 1",
+    "entropy_coef": "weight of entropy bonus",
+    "advantage_clip": "bound on advantages",
+    "gamma": "discount per action",
+    "loss_type": "loss",
+    "advantage": "advantage estimator",
+}
+"""What each hyperparameter is, in few words."""
+
+
+def draw_hyperparameter(axes: "Axes", name: str, parameter: Mapping[str, Any], run: Drawing) -> list[str]:
+    """Draw one hyperparameter of every member: held over the generations it learned in, changed at births.
+
+    Names are drawn at heights of equal distance; a member without a value has no line.
+
+    Args:
+        axes: Where to draw.
+        name: The hyperparameter.
+        parameter: The fields of its range, ladder or set of names.
+        run: What to draw.
+
+    Returns:
+        Where values are names, those that have heights, in order.
+    """
+    choices = parameter.get("choices")
+    choices = choices if isinstance(choices, list) else []
+    ladder = sorted({v for v in choices if isinstance(v, (int, float))})
+    shown = [value for line in run.lines for each in line.results if (value := _value(each, name)) is not None]
+    # In the order they were declared; a journal may hold others.
+    names = list(dict.fromkeys(value for value in (*choices, *shown) if isinstance(value, str)))
+    if names:
+        _set_names(axes, names)
+    else:
+        numbers = [value for value in shown if not isinstance(value, str)]
+        whole = all(isinstance(value, int) for value in numbers)
+        _set_scale(axes, sorted([*numbers, *ladder]), ladder, log=parameter.get("scale") == "log", whole=whole)
+    for slot in run.slots:
+        _draw_slot(axes, name, names, slot, run)
+    axes.set_title(printable(name), loc="left", size=10.5, weight="bold", color="#222222", parse_math=False)
+    axes.set_ylabel(MEANINGS.get(name, "value"), size=8.5)
+    return names
+
+
+def _draw_slot(axes: "Axes", name: str, names: Sequence[str], slot: int, run: Drawing) -> None:
+    """Draw the members of one slot, a little beside those of other slots with equal values."""
+    from matplotlib.transforms import ScaledTranslation
+
+    spread = min(1.8, 9 / max(1, len(run.slots) - 1))  # points between members with equal values
+    up = spread * (run.slots.index(slot) - (len(run.slots) - 1) / 2) / 72
+    beside = axes.transData + ScaledTranslation(0, up, axes.figure.dpi_scale_trans)
+    look: dict[str, Any] = {"color": run.colour(slot), "transform": beside}
+    stretches, births = [], []
+    for line in run.lines:
+        points = _steps(line, name, names) if line.results[0].slot == slot else []
+        if not points:
+            continue
+        until = run.lineage.get(line.index)
+        birth = [points[max(0, len(points) - 2 * len(line.results))]] if line.origin is not None else []
+        if until is None or points[-1][0] > until:
+            stretches.append(points[-2 * len(line.results) :] if run.crowded and run.dense else points)
+        if until is None:
+            births += [] if run.crowded and run.dense else birth
+            continue
+        path = [point for point in points if point[0] <= until]
+        draw_lineage_stretch(axes, [x for x, _ in path], [y for _, y in path])
+        for x, y in birth:
+            axes.plot([x], [y], "o", ms=6.5, mec="white", mew=0.7, zorder=4, color=BEST)
+    width, alpha, size = (0.8, 0.5, 2.5) if run.crowded else (1.4, 0.9, 4.5)
+    draw_stretches(axes, stretches, linewidth=width, alpha=alpha, **look)
+    if births:
+        axes.plot(
+            [x for x, _ in births], [y for _, y in births], "o", ms=size, mec="white", mew=0.7, zorder=2.5, **look
+        )
+
+
+def _steps(line: LineageLine, name: str, names: Sequence[str]) -> list[tuple[float, float]]:
+    """Return the corners of a member's steps: it learned with its value from one generation's end to the next one's."""
+    points: list[tuple[float, float]] = []
+    if line.origin is not None and (value := _value(line.origin, name)) is not None:
+        points.append((line.origin.generation, _height(value, names)))
+    for result in line.results:
+        if (value := _value(result, name)) is not None:
+            points += [(result.generation - 1, _height(value, names)), (result.generation, _height(value, names))]
+    return points
+
+
+def _value(result: MemberReport, name: str) -> float | str | None:
+    value: float | str | None = getattr(result.hyperparameters, name)
+    return value
+
+
+def _height(value: float | str, names: Sequence[str]) -> float:
+    """Return where a value is drawn: a number at itself, a name at its place among the names."""
+    return float(names.index(value)) if isinstance(value, str) else value
+
+
+def _set_names(axes: "Axes", names: Sequence[str]) -> None:
+    """Mark one height per name."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator
+
+    axes.set_ylim(-0.5, len(names) - 0.5)
+    axes.yaxis.set_major_locator(FixedLocator(list(range(len(names)))))
+    # A dollar sign is a dollar sign.
+    axes.yaxis.set_major_formatter(FixedFormatter([printable(shorten(name, 24)).replace("$", r"\$") for name in names]))
+
+
+def _set_scale(axes: "Axes", shown: Sequence[float], ladder: Sequence[float], *, log: bool, whole: bool) -> None:
+    """Choose the axis, limits and ticks for ascending values."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    low, high = shown[0], shown[-1]
+    # A ladder of equal ratios, such as 4, 8, 16, is evenly spaced on a log axis.
+    ratios = [after / before for before, after in pairwise(ladder)] if ladder and ladder[0] > 0 else []
+    log = low > 0 and (log or (len(ratios) > 1 and max(ratios) < 1.01 * min(ratios)))
+    if log:
+        axes.set_yscale("log")
+        margin = max((high / low) ** 0.12, 1.1)
+        axes.set_ylim(low / margin, high * margin)
+    else:
+        space = 0.12 * (high - low) or 0.1 * abs(high) or 0.1
+        axes.set_ylim(low - space, high + space)
+    if 0 < len(ladder) <= 8:
+        axes.yaxis.set_major_locator(FixedLocator(list(ladder)))
+    elif log and high >= 5 * low:
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if high > 100 * low else (1.0, 2.0, 5.0)))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=whole))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number_text(float(value))))
+
+
+_Point = tuple[float, float, float]  # generation, fitness, standard error
+
+
+def draw_fitness(axes: "Axes", run: Drawing) -> None:
+    """Draw the fitness of every member per generation, the untrained base and the test scores.
+
+    Args:
+        axes: Where to draw.
+        run: What to draw.
+    """
+    summary = run.summary
+    first, last = run.first_generation, run.last_generation
+    _draw_fitness_lines(axes, run)
+    width = last - first + 1
+    if summary.start is not None:
+        axes.axhline(summary.start.mean, color=BASE, linestyle=(0, (6, 4)), linewidth=1.4, zorder=1.5)
+    if summary.test is not None:
+        _draw_test(axes, summary.test.before, first - 1, colour=BASE, face="white", words_at=(-6, 15))
+        _draw_test(axes, summary.test.after, last + 0.07 * width, colour=BEST, face=BEST, words_at=(9, 6))
+    if not any(result.fitness is not None for line in run.lines for result in line.results):
+        words = "no member has a fitness yet" if run.lines else "no generation has finished yet"
+        axes.text(0.5, 0.7, words, transform=axes.transAxes, ha="center", color="#777777", size=12)
+    axes.set_xlim(first - 1 - 0.03 * width, last + (0.14 if summary.test else 0.07) * width)
+    axes.set_xticks(generation_ticks(first - 1, last))
+    axes.margins(y=0.09)
+    _leave_out_collapsed(axes, run)
+    low, high = axes.get_ylim()
+    if high - low < 0.05:  # a lone value needs no magnifying glass
+        axes.set_ylim((low + high) / 2 - 0.05, (low + high) / 2 + 0.05)
+    _label_ends(axes, run, shift=0.012 * width)
+    axes.set_ylabel(f"fitness ({summary.fitness_words})")
+    axes.set_xlabel("generation")
+
+
+def generation_ticks(first: int, last: int, most: int = 12) -> list[float]:
+    """Return whole generations to mark on an axis, at most about so many."""
+    from matplotlib.ticker import MaxNLocator
+
+    ticks = MaxNLocator(nbins=most, integer=True, min_n_ticks=1).tick_values(first, last)
+    return [float(tick) for tick in ticks if first <= tick <= last and tick == round(tick)]
+
+
+def _draw_fitness_lines(axes: "Axes", run: Drawing) -> None:
+    width, alpha, shade = (0.8, 0.5, 0.03) if run.crowded else (1.4, 0.9, 0.10)
+    others: dict[str, list[Sequence[_Point]]] = {}
+    for line in run.lines:
+        until = run.lineage.get(line.index)
+        for stretch in _stretches(run, line):
+            inherited = 0 if until is None else sum(point[0] <= until for point in stretch)
+            if inherited:
+                best = stretch[:inherited]
+                draw_lineage_stretch(axes, [point[0] for point in best], [point[1] for point in best])
+                _draw_bands(axes, [best], BEST, 0.16)
+            if inherited < len(stretch):  # goes on where the best member's lineage left it
+                others.setdefault(run.colour(line.results[0].slot), []).append(stretch[max(0, inherited - 1) :])
+    for colour, stretches in others.items():
+        draw_stretches(axes, [[point[:2] for point in each] for each in stretches], color=colour, lw=width, alpha=alpha)
+        _draw_bands(axes, stretches, colour, shade)
+    _draw_marks(axes, run)
+
+
+def _draw_marks(axes: "Axes", run: Drawing) -> None:
+    """Mark every result, and every failure at the foot."""
+    found: dict[tuple[str, bool, bool], list[tuple[float, float]]] = {}
+    for line in run.lines:
+        until, colour = run.lineage.get(line.index), run.colour(line.results[0].slot)
+        for result in line.results:
+            best, failed = until is not None and result.generation <= until, result.fitness is None
+            kind = (BEST if best and not failed else colour, best, failed)
+            found.setdefault(kind, []).append((result.generation, 0.03 if result.fitness is None else result.fitness))
+    for (colour, best, failed), points in found.items():
+        x, y = zip(*points, strict=True)
+        if failed:
+            axes.plot(x, y, "x", transform=axes.get_xaxis_transform(), color=colour, ms=7, mew=2, zorder=4)
+            continue
+        size = (3.0 if best else 1.0) if run.dense else 7.5 if best else 2.5 if run.crowded else 4.5
+        edge = 0 if run.dense else 1 if best else 0.4
+        axes.plot(x, y, "o", color=colour, ms=size, mec="white", mew=edge, zorder=4 if best else 2.5)
+
+
+def _draw_bands(axes: "Axes", stretches: Sequence[Sequence[_Point]], colour: str, alpha: float) -> None:
+    """Shade one standard error to both sides; a lone point gets a bar, since its band would have no width."""
+    gap = (math.nan, math.nan, math.nan)
+    joined = [point for stretch in stretches if len(stretch) > 1 for point in (*stretch, gap)]
+    if joined:
+        x, y, errors = zip(*joined, strict=True)
+        low = [mean - error for mean, error in zip(y, errors, strict=True)]
+        high = [mean + error for mean, error in zip(y, errors, strict=True)]
+        axes.fill_between(x, low, high, color=colour, alpha=alpha, linewidth=0)
+    lone = [stretch[0] for stretch in stretches if len(stretch) == 1]
+    if lone:
+        x, y, errors = zip(*lone, strict=True)
+        axes.errorbar(x, y, yerr=errors, fmt="none", ecolor=colour, elinewidth=1.2)
+
+
+def _stretches(run: Drawing, line: LineageLine) -> list[list[_Point]]:
+    """Return the measured points of a line from its origin on, split where a fitness is missing."""
+    start, first = run.summary.start, line.results[0]
+    stretches: list[list[_Point]] = [[]]
+    if line.origin is None and first.parent is None and start is not None:
+        # A founder begins as the untrained base, one generation before its first result.
+        stretches[-1].append((first.generation - 1, start.mean, start.standard_error))
+    for result in (line.origin, *line.results):
+        if result is None:
+            continue
+        if result.fitness is None:
+            stretches.append([])
+        else:
+            stretches[-1].append((result.generation, result.fitness, result.standard_error or 0.0))
+    return [stretch for stretch in stretches if stretch]
+
+
+def _leave_out_collapsed(axes: "Axes", run: Drawing) -> None:
+    """Let the panel end above fitness far below all other, and say how often there was such."""
+    edge, summary = run.fitness_edge, run.summary
+    if edge is None:
+        return
+    every = [each for line in run.lines for each in line.results]
+    results = [(each.fitness, each.standard_error or 0.0) for each in every if each.fitness is not None]
+    shown = [(edge, 0.0), *((fitness, error) for fitness, error in results if fitness >= edge)]
+    beside = [summary.start] if summary.start else []
+    beside += [summary.test.before, summary.test.after] if summary.test else []
+    shown += [(each.mean, each.standard_error) for each in beside]
+    low, high = min(mean - error for mean, error in shown), max(mean + error for mean, error in shown)
+    low, high = low - 0.06 * (high - low), high + 0.06 * (high - low)
+    axes.set_ylim(low, high)
+    left = sum(fitness < low for fitness, _ in results)
+    words = f"{counted(left, 'result')} below {number_text(low)} not shown"
+    axes.text(0.995, 0.012, words, transform=axes.transAxes, ha="right", size=8.5, color="#555555")
+
+
+def _draw_test(axes: "Axes", earned: Estimate, x: float, *, colour: str, face: str, words_at: tuple[int, int]) -> None:
+    axes.errorbar(
+        [x],
+        [earned.mean],
+        yerr=[earned.standard_error],
+        fmt="D",
+        color=colour,
+        markerfacecolor=face,
+        markersize=9,
+        markeredgewidth=1.8,
+        capsize=4,
+        zorder=6,
+    )
+    axes.annotate(
+        f"test {score_text(earned.mean, None)}",
+        (x, earned.mean),
+        words_at,
+        textcoords="offset points",
+        color=colour,
+        weight="bold",
+        size=9.5,
+        zorder=6,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1},
+    )
+
+
+def _label_ends(axes: "Axes", run: Drawing, *, shift: float) -> None:
+    """Write the index of members at the right end of their lines: all of a small population, else the best."""
+    ends = [line.results[-1] for line in run.lines if line.results[-1].fitness is not None]
+    members = [result for result in ends if result.generation == run.last_generation]
+    for result in ends:
+        if result.index == run.best and result not in members:  # the best ever was replaced later
+            place = (result.generation, result.fitness or 0.0)
+            axes.annotate(f"#{run.best}", place, (0, 9), textcoords="offset points", color=BEST, size=11, weight="bold")
+    low, high = axes.get_ylim()
+    within = [member for member in members if low <= (member.fitness or 0.0) <= high]
+    shown = [member for member in within if not run.crowded or member.index == run.best]
+    shown.sort(key=lambda member: member.fitness or 0.0)
+    heights = spread_out([member.fitness or 0.0 for member in shown], 0.042 * (high - low))
+    for member, height in zip(shown, heights, strict=True):
+        best = member.index == run.best
+        axes.text(
+            member.generation + shift,
+            height,
+            f"#{member.index}",
+            color=BEST if best else run.colour(member.slot),
+            size=11 if best else 8.5,
+            weight="bold" if best else "normal",
+            va="center",
+            zorder=5,
+        )
+
+
+def spread_out(values: Sequence[float], gap: float) -> list[float]:
+    """Move ascending values as little as needed for neighbours to lie at least `gap` apart.
+
+    Args:
+        values: In ascending order.
+        gap: Smallest distance, in the unit of the values.
+
+    Returns:
+        The moved values: every cluster that was too close is centred on its mean.
+    """
+    clusters: list[list[float]] = []  # of original values; a cluster takes (its size - 1) gaps around its mean
+    for value in values:
+        clusters.append([value])
+        while len(clusters) > 1 and _end(clusters[-2], gap) + gap > _start(clusters[-1], gap):
+            last = clusters.pop()
+            clusters[-1] += last
+    return [_start(cluster, gap) + place * gap for cluster in clusters for place in range(len(cluster))]
+
+
+def _start(cluster: Sequence[float], gap: float) -> float:
+    return sum(cluster) / len(cluster) - gap * (len(cluster) - 1) / 2
+
+
+def _end(cluster: Sequence[float], gap: float) -> float:
+    return _start(cluster, gap) + gap * (len(cluster) - 1)

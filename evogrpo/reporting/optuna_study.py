@@ -1,0 +1,185 @@
+"""A run as a study of Optuna, for its dashboard and its analyses: one trial for every member."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from evogrpo.config.hyperparameters import is_integer
+from evogrpo.config.search_space import RLParameter
+from evogrpo.installing import extra_command
+from evogrpo.reporting.lineage import FamilyTree, ToldBirth, family_tree
+from evogrpo.reporting.records import MemberReport
+from evogrpo.reporting.summary import RunSummary, summarise
+from evogrpo.safe_parsing import dump_json
+from evogrpo.storage.journal import read_journal
+from evogrpo.text import changes_text, printable
+
+if TYPE_CHECKING:
+    from optuna.distributions import BaseDistribution
+    from optuna.storages import BaseStorage
+    from optuna.trial import FrozenTrial, TrialState
+
+_LATEST = 1e11
+"""Seconds of unix time beyond which no date is made of them."""
+
+
+def export_study(run_dir: Path, storage: str, name: str | None = None) -> tuple[str, int]:
+    """Write a run into a storage of Optuna, as a study of its own.
+
+    A member is a trial: its value is the best fitness that it ever had, its intermediate values are its fitness by
+    generation, its parameters what evolved. The run's best member and those of the newest generation are complete,
+    members that were replaced are pruned, and those that failed have failed; one that was never evaluated waits.
+
+    Args:
+        run_dir: The run's folder; it may be under way.
+        storage: A URL such as "sqlite:///runs.db", or the path of a file, which becomes an Optuna journal.
+        name: Of the study; the folder's name and the run's identity by default.
+
+    Returns:
+        The study's name, and how many trials it has.
+
+    Raises:
+        ImportError: If Optuna is not installed.
+        ValueError: If the storage has a study of that name or cannot be opened, or the run's journal is damaged.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError(f"an export to Optuna needs it: {extra_command('optuna')}") from error
+    events = read_journal(run_dir / "journal.jsonl")
+    summary, tree = summarise(events), family_tree(events)
+    name = name or _default_name(run_dir, summary)
+    times = _times(events)
+    distributions = {name: _distribution(name, fields, tree) for name, fields in summary.evolvable.items()}
+    trials = [_trial(birth, tree, distributions, times) for birth in tree.births]
+    opened, loud = _storage(storage), optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # else it says on stderr what was asked for
+    try:
+        study = optuna.create_study(storage=opened, study_name=name, direction="maximize")
+    except optuna.exceptions.DuplicatedStudyError as error:
+        raise ValueError(
+            f"{storage} has a study called {name} already, which is not overwritten: give another name by --study"
+        ) from error
+    finally:
+        optuna.logging.set_verbosity(loud)
+    try:
+        for key, value in _facts(summary, tree).items():
+            study.set_user_attr(key, value)
+        study.add_trials(trials)
+    except BaseException:
+        optuna.delete_study(study_name=name, storage=opened)  # half a study would pass for a whole one
+        raise
+    return name, len(trials)
+
+
+def _storage(storage: str) -> "BaseStorage":
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+
+    try:
+        if "://" in storage:
+            return optuna.storages.RDBStorage(storage)
+        Path(storage).absolute().parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(JournalFileBackend(storage))
+    except Exception as error:  # of whatever database it is
+        raise ValueError(
+            f"{storage} cannot be opened as a storage of Optuna ({error}): give sqlite:///FILE, or the path of a file"
+        ) from error
+
+
+def _default_name(run_dir: Path, summary: RunSummary) -> str:
+    identity = summary.facts.get("run_id")
+    own = f"-{identity[:8]}" if isinstance(identity, str) else ""
+    return printable(f"{run_dir.resolve().name}{own}")
+
+
+def _trial(
+    birth: ToldBirth, tree: FamilyTree, distributions: "Mapping[str, BaseDistribution]", times: Mapping[int, datetime]
+) -> "FrozenTrial":
+    from optuna.trial import create_trial
+
+    lived = tree.lives.get(birth.index, ())
+    earned = [each.fitness for each in lived if each.fitness is not None]
+    state = _state(birth, tree)
+    values = birth.hyperparameters.to_json()
+    params = {name: values[name] for name in distributions if values[name] is not None}
+    trial = create_trial(
+        state=state,
+        value=max(earned) if state.name in ("COMPLETE", "PRUNED") else None,
+        params=params,
+        distributions={name: distributions[name] for name in params},
+        intermediate_values={each.generation: each.fitness for each in lived if each.fitness is not None},
+        user_attrs=_attributes(birth, lived),
+    )
+    if lived:
+        first, last = lived[0].generation, lived[-1].generation
+        trial.datetime_start = times.get(first - 1, trial.datetime_start)
+        if state.is_finished():
+            trial.datetime_complete = times.get(last, trial.datetime_complete)
+    return trial
+
+
+def _state(birth: ToldBirth, tree: FamilyTree) -> "TrialState":
+    from optuna.trial import TrialState
+
+    lived = tree.lives.get(birth.index, ())
+    if not lived:
+        return TrialState.WAITING
+    if lived[-1].failed is not None or all(each.fitness is None for each in lived):
+        return TrialState.FAIL
+    newest = max(each[-1].generation for each in tree.lives.values())
+    wins = tree.winner is not None and tree.winner.index == birth.index
+    return TrialState.COMPLETE if wins or lived[-1].generation == newest else TrialState.PRUNED
+
+
+def _distribution(name: str, fields: Mapping[str, Any], tree: FamilyTree) -> "BaseDistribution":
+    """Return where a hyperparameter could lie; a member's value outside of its range widens that."""
+    from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+
+    parameter = RLParameter.from_json(fields)
+    found = [value for birth in tree.births if (value := getattr(birth.hyperparameters, name)) is not None]
+    if parameter.choices is not None:
+        return CategoricalDistribution(list(dict.fromkeys([*parameter.choices, *found])))
+    numbers = [*parameter.bounds, *found]
+    log = parameter.scale == "log" and min(numbers) > 0
+    if is_integer(name):
+        return IntDistribution(int(min(numbers)), int(max(numbers)), log=log)
+    return FloatDistribution(min(numbers), max(numbers), log=log)
+
+
+def _times(events: Sequence[Mapping[str, Any]]) -> dict[int, datetime]:
+    """Return when every generation ended, by its number; the beginning as 0. Clocks that went mad are left out."""
+    times = {}
+    for event in events:
+        clock = event.get("time")
+        if event["event"] in ("run", "generation") and isinstance(clock, int | float) and 0 <= clock < _LATEST:
+            times[int(event.get("generation", 0))] = datetime.fromtimestamp(clock)  # without a zone, as Optuna has it
+    return times
+
+
+def _attributes(birth: ToldBirth, lived: Sequence[MemberReport]) -> dict[str, Any]:
+    last = lived[-1] if lived else None
+    others = {name: value for name, value in birth.hyperparameters.to_json().items() if value is not None}
+    return {
+        "index": birth.index,
+        "parent": birth.parent,
+        "born": birth.born,
+        "slot": birth.slot,
+        "reason": printable(birth.reason),
+        "changes": changes_text(birth.changes),
+        "hyperparameters": others,
+        "standard_error": None if last is None else last.standard_error,
+        "failed": None if last is None or last.failed is None else printable(last.failed),
+        "tokens": sum(each.tokens for each in lived),
+        "seconds": sum(each.seconds for each in lived),
+    }
+
+
+def _facts(summary: RunSummary, tree: FamilyTree) -> dict[str, Any]:
+    names = ("run_id", "version", "task", "model", "seed", "kind", "population_size")
+    facts = {name: summary.facts[name] for name in names if summary.facts.get(name) is not None}
+    test = None if summary.test is None else summary.test.after.mean
+    told = {"winner": None if tree.winner is None else tree.winner.index, "test": test, "stopped": summary.stopped}
+    dump_json(facts, what="the facts of the run event")
+    return {name: printable(value) if isinstance(value, str) else value for name, value in (facts | told).items()}

@@ -1,1 +1,0 @@
-"""The panels of the figure, and how they mark things."""

@@ -1,0 +1,326 @@
+"""The frozen records of a run, each as training yields it and as a line of the journal holds it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from evogrpo.config.hyperparameters import Hyperparameters, Value
+from evogrpo.evolution.fitness import ROLLOUTS
+from evogrpo.evolution.plan import Plan
+from evogrpo.markup import MemberRow, card, members_card
+from evogrpo.reporting.step_records import REMEDY, Estimate, EvaluationCost, Example, JournalFields, StepReport
+from evogrpo.text import count_text, duration_text, number_text, score_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class BaselineReport:
+    """What the untrained base earned before anything was learnt.
+
+    Attributes:
+        questions: Of the validation split; where fitness is measured by training rewards, starts of the first step.
+        fitness: On them.
+        measure: How it was measured, as for members.
+        cost: What measuring it took.
+    """
+
+    event: ClassVar[str] = "baseline"
+
+    questions: int
+    fitness: Estimate
+    measure: str
+    cost: EvaluationCost
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "split": "train" if self.measure == ROLLOUTS else "validation",
+            "questions": self.questions,
+            **self.fitness.to_json(),
+            "measure": self.measure,
+            "cost": self.cost.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        fields = JournalFields(values, "the baseline event")
+        return cls(
+            questions=fields.whole("questions"),
+            fitness=Estimate.from_json(fields),
+            measure=fields.text("measure"),
+            cost=EvaluationCost.from_json(fields.inner("cost")),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberReport:
+    """One member at the end of a generation.
+
+    Attributes:
+        generation: Which.
+        slot: Where it lives.
+        index: Who it is.
+        parent: Whom it was cloned from; None for a founder.
+        born: Generation of its birth.
+        hyperparameters: What it trained with.
+        fitness: Mean raw reward per question, as selection goes by it; None when it failed.
+        standard_error: Of that mean, over questions.
+        failed: Why it failed; None when all is well.
+        tokens: Tokens it processed in this generation, updates included.
+        seconds: Its share of the generation's time, by tokens.
+        changes: How it differed from its parent at birth, by name: (old, new).
+        reason: Why it was born.
+        back_to: The generation after which its parent's state was kept that it began with; None = that of its birth.
+        metrics: Means over the generation's learning steps: loss, kl, grad_norm, reward, ...; None = not measured.
+        measured: What it earned, by how that was measured: "greedy" and "sampled" answers to validation questions, and
+            "rollouts", its training rewards. One of them is `fitness`; empty when it failed.
+        questions: How many validation questions it was asked.
+        evaluation: What its evaluation took.
+    """
+
+    generation: int
+    slot: int
+    index: int
+    parent: int | None
+    born: int
+    hyperparameters: Hyperparameters
+    fitness: float | None
+    standard_error: float | None
+    failed: str | None
+    tokens: int
+    seconds: float
+    changes: Mapping[str, tuple[Value, Value]]
+    reason: str
+    back_to: int | None
+    metrics: Mapping[str, float | None]
+    measured: Mapping[str, Estimate]
+    questions: int
+    evaluation: EvaluationCost
+
+    @property
+    def worth(self) -> str:
+        """What it earned, in words, or that it failed."""
+        return f"failed: {self.failed}" if self.failed else score_text(self.fitness, self.standard_error)
+
+    def __repr__(self) -> str:
+        score = f"failed={self.failed!r}" if self.failed else f"fitness={score_text(self.fitness, self.standard_error)}"
+        return f"MemberReport(index={self.index}, slot={self.slot}, generation={self.generation}, {score})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; the generation stands beside its members."""
+        values = {name: value for name, value in vars(self).items() if name != "generation"}
+        values["hyperparameters"] = self.hyperparameters.to_json()
+        values["changes"] = {name: list(change) for name, change in self.changes.items()}
+        values["metrics"] = dict(self.metrics)
+        values["measured"] = {name: estimate.to_json() for name, estimate in self.measured.items()}
+        values["evaluation"] = self.evaluation.to_json()
+        return values
+
+    @classmethod
+    def from_json(cls, fields: JournalFields, generation: int) -> Self:
+        """Read what `to_json` returned."""
+        return cls(
+            generation=generation,
+            slot=fields.whole("slot"),
+            index=fields.whole("index"),
+            parent=fields.whole_or_none("parent"),
+            born=fields.whole("born"),
+            hyperparameters=fields.hyperparameters("hyperparameters"),
+            fitness=fields.number_or_none("fitness"),
+            standard_error=fields.number_or_none("standard_error"),
+            failed=fields.text_or_none("failed"),
+            tokens=fields.whole("tokens"),
+            seconds=fields.number("seconds"),
+            changes=fields.changes("changes"),
+            reason=fields.text("reason"),
+            back_to=fields.whole_or_none("back_to"),
+            metrics=fields.inner("metrics").numbers(),
+            measured=Estimate.read_each(fields, "measured"),
+            questions=fields.whole("questions"),
+            evaluation=EvaluationCost.from_json(fields.inner("evaluation")),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationReport:
+    """One generation: the members as they were evaluated, and what evolution decided.
+
+    Attributes:
+        generation: Its number, from 1.
+        step: Learning steps taken so far.
+        members: One report per member, in slot order; a slot that holds nobody has none.
+        best: The member with the highest fitness.
+        plan: What happens next; None after the last generation, and in what was read from a journal: there the next
+            generation's members show it.
+        seconds: Wall-clock time of the run so far, resumed parts included.
+        tokens: Tokens processed by all members so far, evaluations left out.
+        timesteps: Steps in the environment that all members have learnt from so far, evaluations left out; None for
+            language models.
+        examples: One completion of each member, from the last learning step.
+        questions: Questions (or starts) that members were compared by, the most of any member.
+        evaluation: What all evaluations of the run took so far, that of the untrained base included.
+        best_ever: Index of the run's best member so far, and the generation that it is of; None before any member was
+            evaluated.
+    """
+
+    event: ClassVar[str] = "generation"
+
+    generation: int
+    step: int
+    members: tuple[MemberReport, ...]
+    best: MemberReport
+    plan: Plan | None
+    seconds: float
+    tokens: int
+    timesteps: int | None
+    examples: tuple[Example, ...]
+    questions: int
+    evaluation: EvaluationCost
+    best_ever: tuple[int, int] | None
+
+    def _repr_html_(self) -> str:
+        values = {member.index: member.hyperparameters.to_json() for member in self.members}
+        differing = [name for name in values[self.best.index] if len({each[name] for each in values.values()}) > 1]
+        rows = [
+            MemberRow(
+                slot=member.slot,
+                index=member.index,
+                parent=member.parent,
+                values=values[member.index],
+                worth=member.worth,
+                last=count_text(member.tokens),
+            )
+            for member in self.members
+        ]
+        facts = (f"step {self.step}", duration_text(self.seconds))
+        return members_card(f"Generation {self.generation}", facts, rows, differing, "tokens", self.best.index)
+
+    def __repr__(self) -> str:
+        scores = ", ".join(f"#{member.index} {number_text(member.fitness)}" for member in self.members)
+        return f"GenerationReport(generation={self.generation}, step={self.step}, best=#{self.best.index} of {scores})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "generation": self.generation,
+            "step": self.step,
+            "seconds": self.seconds,
+            "tokens": self.tokens,
+            "timesteps": self.timesteps,
+            "members": [member.to_json() for member in self.members],
+            "best": self.best.index,
+            "plan": None if self.plan is None else self.plan.to_json(),
+            "examples": [example.to_json() for example in self.examples],
+            "questions": self.questions,
+            "evaluation": self.evaluation.to_json(),
+            "best_ever": None if self.best_ever is None else list(self.best_ever),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        number = JournalFields(values, "a generation event").whole("generation")
+        where = f"generation {number}"
+        fields = JournalFields(values, where)
+        members = tuple(
+            MemberReport.from_json(member, number) for member in fields.each("members", f"a member of {where}")
+        )
+        best = fields.whole("best")
+        chosen = [member for member in members if member.index == best]
+        if not chosen:
+            raise ValueError(f"'best' of {where} must be the index of one of its members, got {best}: {REMEDY}")
+        return cls(
+            generation=number,
+            step=fields.whole("step"),
+            members=members,
+            best=chosen[0],
+            plan=None,
+            seconds=fields.number("seconds"),
+            tokens=fields.whole("tokens"),
+            timesteps=fields.whole_or_none("timesteps"),
+            examples=tuple(Example.from_json(each) for each in fields.each("examples", f"an example of {where}")),
+            questions=fields.whole("questions"),
+            evaluation=EvaluationCost.from_json(fields.inner("evaluation")),
+            best_ever=fields.pair_or_none("best_ever"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TestReport:
+    """The best member ever against the untrained base, on questions that neither training nor selection saw.
+
+    Attributes:
+        questions: How many.
+        index: Who was tested.
+        before: What the base earned.
+        after: What the member earned.
+        gain: What the member earned more, question by question, so that its standard error is that of paired
+            differences.
+        measure: How the answers were given, "greedy" or "sampled".
+        cost: What the test took.
+        scores: What the member earned, one raw reward per question in the split's order, so that it can be compared
+            with other runs' question by question.
+    """
+
+    __test__ = False  # the name is not pytest's
+    event: ClassVar[str] = "test"
+
+    questions: int
+    index: int
+    before: Estimate
+    after: Estimate
+    gain: Estimate
+    measure: str
+    cost: EvaluationCost
+    scores: tuple[float, ...]
+
+    def __repr__(self) -> str:
+        told = f"questions={self.questions}, index={self.index}, before={self.before!r}, after={self.after!r}"
+        return f"TestReport({told}, gain={self.gain!r})"
+
+    def _repr_html_(self) -> str:
+        fact = f"{self.questions} questions: {'beyond' if self.beyond_noise else 'within'} the noise"
+        return card("Test", (fact,), ("", "mean ± SE"), self.estimates.items())
+
+    @property
+    def estimates(self) -> Mapping[str, Estimate]:
+        """Before, after and the difference, by what they are called."""
+        return {"untrained": self.before, f"member #{self.index}": self.after, "gain": self.gain}
+
+    @property
+    def beyond_noise(self) -> bool:
+        """Whether member and base differ by more than two standard errors of the paired difference."""
+        return abs(self.gain.mean) > 2 * self.gain.standard_error
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "split": "test",
+            "questions": self.questions,
+            "index": self.index,
+            "before": self.before.to_json(),
+            "after": self.after.to_json(),
+            "gain": self.gain.to_json(),
+            "measure": self.measure,
+            "cost": self.cost.to_json(),
+            "scores": list(self.scores),
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Read what `to_json` returned; raises ValueError for a value that is not what it must be."""
+        fields = JournalFields(values, "the test event")
+        return cls(
+            questions=fields.whole("questions"),
+            index=fields.whole("index"),
+            before=Estimate.from_json(fields.inner("before", "before of the test")),
+            after=Estimate.from_json(fields.inner("after", "after of the test")),
+            gain=Estimate.from_json(fields.inner("gain", "gain of the test")),
+            measure=fields.text("measure"),
+            cost=EvaluationCost.from_json(fields.inner("cost")),
+            scores=fields.each_number("scores"),
+        )
+
+
+Report = StepReport | GenerationReport | TestReport
+"""What a run yields while it goes on."""

@@ -1,0 +1,177 @@
+"""Parsing of untrusted JSON and YAML: bounded size, depth and numbers, no repeated keys."""
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+MOST_VALUES, MOST_DEPTH, MOST_DIGITS = 100_000, 100, 300
+
+
+class BoundedLoader(yaml.SafeLoader):
+    """A safe loader that refuses, before anything is built, what aliases blow up, what holds itself, and huge numbers.
+
+    An alias counts as much as what it stands for: whoever walks through the values walks through them all.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth, self._sizes = 0, dict[int, int]()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node, and count the values in it."""
+        mark = self.peek_event().start_mark
+        self._depth += 1
+        if self._depth > MOST_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"it is nested more than {MOST_DEPTH} levels deep", mark)
+        alias = self.check_event(yaml.AliasEvent)
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        if alias and id(node) not in self._sizes:
+            raise yaml.composer.ComposerError(None, None, "the alias stands for something that it is in", mark)
+        if not alias:
+            self._sizes[id(node)] = 1 + sum(self._sizes[id(child)] for child in _children(node))
+        if self._sizes[id(node)] > MOST_VALUES:
+            why = f"there are more than {MOST_VALUES:,} values, what aliases stand for counted each time"
+            raise yaml.composer.ComposerError(None, None, why, mark)
+        return node  # type: ignore[no-any-return]
+
+    def construct_yaml_int(self, node: Any) -> int:
+        """Read a whole number, if it is one that a float can stand for."""
+        if len(node.value) > MOST_DIGITS:
+            why = f"a whole number has at most {MOST_DIGITS} digits, got {len(node.value):,}"
+            raise yaml.constructor.ConstructorError(None, None, why, node.start_mark)
+        return int(super().construct_yaml_int(node))
+
+
+BoundedLoader.add_constructor("tag:yaml.org,2002:int", BoundedLoader.construct_yaml_int)
+
+
+def bounded_yaml(text: str, where: str, loader: type[BoundedLoader] = BoundedLoader) -> Any:
+    """Parse YAML.
+
+    Args:
+        text: The YAML.
+        where: What it is, for messages: a file name, say.
+        loader: Reads it.
+
+    Raises:
+        ValueError: If it is not YAML, or more than is bearable; with the line.
+    """
+    try:
+        return yaml.load(text, loader)  # noqa: S506 (a subclass of SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"{where}{place}: {getattr(error, 'problem', None) or error}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        # What yaml itself raises for values that are not what they are tagged as, or look like: dates, say.
+        raise ValueError(f"{where}: a value is not what it is tagged as, or looks like ({error!s:.200})") from error
+
+
+def _children(node: Any) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [each for pair in node.value for each in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
+MOST_DIGITS = 300
+"""Of a whole number that is read: a float can stand for it, and so can whatever is computed from it at first."""
+
+
+def dump_json(value: Any, *, what: str = "record", indent: int | None = None) -> str:
+    """Write a value as ASCII JSON that any JSON reader accepts.
+
+    Args:
+        value: Mappings with text keys, lists or tuples (read back as lists), text, integers, finite floats, booleans
+            and None, nested in any way.
+        what: What the value is called in error messages.
+        indent: Spaces per level, or None for one line.
+
+    Returns:
+        JSON text without a final newline.
+
+    Raises:
+        ValueError: If something in the value has no exact JSON form; the message names the place.
+    """
+    try:
+        return json.dumps(_plain(value, what), allow_nan=False, ensure_ascii=True, indent=indent)
+    except RecursionError as error:
+        raise ValueError(f"{what} is nested too deeply for JSON (or contains itself): flatten it") from error
+
+
+def load_json(text: bytes | str) -> Any:
+    """Read JSON, refusing what strict JSON does not have.
+
+    Args:
+        text: UTF-8 bytes or text.
+
+    Returns:
+        The value: dictionaries, lists, text, integers, finite floats, booleans and None.
+
+    Raises:
+        ValueError: If it is not UTF-8, not JSON, nested too deeply, or holds NaN, an infinity, a whole
+            number that no float can stand for, or a repeated key.
+    """
+    decoded = text.decode("utf-8") if isinstance(text, bytes) else text
+    try:
+        return json.loads(
+            decoded,
+            parse_constant=_refuse_constant,
+            parse_float=_finite_float,
+            parse_int=_bearable_int,
+            object_pairs_hook=_unique_keys,
+        )
+    except RecursionError as error:
+        raise ValueError("the JSON is nested too deeply") from error
+
+
+def _plain(value: Any, place: str) -> Any:
+    """Copy a value into plain JSON types, or say where that is impossible."""
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if isinstance(value, int):
+        if abs(value) >= 10**MOST_DIGITS:
+            raise ValueError(f"{place} must have at most {MOST_DIGITS} digits: that is no number of a run")
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError(f"{place} is {value}, but JSON has only finite numbers: pass None for a missing value")
+        return float(value)
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{place} has the key {key!r}, but JSON keys are text: pass str(key)")
+        return {key: _plain(item, f"{place}.{key}") for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{place}[{position}]") for position, item in enumerate(value)]
+    raise ValueError(
+        f"{place} is a {type(value).__name__}, which JSON cannot hold: "
+        "convert it to text, a number, a boolean, None, a list or a mapping"
+    )
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:40]} does not fit a float")
+    return number
+
+
+def _bearable_int(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"a whole number has at most {MOST_DIGITS} digits, got {len(text):,}")
+    return int(text)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
+        raise ValueError("an object repeats a key")
+    return mapping

@@ -1,0 +1,161 @@
+"""Files and folders that are written completely or not at all."""
+
+import glob
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_TEMPORARY = re.compile(r"\..+\.\d+\.temporary")
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until a folder's list of names is on disk (Windows cannot wait; it orders such changes itself)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents where missing; the new names are on disk when the call returns."""
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in reversed(missing):
+        sync_folder(place.parent)
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Let errors of the system in the block name a file: a full disk, say, refuses bytes without saying whose."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Create a file that must not exist yet, and wait until its bytes are on disk."""
+    with named(path), path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Give a file new content in one step: a reader, or a kill, meets the old bytes or the new, never a mixture."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.temporary")  # as `sweep` finds it
+    for stale in path.parent.glob(f".{glob.escape(path.name)}.*.temporary"):  # left by processes that were killed
+        if stale == temporary or not _is_alive(stale.suffixes[-2][1:]):
+            stale.unlink(missing_ok=True)
+    try:
+        write_synced(temporary, content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _is_alive(pid: str) -> bool:
+    """Return whether a process of that number runs, as far as can be known."""
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, OverflowError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed writes of files in this folder left; nobody else may be writing there."""
+    for entry in folder.iterdir() if folder.is_dir() else ():
+        if _TEMPORARY.fullmatch(entry.name) and not entry.is_dir():
+            entry.unlink(missing_ok=True)
+
+
+class NoPlainFileError(OSError):
+    """What lies at a path would lead elsewhere, or never end: a link, a pipe, a device, a folder."""
+
+
+def open_plain(path: Path, flags: int = os.O_RDONLY) -> int:
+    """Open a file that is a file, and return its descriptor: no link is followed, no pipe or device is waited for.
+
+    Raises:
+        NoPlainFileError: If it is anything else.
+        OSError: If it cannot be opened.
+    """
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):  # else opening could do something already
+        raise NoPlainFileError(f"{path} is no plain file")
+    # The same once more for whatever takes its place in between.
+    unmoved = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags | unmoved, 0o644)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NoPlainFileError(f"{path} is no plain file")
+    return descriptor
+
+
+LEAST_ROOM = 1 << 26
+"""Bytes that must be free: less than a journal, a report and the checkpoints of the smallest run."""
+
+
+def check_new_folder(folder: Path, what: str, *, room: int = LEAST_ROOM, left_over: Collection[str] = ()) -> None:
+    """Refuse a folder that is no place for new files; nothing is left in it, and it is not made.
+
+    Args:
+        folder: It may exist, if nothing is in it but hidden files, and so may the folders it is in.
+        what: It is, for messages.
+        room: Bytes that must be free there.
+        left_over: Names in it that do not count.
+
+    Raises:
+        ValueError: If it is not a folder, holds files, cannot be written into, or has no room.
+    """
+    existing = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is no folder{_for(folder, existing, what)}: choose another {what}")
+    try:
+        if existing == folder:
+            found = sorted(path.name for path in folder.iterdir() if not (_hidden(path) or path.name in left_over))
+            if found:
+                raise ValueError(
+                    f"a new {what} must be empty, but {folder} holds {', '.join(found[:3])}"
+                    f"{' and more' if len(found) > 3 else ''}: empty it, or choose another"
+                )
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"\0")
+            file.flush()
+            free = shutil.disk_usage(existing).free
+    except OSError as error:
+        raise ValueError(
+            f"{existing} cannot be written into{_for(folder, existing, what)} ({error.strerror or error}): choose "
+            f"another {what}"
+        ) from error
+    if free < room:
+        raise ValueError(
+            f"a {what} needs at least {room / 1e6:.0f} MB to begin with, but where {folder} is only "
+            f"{free / 1e6:.0f} MB are free: make room, or choose another"
+        )
+
+
+def left_by_kill(folder: Path) -> bool:
+    """Whether a folder holds nothing but hidden files: of writing that was broken off before anything was complete."""
+    return folder.is_dir() and all(map(_hidden, folder.iterdir()))
+
+
+def _hidden(path: Path) -> bool:
+    return path.name.startswith(".")
+
+
+def _for(folder: Path, existing: Path, what: str) -> str:
+    return "" if existing == folder else f", and the {what} {folder} would be in it"

@@ -1,0 +1,435 @@
+"""Checkpoints: a manifest and safetensors files, hashed, written atomically, one folder per generation."""
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from evogrpo.safe_parsing import dump_json, load_json
+from evogrpo.storage.atomic_files import make_folder, sync_folder, write_synced
+from evogrpo.storage.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    OtherVersionError,
+    check_files,
+    damaged,
+    dump_manifest,
+    is_plain_name,
+    read_checked,
+    read_manifest,
+    record_name,
+    tensor_name,
+    tensor_names,
+    write_entry,
+)
+
+# Serialising takes twice as much again: small beside any model that is trained, and hundreds of files hold gigabytes.
+FILE_BYTES = 16 * 2**20
+MOST_TENSORS = 100_000  # of a file; a forged header may name any number of empty ones, which take long to parse
+
+
+def write_tensors(folder: Path, kind: str, tensors: Mapping[str, Tensor], file_bytes: int) -> dict[str, FileEntry]:
+    """Write tensors in the mapping's order; each is asked for once, when its file is filled, and then let go.
+
+    Args:
+        folder: Where the files go.
+        kind: The kind of checkpoint, which names the files.
+        tensors: Dense tensors; views and tied tensors are stored as separate whole tensors.
+        file_bytes: A file that holds this many bytes of tensors takes no more of them.
+
+    Returns:
+        What the manifest says of each file.
+
+    Raises:
+        ValueError: If a tensor or its name cannot be stored.
+        OSError: If the disk refuses.
+    """
+    names = list(tensors)
+    entries: dict[str, FileEntry] = {}
+    held: dict[str, Tensor] = {}
+    for name in names:
+        if sum(tensor.nbytes for tensor in held.values()) >= file_bytes:
+            file = tensor_name(kind, len(entries) + 1)
+            entries[file] = write_entry(folder / file, _serialise(held))
+            held.clear()
+        held[name] = _storable(name, tensors[name])
+    file = tensor_name(kind, len(entries) + 1 if entries else None)
+    entries[file] = write_entry(folder / file, _serialise(held))
+    return entries
+
+
+def read_tensors(folder: Path, manifest: Manifest) -> dict[str, Tensor]:
+    """Read all tensors of a checkpoint, checking every file before it is parsed.
+
+    Raises:
+        CheckpointError: If a file is not as the manifest says or not safetensors, or a tensor occurs twice.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in tensor_names(manifest.kind, manifest.files):
+        loaded = _read(folder / file, manifest.files[file])
+        if repeated := sorted(tensors.keys() & loaded.keys()):
+            raise damaged(folder / file, f"must hold no tensor of another file, but holds {', '.join(repeated[:5])}")
+        tensors.update(loaded)
+    return tensors
+
+
+def _read(path: Path, entry: FileEntry) -> dict[str, Tensor]:
+    # Parsed from the very bytes that were checked: a file that changes in between cannot slip through.
+    content = read_checked(path, entry)
+    header = int.from_bytes(content[:8], "little")
+    if header < len(content) and content.count(b'"dtype"', 8, 8 + header) > MOST_TENSORS:
+        raise damaged(path, f"must hold at most {MOST_TENSORS:,} tensors, by their names")
+    try:
+        return load_tensors(content)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise damaged(path, f"must be in the safetensors format ({error})") from error
+
+
+def _storable(name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(name, str) or name == "__metadata__":
+        raise ValueError(f"safetensors cannot hold a tensor called {name!r}: choose another name")
+    if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise ValueError(f"a checkpoint holds dense tensors, but {name!r} is not one: convert or leave it out")
+    # safetensors refuses tensors that share memory, and would write all of the storage behind a view.
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").clone(memory_format=torch.contiguous_format)
+
+
+def _serialise(tensors: dict[str, Tensor]) -> bytes:
+    try:
+        return save_tensors(tensors)
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+        raise ValueError(f"the tensors cannot be stored as safetensors: {error}") from error
+
+
+_TEMPORARY = re.compile(r"\.(.+)\.temporary-[0-9a-f]{32}")
+_PREVIOUS = re.compile(r"\.(.+)\.previous")
+_GENERATION = re.compile(r"generation-\d+")
+
+
+def stored_at(folder: Path) -> Path:
+    """Return where a checkpoint lies: in its folder, or beside it when a kill fell between the renames of a replace."""
+    previous = _previous(folder)
+    return previous if previous.is_dir() and not os.path.lexists(folder) else folder
+
+
+def put_in_place(temporary: Path, folder: Path) -> None:
+    """Rename a whole, synced folder to its final name; one that is there moves aside and is then removed."""
+    previous = _previous(folder)
+    replacing = os.path.lexists(folder)
+    if replacing:
+        folder.rename(previous)
+    try:
+        temporary.rename(folder)
+    except OSError:
+        if replacing:
+            previous.rename(folder)
+        raise
+    sync_folder(folder.parent)
+    if replacing:
+        shutil.rmtree(previous, ignore_errors=True)
+
+
+def tidy(folder: Path) -> None:
+    """Remove what killed writes of this folder, or of any generation beside it, left; a set-aside folder comes back."""
+    for entry in sorted(folder.parent.iterdir()):
+        match = _TEMPORARY.fullmatch(entry.name) or _PREVIOUS.fullmatch(entry.name)
+        if match is None:
+            continue
+        target = folder.with_name(match[1])
+        both_generations = _GENERATION.fullmatch(target.name) and _GENERATION.fullmatch(folder.name)
+        if target != folder and not both_generations:
+            continue
+        if stored_at(target) == entry:
+            entry.rename(target)
+        else:
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a checkpoint so that it is never seen in part: it changes its name first."""
+    doomed = folder.with_name(f".{folder.name}.temporary-{os.urandom(16).hex()}")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def refuse_overwriting(folder: Path, *, kind: str, replace: bool, written: Set[str]) -> None:
+    """Raise CheckpointError unless `folder` is free, or holds a checkpoint that may be replaced, and nothing else.
+
+    Args:
+        folder: Where the checkpoint shall go.
+        kind: The kind that shall be written.
+        replace: Whether a complete checkpoint may be replaced.
+        written: Names of the further files that shall be written.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: choose another place")
+    found = {entry.name for entry in folder.iterdir()}
+    own = {MANIFEST_NAME, record_name(kind), *tensor_names(kind, found)}
+    complete = False
+    try:
+        manifest = read_manifest(folder)
+        own |= manifest.files.keys()
+        if not replace:  # what may be replaced need not be read
+            check_files(folder, manifest)
+            complete = True
+    except OtherVersionError as error:
+        if not replace:
+            raise CheckpointError(f"{error}, or pass replace=True to lose it") from error
+    except CheckpointError:
+        pass  # damaged: free to be replaced, as long as every file in it is one that a checkpoint wrote
+    if complete:
+        raise CheckpointError(f"{folder} already holds a complete checkpoint: pass replace=True or name another folder")
+    if foreign := sorted(found - (own | written if replace else own)):
+        raise CheckpointError(
+            f"{folder} holds {', '.join(foreign[:5])}, which no checkpoint wrote there: choose another folder"
+        )
+
+
+def _previous(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.previous")
+
+
+__all__ = ["CheckpointError", "Manifest", "read_checkpoint", "read_record", "verify_checkpoint", "write_checkpoint"]
+
+
+def write_checkpoint(
+    folder: Path | str,
+    tensors: Mapping[str, Tensor],
+    record: Mapping[str, Any],
+    *,
+    files: Mapping[str, bytes | Callable[[], bytes]] | None = None,
+    kind: str = "population",
+    replace: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Save tensors and a record as one folder that is complete or absent, at whatever byte the process is killed.
+
+    Everything is written and synced in a temporary folder next to `folder`, which is then renamed. A checkpoint that
+    is replaced stays loadable until the new one is in its place. Leftovers of killed writes are removed on the way.
+    Only one process may write a given folder, or the generations of a run, at a time.
+
+    The memory taken is about three times what one tensor file holds, which is at most `file_bytes` and one tensor.
+
+    Args:
+        folder: Where the checkpoint goes; its parents are created.
+        tensors: Dense tensors of any dtype, shape and device. Each is asked for once, when it is written, so a mapping
+            that makes them when asked never has all of them in memory.
+        record: Strict JSON: text keys, finite numbers.
+        files: Further files, by plain name: their bytes, or a function that is called for them when they are written.
+        kind: What is saved, in one word; the reader must ask for the same kind.
+        replace: Whether a complete checkpoint that is already there may be replaced. A damaged one always may.
+        file_bytes: A tensor file that holds this many bytes of tensors takes no more of them, at least 1.
+
+    Raises:
+        CheckpointError: If `folder` holds a complete checkpoint and `replace` is False, or anything but a checkpoint.
+        ValueError: If a tensor, the record or a name cannot be stored; what was at `folder` is still there.
+        OSError: If the disk refuses; likewise.
+    """
+    folder = Path(folder).resolve()
+    further = files or {}
+    _check_names(kind, further)
+    if file_bytes < 1:
+        raise ValueError(f"file_bytes must be at least 1, got {file_bytes}: every tensor file holds something")
+    record_bytes = dump_json(record, what="record").encode("ascii")
+    make_folder(folder.parent)
+    tidy(folder)
+    refuse_overwriting(folder, kind=kind, replace=replace, written=further.keys())
+    temporary = folder.with_name(f".{folder.name}.temporary-{uuid.uuid4().hex}")
+    try:
+        temporary.mkdir()
+        entries = write_tensors(temporary, kind, tensors, file_bytes)
+        entries[record_name(kind)] = write_entry(temporary / record_name(kind), record_bytes)
+        for name, content in further.items():
+            entries[name] = write_entry(temporary / name, content if isinstance(content, bytes) else content())
+        write_synced(temporary / MANIFEST_NAME, dump_manifest(Manifest(kind=kind, files=entries)))
+        sync_folder(temporary)
+        put_in_place(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def read_checkpoint(folder: Path | str, *, kind: str = "population") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Load a checkpoint, after checking every file of it; no more than one tensor file is held besides its tensors.
+
+    Args:
+        folder: The checkpoint's folder.
+        kind: What the checkpoint must hold.
+
+    Returns:
+        The tensors, on the CPU, by name; and the record.
+
+    Raises:
+        CheckpointError: If anything about the checkpoint is not as it was written.
+    """
+    place = stored_at(Path(folder).resolve())
+    manifest = _manifest_of_kind(place, kind)
+    check_files(place, manifest, besides=(record_name(kind), *tensor_names(kind, manifest.files)))
+    record = _record(place, manifest)
+    return read_tensors(place, manifest), record
+
+
+def read_record(folder: Path | str, *, kind: str = "population") -> dict[str, Any]:
+    """Load a checkpoint's record alone, after checking that one file.
+
+    Raises:
+        CheckpointError: If the manifest or the record is not as it was written.
+    """
+    place = stored_at(Path(folder).resolve())
+    return _record(place, _manifest_of_kind(place, kind))
+
+
+def _record(place: Path, manifest: Manifest) -> dict[str, Any]:
+    path = place / record_name(manifest.kind)
+    content = read_checked(path, manifest.files[path.name])
+    try:
+        record = load_json(content)
+    except ValueError as error:
+        raise damaged(path, f"must be strict JSON ({error})") from error
+    if not isinstance(record, dict):
+        raise damaged(path, f"must hold a JSON object, not a {type(record).__name__}")
+    return record
+
+
+def verify_checkpoint(folder: Path | str, *, kind: str = "population") -> Manifest:
+    """Check that every file of a checkpoint is there, whole and as written, without loading any.
+
+    Args:
+        folder: The checkpoint's folder.
+        kind: What the checkpoint must hold.
+
+    Returns:
+        What the checkpoint holds.
+
+    Raises:
+        CheckpointError: If anything about the checkpoint is not as it was written.
+    """
+    place = stored_at(Path(folder).resolve())
+    manifest = _manifest_of_kind(place, kind)
+    check_files(place, manifest)
+    return manifest
+
+
+def _manifest_of_kind(place: Path, kind: str) -> Manifest:
+    record_name(kind)  # refuses what is no kind
+    manifest = read_manifest(place)
+    if manifest.kind != kind:
+        raise CheckpointError(
+            f"{place / MANIFEST_NAME} describes a checkpoint of kind {manifest.kind!r}, but {kind!r} is needed here: "
+            f"name a checkpoint of a {kind}"
+        )
+    return manifest
+
+
+def _check_names(kind: str, further: Iterable[str]) -> None:
+    """Refuse a kind, or further files, that have no name of their own in the folder."""
+    record = record_name(kind)
+    for name in further:
+        if not is_plain_name(name) or name == record or tensor_names(kind, [name]):
+            raise ValueError(
+                f"{name!r} cannot be a further file of a {kind} checkpoint: use letters, digits, '.', '_' and '-', "
+                f"and none of {tensor_name(kind)}, {tensor_name(kind, 1)} and so on, {record} and {MANIFEST_NAME}"
+            )
+
+
+CHECKPOINTS = "checkpoints"
+"""The folder in a run's that holds its generations."""
+
+_GENERATION_FOLDER = re.compile(r"\.?generation-(\d{4,})(?:\.previous)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatestCheckpoint:
+    """The newest generation of a run that can be resumed.
+
+    Attributes:
+        generation: Its number, or None if the run has no whole checkpoint.
+        folder: Its folder, or None likewise.
+        skipped: Why each newer generation cannot be used, newest first.
+    """
+
+    generation: int | None
+    folder: Path | None
+    skipped: tuple[CheckpointError, ...]
+
+
+def generation_folder(run_dir: Path | str, generation: int) -> Path:
+    """Return the checkpoint folder of one generation, at least 0; it need not exist."""
+    if generation < 0:
+        raise ValueError(f"a generation is numbered from 0, got {generation}")
+    return Path(run_dir) / CHECKPOINTS / f"generation-{generation:04d}"
+
+
+def latest_complete(run_dir: Path | str, check: Callable[[Path, int], None] | None = None) -> LatestCheckpoint:
+    """Find the newest generation whose checkpoint is whole and unchanged; half-written ones are never seen.
+
+    Args:
+        run_dir: The folder of the run.
+        check: Called with the folder and the number of each; raises CheckpointError for one that cannot be used.
+
+    Returns:
+        That generation, and what is wrong with the newer ones.
+    """
+    skipped = []
+    for generation in _stored_generations(run_dir):
+        folder = generation_folder(run_dir, generation)
+        try:
+            verify_checkpoint(folder)
+            if check is not None:
+                check(folder, generation)
+        except CheckpointError as error:
+            skipped.append(error)
+        else:
+            return LatestCheckpoint(generation=generation, folder=folder, skipped=tuple(skipped))
+    return LatestCheckpoint(generation=None, folder=None, skipped=tuple(skipped))
+
+
+def prune(run_dir: Path | str, written: int, keep: int = 2) -> tuple[int, ...]:
+    """Remove old generation checkpoints without looking into any: `written` and the `keep` - 1 before it stay.
+
+    The caller has just written `written`, so it is whole however long the others have lain there: whatever has
+    happened to those, the run can be resumed. That is why generations that are newer count for nothing (those that a
+    resumed run gave up, such as damaged ones) and are left alone until they are written again.
+
+    Args:
+        run_dir: The folder of the run.
+        written: The generation whose checkpoint this process has just written.
+        keep: How many checkpoints stay, at least 1.
+
+    Returns:
+        The generations that were removed, newest first.
+
+    Raises:
+        ValueError: If `keep` is below 1, or `written` has no checkpoint.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got {keep}: a run without a checkpoint cannot be resumed")
+    older = [generation for generation in _stored_generations(run_dir) if generation <= written]
+    if written not in older:
+        raise ValueError(f"generation {written} has no checkpoint in {run_dir}: write it before old ones are removed")
+    removed = older[keep:]
+    for generation in removed:
+        remove_folder(stored_at(generation_folder(run_dir, generation)))
+    return tuple(removed)
+
+
+def _stored_generations(run_dir: Path | str) -> list[int]:
+    """Return the generations that have a folder, newest first."""
+    parent = generation_folder(run_dir, 0).parent
+    if not parent.is_dir():
+        return []
+    names = (_GENERATION_FOLDER.fullmatch(entry.name) for entry in parent.iterdir() if entry.is_dir())
+    return sorted({int(match[1]) for match in names if match}, reverse=True)

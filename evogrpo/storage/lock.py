@@ -1,0 +1,158 @@
+"""One writer per run directory: a lock that the operating system lets go of when its process ends, however it ends."""
+
+import errno
+import json
+import os
+import socket
+import weakref
+from contextlib import suppress
+from pathlib import Path
+
+from evogrpo.storage.atomic_files import open_plain
+from evogrpo.warnings import warn
+
+try:
+    import fcntl
+except ImportError:  # Windows: nobody is kept out there
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = ".lock"
+_BUSY = (errno.EACCES, errno.EAGAIN)
+_held: "weakref.WeakValueDictionary[tuple[int, int], Claim]" = weakref.WeakValueDictionary()
+
+
+class ClaimLostError(OSError):
+    """The folder of a claim is no longer there, or no longer this process's."""
+
+
+class Claim:
+    """The sole right to write into a folder, until it is released or dropped, or the process ends.
+
+    Claimed again by the same process it passes on, so that a run can be resumed in the session that began it; the
+    claim that had it is `lost` from then on.
+
+    Args:
+        folder: An existing folder; a file `.lock` is made in it, which stays.
+
+    Attributes:
+        folder: As given, as an absolute path.
+        lost: Whether the right has been released or passed on.
+
+    Raises:
+        ValueError: If another process holds it, with which and where.
+        OSError: If the folder cannot be written into.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder = folder.absolute()  # the program may change its working directory
+        self.folder, self.lost = folder, False
+        path = folder / LOCK
+        earlier = _held_by_this_process(path)
+        if earlier is None:
+            self._descriptor = _locked(path, folder)
+        else:  # not opened again: such locks are a process's, and closing any descriptor of the file releases them
+            self._descriptor = earlier._pass_on()
+        self._pid = os.getpid()
+        self._close = weakref.finalize(self, os.close, self._descriptor)
+        self._close.atexit = False
+        _held[_identity(os.fstat(self._descriptor))] = self
+        with suppress(OSError):  # whose it is, for the refusal only
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps({"pid": self._pid, "host": socket.gethostname()}).encode(), 0)
+
+    def check(self) -> None:
+        """Check before every write that this process still holds the lock of this very folder.
+
+        Raises:
+            ValueError: If the claim was passed on or released.
+            ClaimLostError: If the folder or its lock was removed, renamed or replaced, or this process is a fork.
+        """
+        if self.lost:
+            raise ValueError(f"This run no longer writes into {self.folder}: it was opened again. Use the newer run.")
+        if self._pid != os.getpid():
+            raise ClaimLostError(
+                f"{self.folder} belongs to process {self._pid}; its fork {os.getpid()} must not write."
+            )
+        try:
+            found = _identity((self.folder / LOCK).lstat())
+        except OSError:
+            found = None
+        if found != _identity(os.fstat(self._descriptor)):
+            raise ClaimLostError(
+                f"{self.folder} was moved, deleted or replaced, or its {LOCK} was removed, while the run was writing. "
+                "Nothing more is written; resume from the newest checkpoint."
+            )
+
+    def release(self) -> None:
+        """Let others claim the folder."""
+        if not self.lost:
+            self.lost = True
+            self._close()
+
+    def withdraw(self) -> None:
+        """Let others claim the folder; if nothing was written into it, it is empty again."""
+        if not self.lost and holds_nothing(self.folder):
+            with suppress(OSError):
+                (self.folder / LOCK).unlink()
+        self.release()
+
+    def _pass_on(self) -> int:
+        self.lost = True
+        self._close.detach()
+        return self._descriptor
+
+
+def holds_nothing(folder: Path) -> bool:
+    """Tell whether a folder holds nothing but what a claim made."""
+    return all(entry.name == LOCK for entry in folder.iterdir())
+
+
+def _identity(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _held_by_this_process(path: Path) -> Claim | None:
+    try:
+        claim = _held.get(_identity(path.lstat()))
+    except FileNotFoundError:
+        return None
+    # A process that was forked off has its parent's claims in memory, but not its locks.
+    return None if claim is None or claim.lost or claim._pid != os.getpid() else claim
+
+
+def _locked(path: Path, folder: Path) -> int:
+    """Return a descriptor of the file, on which this process has the lock."""
+    descriptor = open_plain(path, os.O_RDWR | os.O_CREAT)
+    if fcntl is None:
+        return descriptor
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _identity(os.fstat(descriptor)) == _identity(path.lstat()):
+            return descriptor
+    except FileNotFoundError:
+        pass  # somebody withdrew a claim just now
+    except OSError as error:
+        if error.errno in _BUSY:
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            raise ValueError(
+                f"{folder} is in use by {holder}: wait until it has ended, stop it, or name another run directory"
+            ) from None
+        warn(
+            f"this file system cannot lock files ({error.strerror}): make sure that only one process writes into "
+            f"{folder}",
+            rank_zero_only=False,
+        )
+        return descriptor
+    os.close(descriptor)
+    folder.mkdir(parents=True, exist_ok=True)
+    return _locked(path, folder)
+
+
+def _holder(descriptor: int) -> str:
+    """Say who holds a lock; what the file says is somebody else's, and may be anything."""
+    try:
+        said = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {int(said['pid'])} on {str(said['host'])[:100]!a}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another process"

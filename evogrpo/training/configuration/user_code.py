@@ -1,0 +1,365 @@
+"""User code that a configuration names: datasets, reward functions and strategies."""
+
+import csv
+import hashlib
+import importlib
+import importlib.util
+import json
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import IO, Any
+
+from evogrpo.config.synonyms import close_match
+from evogrpo.evolution.children import defined
+from evogrpo.evolution.mutation import Mutation
+from evogrpo.evolution.strategies import BUILT_IN, Strategy, strategy_from_json
+from evogrpo.installing import extra_command
+from evogrpo.references import USER_MODULE, is_found, reference_to
+from evogrpo.safe_parsing import dump_json, load_json
+
+FILE_KINDS = (".jsonl", ".json", ".csv", ".parquet")
+
+
+def read_rows(path: Path) -> Sequence[Any]:
+    """Read a prompt dataset: one mapping of columns a row.
+
+    Args:
+        path: A .jsonl, .json (a list of objects) or .csv file (every value is text; values are separated as the names
+            of the columns are); or a .parquet file, for which the extra `datasets` must be installed.
+
+    Raises:
+        ValueError: If the file is missing, of another kind or not what its name says.
+    """
+    if path.suffix not in FILE_KINDS:
+        raise ValueError(f"a dataset file must end in {', '.join(FILE_KINDS)}, got {path}")
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # with or without a byte order mark
+            if path.suffix == ".csv":
+                csv.field_size_limit(2**31 - 1)
+                heading = file.readline()
+                file.seek(0)
+                rows: list[Any] = list(csv.DictReader(file, delimiter=_delimiter(heading)))
+            elif path.suffix == ".json" or _holds_array(file):
+                rows = _json(file.read(), str(path))
+            else:
+                rows = [_json(line, f"line {number} of {path}") for number, line in enumerate(file, 1) if line.strip()]
+    except FileNotFoundError:
+        raise _absent(path) from None
+    except OSError as error:
+        raise ValueError(f"cannot read the dataset {path} ({error.strerror or error})") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path} is not a {path.suffix} file in UTF-8: {error}") from error
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} must hold a list of objects, one a row, got {type(rows).__name__}")
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path} must hold one object with the same columns a row, got {row!r:.80} in row {number}"
+            )
+        if None in row or (path.suffix == ".csv" and None in row.values()):
+            raise ValueError(
+                f"{path} must have as many values in every row as it names columns, but row {number} has not"
+            )
+    return rows
+
+
+def _holds_array(file: IO[str]) -> bool:
+    """Return whether a file of JSON lines holds one JSON array instead; the file is read from its start again."""
+    first = file.readline().lstrip()[:1]
+    file.seek(0)
+    return first == "["
+
+
+def _absent(path: Path) -> ValueError:
+    there = sorted(each.name for each in path.parent.glob("*") if each.suffix in FILE_KINDS)
+    near = close_match(path.name, there)
+    remedy = "paths in a configuration are relative to it, those in overrides to the working directory"
+    if near:
+        remedy = f"did you mean {near}?"
+    elif there:
+        remedy = f"{path.parent} has {', '.join(there[:5])}{' and others' if len(there) > 5 else ''}"
+    return ValueError(f"cannot read the dataset {path}, as there is no such file: {remedy}")
+
+
+def _delimiter(heading: str) -> str:
+    """Return what separates the names of columns: a comma, or what spreadsheets write where commas are decimal."""
+    return max(",;\t", key=lambda mark: len(next(csv.reader([heading], delimiter=mark), [])))
+
+
+def read_hub(name: str, subset: str | None, split: str, revision: str | None) -> Sequence[Any]:
+    """Read a split of a dataset of the Hugging Face hub, or of a local folder of data files.
+
+    Raises:
+        ValueError: If the package `datasets` is missing, or the dataset cannot be had.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"reading {name} from the hub needs the package datasets: {extra_command('datasets')}"
+        ) from None
+    try:
+        rows: Sequence[Any] = load_dataset(name, subset, split=split, revision=revision)
+    except Exception as error:  # whatever the hub, the network or a file may raise
+        wanted = f"split {split!r} of the dataset {name!r}{f' ({subset})' if subset else ''}"
+        raise ValueError(
+            f"cannot read {wanted}: {type(error).__name__}: {error}. Check the names and the connection; without one, "
+            "only what has been downloaded before can be read"
+        ) from error
+    return rows
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also of numbers with thousands of digits
+        raise ValueError(f"{what} is not JSON that can be read: {error}") from error
+
+
+def _read_parquet(path: Path) -> Sequence[Any]:
+    try:
+        from datasets import Dataset
+    except ImportError:
+        raise ValueError(f"reading {path} needs the package datasets: {extra_command('datasets')}") from None
+    if not path.is_file():
+        raise _absent(path)
+    rows: Sequence[Any] = Dataset.from_parquet(str(path))
+    return rows
+
+
+def load_named(reference: str, what: str, kind: str = "function") -> Callable[..., Any]:
+    """Load a function or a class that the user names, running the code of its module.
+
+    Args:
+        reference: `path.py:name`, or `module:name`, imported as if from the working directory.
+        what: What it is for, in messages.
+        kind: "function" or "class", in messages.
+
+    Raises:
+        ValueError: If there is no such module or name, or the module raises while it is run.
+    """
+    place, sign, name = reference.rpartition(":")
+    if not sign or not place or not name:
+        raise ValueError(f'a {what} is named "path.py:{kind}" or "module:{kind}", got {reference!r}')
+    module = _run_file(Path(place), what) if place.endswith(".py") else load_module(place)
+    function: Any = getattr(module, name, None)
+    fits = callable if kind == "function" else _is_class
+    if not fits(function):
+        known = [key for key, value in vars(module).items() if fits(value) and not key.startswith("_")]
+        close = close_match(name, known)
+        meant = f"did you mean {close!r}? It has" if close else "it has"
+        raise ValueError(f"{place} has no {kind} {name!r}: {meant} {', '.join(known) or 'none'}")
+    loaded: Callable[..., Any] = function
+    return loaded
+
+
+def _is_class(value: object) -> bool:
+    return isinstance(value, type)
+
+
+def _run_file(path: Path, what: str) -> ModuleType:
+    if not path.is_file():
+        raise ValueError(f"no file {path} to take a {what} from")
+    # One name for one state of one file: two functions of it live in the same module, where worker processes that are
+    # sent them look them up, and files of the same name do not replace each other.
+    state = f"{path.resolve()} {path.stat().st_mtime_ns}"
+    name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(state.encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # the file ends in .py
+    module = importlib.util.module_from_spec(spec)
+    # As for a script: what lies beside the file can be imported, and the module can be looked up by its name.
+    _search(path.parent)
+    sys.modules[name] = module
+    try:
+        _run(lambda: spec.loader.exec_module(module), str(path))  # type: ignore[union-attr]  # see the assertion
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def load_module(name: str) -> ModuleType:
+    """Import a module that the user names, as if from the working directory.
+
+    Raises:
+        ValueError: If there is none, or it raises while it is run.
+    """
+    _search(Path.cwd())
+    found: list[ModuleType] = []
+    _run(lambda: found.append(importlib.import_module(name)), name)
+    return found[0]
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _run(load: Callable[[], object], what: str) -> None:
+    try:
+        load()
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}: {_meant(error.name or '')}"
+            'install the package it is in, go to the folder that holds it, or name "path.py:name"'
+        ) from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"loading {what} raised {type(error).__name__}: {error}{user_line(error)}") from error
+
+
+def _meant(missing: str) -> str:
+    """Return a question for the module whose name is nearest to one that is missing; empty if none is near."""
+    parent, _, last = missing.rpartition(".")
+    places = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    near = close_match(last, [module.name for module in pkgutil.iter_modules(places)])
+    return f"did you mean {f'{parent}.' if parent else ''}{near}? Otherwise " if near else ""
+
+
+def user_line(error: BaseException) -> str:
+    """Return where an error of the user's code was raised, such as ` (rewards.py, line 7)`; empty if unknown."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = str(Path(__file__).parents[1])
+    own = [frame for frame in frames if "importlib" not in frame.filename and not frame.filename.startswith(ours)]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+
+
+def strategy_record(strategy: Strategy) -> dict[str, Any]:
+    """Return a strategy's name and settings: a name of `BUILT_IN`, or where its class is defined, as `place:Class`."""
+    kind = type(strategy)
+    name = next((name for name, built_in in BUILT_IN.items() if built_in is kind), None)
+    return {"name": name or reference_to(kind), **strategy.to_json()}
+
+
+def named_strategy(values: Mapping[str, Any]) -> Strategy:
+    """Build the strategy that the user's configuration names; what is the user's own is loaded, running its module.
+
+    Raises:
+        ValueError: If there is no such class, or a setting is unknown or refused.
+    """
+    name = str(values["name"])
+    given, own = values.get("mutation"), None
+    if isinstance(given, str):
+        given = {"name": given}
+    if isinstance(given, Mapping) and "name" in given:
+        own = load_named(str(given["name"]), "mutation")
+    if given is not None:
+        values = {**values, "mutation": given}
+    strategy = strategy_from_json(values, load_named(name, "strategy", "class") if ":" in name else None, own)
+    check_strategy(strategy)
+    return strategy
+
+
+def chosen_strategy(strategy: Strategy | type[Strategy] | str) -> Strategy:
+    """Return a strategy given as such, as a class without arguments, or by the name of a built-in one.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if isinstance(strategy, str | Mapping):
+        return strategy_from_json({"name": strategy} if isinstance(strategy, str) else strategy)
+    made = strategy() if isinstance(strategy, type) else strategy
+    check_strategy(made)
+    return made
+
+
+def check_strategy(strategy: object) -> None:
+    """Refuse what lacks a part of a strategy, before a run begins that would miss it."""
+    missing = [name for name in ("plan", "mutates", "to_json", "state", "load_state") if not hasattr(strategy, name)]
+    if missing or isinstance(strategy, type):
+        raise ValueError(
+            f"a strategy has plan, mutates, to_json, state and load_state, but {strategy!r:.200} lacks "
+            f"{', '.join(missing) or 'an instance'}: see evogrpo.evolution.Strategy; Stateless has the last two"
+        )
+
+
+def check_resumable(strategy: Strategy) -> None:
+    """Refuse, before a run is recorded, a strategy that could not be brought back from the record.
+
+    Raises:
+        ValueError: If its class, or a mutation of the user's, cannot be found by name, if its settings or its state are
+            not plain JSON values, if the settings do not build its like, or if one of them is called name.
+    """
+    kind, record, mutation = type(strategy), strategy_record(strategy), _own_mutation(strategy)
+    for what, thing in (("class of a strategy", kind), ("mutation of a strategy", mutation)):
+        if thing is not None and not is_found(thing):
+            raise ValueError(
+                f"the {what} must be found by its name when the run is resumed, got {reference_to(thing)}: define it "
+                "at the top of a module of its own and import it from there, or leave run_dir out"
+            )
+    if "name" in strategy.to_json():
+        raise ValueError(f"{kind.__name__} must have no setting called name, which is what its class is stored under")
+    stored = _through_json(record)
+    again = _through_json(strategy_record(strategy_from_json(stored, kind, mutation)))
+    if again != stored:
+        raise ValueError(
+            f"{kind.__name__}.to_json must return the arguments that build an equal strategy, got {stored}, which "
+            f"build {again}"
+        )
+    _through_json(strategy.state())
+
+
+def restored_strategy(
+    record: Mapping[str, Any], state: Mapping[str, Any], given: Strategy | type[Strategy] | None
+) -> Strategy:
+    """Bring a stored run's strategy back, as it was when its checkpoint was written.
+
+    Args:
+        record: What `strategy_record` returned.
+        state: What the strategy's `state` returned.
+        given: The strategy according to the caller, as new, or its class. Only one of this package need not be given:
+            the name of another may lead to anybody's code, and is not followed.
+
+    Raises:
+        ValueError: If it is missing or another one.
+    """
+    name = str(record["name"])
+    if given is None and name not in BUILT_IN:
+        raise ValueError(
+            f"the strategy of this run is {name}, a class that is not imported merely because a checkpoint names it: "
+            "give the class, as in evogrpo.resume(..., strategy=ItsClass)"
+        )
+    if given is not None and not isinstance(given, type):
+        check_strategy(given)
+    kind = given if given is None or isinstance(given, type) else type(given)
+    mutation = None if given is None or isinstance(given, type) else _own_mutation(given)
+    stored = strategy_from_json(record, kind, mutation)
+    strategy = stored if given is None or isinstance(given, type) else given
+    wanted, found = (_through_json(strategy_record(each)) for each in (stored, strategy))
+    # A module may have moved since; which class it is and what it was set to may not change.
+    same = _class(name) == _class(found["name"]) and _mutation_named(record) == _mutation_named(found)
+    if wanted != found or kind not in (None, type(stored)) or not same:
+        raise ValueError(
+            f"a run goes on with the strategy it began with, {dict(record)}, got {found}: give that one, or its class"
+        )
+    strategy.load_state(state)
+    return strategy
+
+
+def _class(name: str) -> str:
+    return name.rpartition(":")[2]
+
+
+def _mutation_named(record: Mapping[str, Any]) -> str | None:
+    """Return what the user's own mutation of a strategy is called, whatever its module; None where it has none."""
+    mutation = record.get("mutation")
+    return _class(str(mutation["name"])) if isinstance(mutation, Mapping) and "name" in mutation else None
+
+
+def _own_mutation(strategy: Strategy) -> Callable[..., Any] | None:
+    """Return the function or the class of a mutation that is the user's own; None where the strategy has none."""
+    mutation: Any = getattr(strategy, "mutation", None)
+    if type(strategy) not in BUILT_IN.values() or mutation is None or isinstance(mutation, Mutation):
+        return None
+    return defined(mutation)
+
+
+def _through_json(values: Mapping[str, Any]) -> Any:
+    return load_json(dump_json(values, what="what is stored of the strategy"))

@@ -1,0 +1,325 @@
+"""A run read back from its folder: its newest checkpoint and its best member, if they are its own and whole."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from evogrpo.algorithms.agent import Agent
+from evogrpo.algorithms.checkpointing import learnt, restore_population
+from evogrpo.algorithms.factory import MEMBERS
+from evogrpo.algorithms.multi_agent import algorithm_class
+from evogrpo.algorithms.population import KeptStates, Population
+from evogrpo.config.checks import declared_fields, unknown_name_error
+from evogrpo.distributed import processes
+from evogrpo.envs.fingerprint import check_same_data
+from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.evolution.fitness import Fitness, FitnessConfig
+from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
+from evogrpo.evolution.strategies import Strategy
+from evogrpo.storage.atomic_files import sweep
+from evogrpo.storage.checkpoint import (
+    CHECKPOINTS,
+    generation_folder,
+    latest_complete,
+    prune,
+    read_checkpoint,
+    read_record,
+    stored_at,
+    tidy,
+)
+from evogrpo.storage.journal import read_journal
+from evogrpo.storage.lock import Claim
+from evogrpo.storage.manifest import CheckpointError, readable
+from evogrpo.training.completions import COMPLETIONS
+from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.configuration.user_code import restored_strategy
+from evogrpo.training.loop.run_state import Best, KnownBest, Progress
+from evogrpo.training.run_dir import BEST, FINALIST, JOURNAL, RunDir, checkpoint_number, digest_of
+from evogrpo.training.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A run read back from its folder.
+
+    Attributes:
+        tensors: Of all members.
+        record: Everything else.
+        best: Tensors and record of the best member; None before the first evaluation.
+        folder: The checkpoint it was read from.
+        skipped: Why each newer checkpoint could not be used, newest first.
+        claim: The right to write into the run's folder, if it was opened to go on.
+    """
+
+    tensors: dict[str, Tensor]
+    record: dict[str, Any]
+    best: tuple[dict[str, Tensor], dict[str, Any]] | None
+    folder: Path
+    skipped: tuple[CheckpointError, ...] = ()
+    claim: Claim | None = None
+
+    @property
+    def base(self) -> Mapping[str, Any]:
+        """What is recorded about the base model: its source and fingerprint among others."""
+        shared: Mapping[str, Any] = self.record["population"]["shared"]
+        return shared
+
+    def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
+        """Refuse to go on in another environment than the run began in, or say how it differs; see `check_same_data`.
+
+        Before anything was measured, nothing could be compared with it.
+        """
+        if self.record["progress"]["baseline"] is None:
+            return ()
+        return check_same_data(self.record["data"], env, allowed=allowed)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule the run had."""
+        return Schedule(**self.record["schedule"])
+
+    @property
+    def fitness(self) -> FitnessConfig:
+        """How the run measured fitness."""
+        return FitnessConfig(**self.record["fitness"])
+
+    def strategy(self, given: Strategy | type[Strategy] | None = None) -> Strategy:
+        """Return the strategy the run had, as it was at the checkpoint; see `restored_strategy`."""
+        with readable(self.folder):
+            return restored_strategy(self.record["strategy"], self.record["strategy_state"], given)
+
+    @property
+    def experience(self) -> SharedExperience | None:
+        """How its members learn from each other's samples; None = each from its own."""
+        return shared_experience(self.record["experience"])
+
+    @property
+    def logging(self) -> LoggingConfig:
+        """What the run keeps."""
+        return LoggingConfig.from_json(self.record["records"])
+
+    def run_dir(self, path: str | Path) -> RunDir:
+        """Return the run's folder, which keeps what it kept from the beginning."""
+        return RunDir(path, self.logging, claim=self.claim, run_id=self.run_id)
+
+    @property
+    def run_id(self) -> str:
+        """Identity of the run."""
+        found: str = self.record["run_id"]
+        return found
+
+    def restore(
+        self,
+        model: nn.Module | None = None,
+        device: str | None = None,
+        algorithm: type[Agent] | None = None,
+    ) -> tuple[Population, Progress]:
+        """Build the population and the progress over the base model; small networks need none.
+
+        Raises:
+            CheckpointError: If it is another base model, or the record does not fit together.
+            ValueError: If the agents' class is the user's own and was not given, or another one was.
+        """
+        kind = algorithm_class(self.base["kind"], self.record["algorithm"], algorithm)
+        stored = self.record["population"]
+        population = restore_population(kind, self.tensors, stored, model, self.folder, device=device)
+        with readable(self.folder):
+            progress = Progress.from_json(self.record["progress"])
+            if progress.members != len(population):
+                raise ValueError(f"its {len(population)} members are not the {progress.members} that it counts")
+            finalists = {name: tensor for name, tensor in self.tensors.items() if name.startswith(FINALIST)}
+            progress.finalists = KeptStates.restored(
+                self.record["progress"]["finalists"],
+                {name.removeprefix(FINALIST): value for name, value in finalists.items()},
+                population.crew.members.banks,
+            )
+            if self.best is not None:
+                progress.best = _read_best(*self.best, digest_of(self.folder.parents[1] / BEST))
+            elif (known := KnownBest.of(self.record)) is not None:
+                progress.best = _among_finalists(progress.finalists, known)
+        return population, progress
+
+
+def open_run(path: str | Path, *, go_on: bool = False) -> Saved:
+    """Read the newest complete state of a run.
+
+    Where several processes go on with it, one of them claims it, and the others read what it has left there.
+
+    Args:
+        path: The run directory.
+        go_on: Claim the folder, and sweep up what a kill left in it.
+
+    Raises:
+        CheckpointError: If there is no run, or none of its checkpoints is complete and its own.
+        ValueError: If it is to go on, and another process has claimed it.
+    """
+    path = Path(path).absolute()
+    crew, found = processes(), []
+    if not go_on or crew.size == 1:
+        return _opened(path, go_on=go_on)
+
+    def lead() -> None:
+        if crew.leads:
+            found.append(_opened(path, go_on=True))
+
+    crew.together(lead)
+    return found[0] if crew.leads else _opened(path, go_on=False)
+
+
+def _opened(folder: Path, *, go_on: bool) -> Saved:
+    """Read a run in this process; see `open_run`."""
+    claim = Claim(folder) if go_on and (folder / CHECKPOINTS).is_dir() else None
+    if claim is not None:
+        _sweep(folder)
+    expected = _journal_run_id(folder)
+
+    def check(checkpoint: Path, number: int) -> None:
+        _check_own(checkpoint, number, expected)
+
+    latest = latest_complete(folder, check)
+    if latest.folder is None or latest.generation is None:
+        reasons = "".join(f" {error}" for error in latest.skipped)
+        raise CheckpointError(f"{folder} holds no complete checkpoint to resume from: name a run directory.{reasons}")
+    tensors, record = read_checkpoint(latest.folder)
+    skipped = list(latest.skipped)
+    try:
+        best = _best_of(folder, record)
+    except CheckpointError as error:  # the members themselves are whole, so the run goes on without it
+        best = None
+        skipped.append(error)
+        if claim is not None:
+            _set_aside(folder)
+    saved = Saved(tensors=tensors, record=record, best=best, folder=latest.folder, skipped=tuple(skipped), claim=claim)
+    if claim is not None:
+        prune(folder, latest.generation, keep=saved.logging.keep_checkpoints)
+    return saved
+
+
+def _journal_run_id(folder: Path) -> str | None:
+    """Return the identity of the run that the journal tells of; None if it tells of none."""
+    if not (folder / JOURNAL).is_file():
+        return None
+    runs = [event for event in read_journal(folder / JOURNAL) if event["event"] == "run"]
+    found = runs[0].get("run_id") if runs else None
+    return found if isinstance(found, str) else None
+
+
+def _check_own(checkpoint: Path, number: int, expected: str | None) -> None:
+    """Refuse a checkpoint of another run, or one that lies under another number than it was written for."""
+    record = read_record(checkpoint)
+    if expected is not None and record["run_id"] != expected:
+        raise CheckpointError(
+            f"{checkpoint} belongs to another run than the journal beside it: move it back to its own"
+        )
+    with readable(checkpoint):
+        progress = Progress.from_json(record["progress"])
+        own = checkpoint_number(progress.generation, progress.step_in_generation)
+        _check_settings(record)
+    if own != number:
+        raise CheckpointError(f"{checkpoint} was written as generation {own}: give it its own name again")
+
+
+def _check_settings(record: Mapping[str, Any]) -> None:
+    """Read, once and before anything is built, what the properties of `Saved` read."""
+    if (kind := record["population"]["shared"]["kind"]) not in MEMBERS:
+        raise unknown_name_error("kind of members", kind, MEMBERS)
+    Schedule(**record["schedule"])
+    FitnessConfig(**record["fitness"])
+    shared_experience(record["experience"])
+    LoggingConfig.from_json(record["records"])
+    KnownBest.of(record)
+    declared_fields(_Plain, {name: record[name] for name in _Plain.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plain:
+    """Plain values that a checkpoint holds of its run."""
+
+    run_id: str
+    population: Mapping[str, Any]
+    algorithm: str | None
+    strategy: Mapping[str, Any]
+    strategy_state: Mapping[str, Any]
+    data: Mapping[str, str] | None
+    config: Mapping[str, Any] | None
+
+
+def _read_best(tensors: Mapping[str, Tensor], record: Mapping[str, Any], digest: str) -> Best:
+    """Return the best member from what its checkpoint holds; raises whatever a record of another shape leads to."""
+    member, note = record["member"], record["note"]
+    fields = {
+        "index": member["index"],
+        "generation": note["generation"],
+        "fitness": Fitness.from_json(member["scores"]),
+        "state": learnt(tensors),
+        "digest": digest,
+        "second": Fitness.from_json(note["second"]) if "second" in note else None,
+    }
+    return Best(**declared_fields(Best, fields))
+
+
+def _best_of(folder: Path, record: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the tensors and the record of the run's best member, None if there is none yet.
+
+    Raises:
+        CheckpointError: If there is one that cannot be read, or it is not the one that the checkpoint knows.
+    """
+    known = KnownBest.of(record)
+    if not stored_at(folder / BEST).is_dir():
+        if known is None:
+            return None
+        raise CheckpointError(_lost(folder, known, "it is missing"))
+    try:
+        tensors, own = read_checkpoint(folder / BEST, kind="agent")
+        with readable(folder / BEST):
+            generation, run_id = own["note"]["generation"], own["note"]["run_id"]
+            _read_best(tensors, own, digest="")
+    except CheckpointError as error:
+        raise CheckpointError(_lost(folder, known, str(error))) from error
+    if run_id != record["run_id"]:
+        raise CheckpointError(_lost(folder, known, "it belongs to another run"))
+    if generation > record["progress"]["generation"]:
+        return None  # a kill fell between it and the checkpoint: its generation is done again
+    if known is not None and digest_of(folder / BEST) != known.digest:
+        if "second" in own["note"] and record["progress"]["finals"] < record["progress"]["generation"]:
+            return None  # likewise: the finals are held again
+        raise CheckpointError(_lost(folder, known, "it is another one than the checkpoint knows"))
+    return tensors, own
+
+
+def _among_finalists(finalists: KeptStates, known: KnownBest) -> Best | None:
+    """Return the best member that the checkpoint knows from the finalists, where it is among them."""
+    for kept in finalists.seen:
+        if kept.key == (known.index, known.generation):
+            state = finalists.state(kept.key)
+            return Best(index=kept.member.index, generation=kept.generation, fitness=kept.fitness, state=state)
+    return None
+
+
+def _lost(folder: Path, known: KnownBest | None, reason: str) -> str:
+    whose = ""
+    if known is not None:
+        whose = f", #{known.index} with {known.fitness:.4g} after generation {known.generation},"
+    return (
+        f"the best member in {folder / BEST}{whose} cannot be used: {reason}. The best from here on takes its place; "
+        "restore the folder first if you have a copy"
+    )
+
+
+def _set_aside(folder: Path) -> None:
+    """Keep what lies in the place of the best member, whatever it is: the next best is written there."""
+    found = stored_at(folder / BEST)
+    if found.exists():
+        found.rename(next(place for place in (folder / f"{BEST}-unusable-{n}" for n in count(1)) if not place.exists()))
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left half-written; put back what it had set aside."""
+    tidy(generation_folder(folder, 0))
+    tidy(folder / BEST)
+    for place in (folder, folder / COMPLETIONS):
+        sweep(place)

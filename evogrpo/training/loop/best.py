@@ -1,0 +1,154 @@
+"""Best member of a run: selection, finalists, and its stored state."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from evogrpo.algorithms.population import Population
+from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.evolution.fitness import Fitness, FitnessConfig, ahead
+from evogrpo.evolution.history import Kept
+from evogrpo.reporting.results import Finalist, FinalsReport
+from evogrpo.reporting.step_records import EvaluationCost
+from evogrpo.training.loop.evaluation import Measured
+from evogrpo.training.loop.observing import estimate
+from evogrpo.training.loop.run_state import Best, Progress
+from evogrpo.training.run_dir import RunDir
+
+
+def check_second_set(env: GroupEnvironment, config: FitnessConfig) -> None:
+    """Refuse a second set that leaves too few validation questions for selection.
+
+    Raises:
+        ValueError: With how many there are.
+    """
+    size = env.size("validation")
+    if config.second_set and size - config.second_set < 2:
+        raise ValueError(
+            f"second_set must leave at least 2 of the {size} validation questions to selection, got "
+            f"{config.second_set}: take fewer, or hold out more (validation_size)"
+        )
+
+
+def second_set(env: GroupEnvironment, config: FitnessConfig) -> tuple[int, ...]:
+    """Return the positions of the second set: the last questions of the validation split."""
+    size = env.size("validation")
+    return tuple(range(size - config.second_set, size))
+
+
+def enlist(progress: Progress, kept: Kept, state: object, most: int) -> None:
+    """Keep a generation's best among the finalists, and forget the worst of them if there are too many now."""
+    finalists = progress.finalists
+    finalists.keep(kept, state)  # type: ignore[arg-type]
+    if len(finalists) > most:
+        worst = min(finalists.seen, key=lambda each: (each.fitness.mean, -each.generation))
+        finalists.drop([worst.key])
+
+
+def winner(finalists: Sequence[Kept], second: Sequence[Fitness], *, pooled: bool) -> int:
+    """Return the place of the best finalist: by all its answers, or by those on the second set alone.
+
+    Args:
+        finalists: With what they earned when they were chosen.
+        second: What they earned on the second set.
+        pooled: Whether both were measured alike, so that they count together, question by question.
+    """
+
+    def worth(place: int) -> float:
+        first, again = finalists[place].fitness, second[place]
+        if not pooled:
+            return again.mean
+        answers = len(first.scores), len(again.scores)
+        return math.fsum((first.mean * answers[0], again.mean * answers[1])) / sum(answers)
+
+    return max(range(len(finalists)), key=lambda place: (worth(place), -place))
+
+
+class Crown:
+    """Keeps the best member ever.
+
+    Args:
+        population: The members.
+        progress: Where the run stands; its best member and its finalists are set.
+        config: What the best is chosen by: validation questions, where any are asked.
+        run_dir: Where it is saved; None = nowhere.
+    """
+
+    def __init__(
+        self, population: Population, progress: Progress, config: FitnessConfig, run_dir: RunDir | None
+    ) -> None:
+        self._population, self._progress, self._config, self._run_dir = population, progress, config, run_dir
+        self._by = config.asking if config.asks else config.selecting
+
+    def contest(self, measured: Mapping[int, Measured]) -> int:
+        """Let the best of a generation be the best ever if it is, and a finalist; return its slot."""
+        standing = {slot: each.by[self._by] for slot, each in measured.items() if self._by in each.by}
+        slot = min(standing, key=lambda slot: (-standing[slot].mean, slot))
+        agent, fitness, progress = self._population.agents[slot], standing[slot], self._progress
+        state = self._population.members.banks.everywhere(slot)
+        if progress.best is None or ahead(fitness, progress.best.fitness):
+            digest = None
+            if self._run_dir is not None:
+                savable = self._population.crew.savable(agent, state)
+                digest = self._run_dir.save_best(savable, progress.generation, fitness)
+            progress.best = Best(
+                index=agent.index, generation=progress.generation, fitness=fitness, state=state, digest=digest
+            )
+        if self._config.second_set:
+            enlist(
+                progress,
+                Kept(member=agent.record(), generation=progress.generation, fitness=fitness),
+                state,
+                self._config.finalists,
+            )
+        return slot
+
+    @property
+    def awaits_finals(self) -> bool:
+        """Whether the finalists have not answered the second set yet, after the last generation."""
+        return bool(self._progress.finalists) and self._progress.finals < self._progress.generation
+
+    def decide(self, second: list[Fitness], cost: EvaluationCost) -> FinalsReport:
+        """Crown the best of the finalists, by what they earned on the second set."""
+        progress, finalists = self._progress, self._progress.finalists.seen
+        place = winner(finalists, second, pooled=self._config.asks)
+        chosen = finalists[place]
+        best = Best(
+            index=chosen.member.index,
+            generation=chosen.generation,
+            fitness=chosen.fitness,
+            state=progress.finalists.state(chosen.key),
+            second=second[place],
+        )
+        digest = None
+        if self._run_dir is not None:
+            digest = self._run_dir.save_best(
+                as_agent(self._population, best), best.generation, best.fitness, best.second
+            )
+        progress.best = Best(**{**vars(best), "digest": digest})
+        progress.finals = progress.generation
+        return FinalsReport(
+            questions=len(second[place].scores),
+            index=best.index,
+            generation=best.generation,
+            finalists=tuple(
+                Finalist(
+                    index=each.member.index,
+                    generation=each.generation,
+                    chosen=estimate(each.fitness),
+                    second=estimate(again),
+                )
+                for each, again in zip(finalists, second, strict=True)
+            ),
+            measure=self._config.asking,
+            cost=cost,
+        )
+
+
+def as_agent(population: Population, best: Best) -> Any:
+    """Return the best member as an agent of its own, which has learnt what it had when it earned its fitness."""
+    birth = population.lineage.path(best.index)[-1]
+    agent = population.agents[0].twin(best.state, index=best.index)
+    agent.parent, agent.born, agent.hyperparameters = birth.parent, birth.born, birth.hyperparameters
+    agent.fitness, agent.failed, agent.retired = best.fitness, None, False
+    return agent

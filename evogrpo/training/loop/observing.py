@@ -1,0 +1,186 @@
+"""From a population's state to plain numbers: member reports and metrics."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from evogrpo.algorithms.population import Population
+from evogrpo.evolution.fitness import Fitness, FitnessConfig, paired_difference
+from evogrpo.evolution.history import Generation, Seat
+from evogrpo.reporting.records import BaselineReport, GenerationReport, MemberReport, TestReport
+from evogrpo.reporting.results import BestMember, Result
+from evogrpo.reporting.step_records import Estimate, EvaluationCost
+from evogrpo.training.loop.evaluation import Measured
+from evogrpo.training.loop.run_state import Best, Progress
+from evogrpo.training.schedule import Schedule
+
+
+def generation_of(population: Population, progress: Progress, measured: Mapping[int, Measured]) -> Generation:
+    """Return what strategies see of the generation that has just been evaluated."""
+    nothing = Measured()
+    return Generation(
+        number=progress.generation,
+        samples_per_step=progress.samples_per_step,
+        steps_per_generation=progress.steps_per_generation,
+        seats=tuple(
+            Seat()
+            if agent.retired
+            else Seat(
+                member=agent.record(),
+                fitness=agent.fitness,
+                tokens=progress.member_tokens[agent.slot],
+                seconds=progress.member_seconds[agent.slot],
+                measured={
+                    name: fitness
+                    for name, fitness in measured.get(agent.slot, nothing).by.items()
+                    if fitness is not agent.fitness
+                },
+                evaluation_tokens=measured.get(agent.slot, nothing).cost.tokens,
+                evaluation_seconds=measured.get(agent.slot, nothing).cost.seconds,
+            )
+            for agent in population.agents
+        ),
+    )
+
+
+def generation_report(
+    population: Population, progress: Progress, measured: Mapping[int, Measured], *, best: int
+) -> GenerationReport:
+    """Describe a generation that has been evaluated, before anything is planned.
+
+    Args:
+        population: The members.
+        progress: Where the run stands.
+        measured: What members are worth, by slot.
+        best: The slot of the best of them.
+    """
+    members = member_reports(population, progress, measured)
+    return GenerationReport(
+        generation=progress.generation,
+        step=progress.step,
+        members=members,
+        best=next(member for member in members if member.slot == best),
+        plan=None,
+        seconds=progress.seconds,
+        tokens=progress.tokens,
+        examples=progress.examples,
+        timesteps=progress.timesteps if population.plays else None,
+        questions=max(len(agent.fitness.scores) for agent in population.agents if agent.fitness),
+        evaluation=progress.evaluation,
+        best_ever=None if progress.best is None else (progress.best.index, progress.best.generation),
+    )
+
+
+def member_reports(
+    population: Population, progress: Progress, measured: Mapping[int, Measured]
+) -> tuple[MemberReport, ...]:
+    """Describe every member at the end of a generation, in slot order; retired ones are left out."""
+    births = {birth.index: birth for birth in population.lineage.births}
+    return tuple(
+        MemberReport(
+            generation=progress.generation,
+            slot=agent.slot,
+            index=agent.index,
+            parent=agent.parent,
+            born=agent.born,
+            hyperparameters=agent.hyperparameters,
+            fitness=None if agent.fitness is None else agent.fitness.mean,
+            standard_error=None if agent.fitness is None else agent.fitness.standard_error,
+            failed=agent.failed,
+            tokens=progress.member_tokens[agent.slot],
+            seconds=progress.member_seconds[agent.slot],
+            changes=births[agent.index].changes,
+            reason=births[agent.index].reason,
+            back_to=agent.back_to,
+            metrics=progress.mean_metrics(agent.slot),
+            measured={name: estimate(each) for name, each in measured.get(agent.slot, Measured()).by.items()},
+            questions=measured.get(agent.slot, Measured()).questions,
+            evaluation=measured.get(agent.slot, Measured()).cost,
+        )
+        for agent in population.agents
+        if not agent.retired
+    )
+
+
+def description_of(population: Population, schedule: Schedule, fitness: FitnessConfig) -> dict[str, Any]:
+    """Return what the journal's first event says of the members and the schedule."""
+    tokens = population.members.settings.to_json().get("micro_batch_tokens")  # networks have none
+    return {
+        "kind": population.members.kind,
+        "seed": population.members.settings.seed,
+        **({} if tokens is None else {"micro_batch_tokens": tokens}),
+        "population_size": len(population),
+        "samples_per_step": schedule.samples_per_step,
+        "steps_per_generation": schedule.steps_per_generation,
+        "schedule": schedule.to_json(),
+        "fitness": fitness.to_json(),
+        "evolvable": population.space.to_json(),
+        "algorithm": population.algorithm.__qualname__,
+        "members": [
+            {"slot": a.slot, "index": a.index, "parent": a.parent, "hyperparameters": a.hyperparameters.to_json()}
+            for a in population.agents
+        ],
+    }
+
+
+def baseline_report(fitness: Fitness, *, measure: str, cost: EvaluationCost) -> BaselineReport:
+    """Describe what the untrained base earned, however measured."""
+    return BaselineReport(questions=len(fitness.scores), fitness=estimate(fitness), measure=measure, cost=cost)
+
+
+def test_report(index: int, before: Fitness, after: Fitness, *, measure: str, cost: EvaluationCost) -> TestReport:
+    """Compare what the untrained base and a member earned on the same questions, however measured."""
+    mean, standard_error = paired_difference(after, before)
+    return TestReport(
+        questions=len(after.scores),
+        index=index,
+        before=estimate(before),
+        after=estimate(after),
+        gain=Estimate(mean=mean, standard_error=standard_error),
+        scores=after.scores,
+        measure=measure,
+        cost=cost,
+    )
+
+
+def estimate(fitness: Fitness) -> Estimate:
+    """Return a fitness without its single scores."""
+    return Estimate(mean=fitness.mean, standard_error=fitness.standard_error)
+
+
+def result_of(
+    progress: Progress,
+    *,
+    reason: str,
+    complete: bool,
+    timesteps: int | None,
+    test: TestReport | None,
+    run_dir: Path | None,
+) -> Result:
+    """Return what a run came to; see `evogrpo.reporting.results.Result`."""
+    best = progress.best
+    return Result(
+        reason=reason,
+        complete=complete,
+        generations=progress.generation,
+        steps=progress.step,
+        timesteps=timesteps,
+        tokens=progress.tokens,
+        seconds=progress.seconds,
+        evaluation=progress.evaluation,
+        baseline=None if progress.baseline is None else estimate(progress.baseline),
+        best=None if best is None else _best_member(best, progress.history),
+        test=test,
+        run_dir=run_dir,
+    )
+
+
+def _best_member(best: Best, history: Sequence[Generation]) -> BestMember:
+    seats = (seat.member for generation in history if generation.number == best.generation for seat in generation.seats)
+    return BestMember(
+        index=best.index,
+        generation=best.generation,
+        fitness=estimate(best.fitness),
+        second=None if best.second is None else estimate(best.second),
+        hyperparameters=next(member.hyperparameters for member in seats if member and member.index == best.index),
+    )

@@ -1,0 +1,272 @@
+"""Replaying what evolution found: a hyperparameter schedule as a file, and one fresh agent trained under it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+
+import evogrpo
+from evogrpo.algorithms.population import Population
+from evogrpo.config.checks import MOST_COUNTED, refuse_unknown, whole_between
+from evogrpo.envs.protocol import GroupEnvironment
+from evogrpo.evolution.strategies import Replay, ScheduleStage
+from evogrpo.reporting.descent import FoundSchedule, found_schedule, standing_of
+from evogrpo.storage.atomic_files import make_folder, write_synced
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.configuration.reading import override, parse_config, parse_space
+from evogrpo.training.configuration.sections import AnyConfig
+from evogrpo.training.configuration.strict_yaml import read_yaml_file
+from evogrpo.training.configuration.unchanged import CONFIG_FILE
+from evogrpo.training.display.console import console_for
+from evogrpo.training.display.live import RunDisplay
+from evogrpo.training.evolve import evolve
+from evogrpo.training.kinds.registry import kind_of
+from evogrpo.training.launch import start
+from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.memory import check_memory
+from evogrpo.training.run_dir import JOURNAL
+from evogrpo.training.schedule import LIMITS
+from evogrpo.warnings import warn
+
+VERSION = 1
+"""Of the form of the file."""
+
+_HEAD = """\
+# The hyperparameter schedule that led to member #{member} of {run}, written by evogrpo {version}.
+# from_step counts learning steps from 0; generations lists those of each generation, which an evaluation follows.
+# `evogrpo replay {name}` trains one fresh agent under it; code that the configuration names is run then.
+"""
+_FIELDS = ("version", "of", "stages", "configuration")
+_ENDS = tuple(name for name in LIMITS if name not in ("generations", "test_questions"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HyperparameterSchedule:
+    """A schedule, and the run that it is from.
+
+    Attributes:
+        stages: What is learnt with, one stage after another.
+        of: Facts about the run and its best member; untrusted.
+        configuration: The run's, as plain values; None where it was started in Python.
+    """
+
+    stages: tuple[ScheduleStage, ...]
+    of: Mapping[str, Any]
+    configuration: Mapping[str, Any] | None
+
+    @property
+    def strategy(self) -> Replay:
+        """The strategy that follows it."""
+        return Replay(stages=self.stages)
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What a run's schedule has to be for it: the fields of `Schedule` that it sets."""
+        first = self.stages[0]
+        return {
+            "generations": self.strategy.generations,
+            "steps_per_generation": first.generations[0],
+            "samples_per_step": first.samples_per_step,
+            **dict.fromkeys(_ENDS),
+            "count_evaluations": False,
+        }
+
+    @classmethod
+    def read(cls, source: str | Path) -> Self:
+        """Read it from the folder of a run, or from the file that `write` wrote.
+
+        Raises:
+            ValueError: If it is neither, no member has been evaluated, or a value is refused.
+        """
+        path = Path(source)
+        return cls._of_run(path) if path.is_dir() else cls._of_file(path)
+
+    @classmethod
+    def _of_run(cls, run_dir: Path) -> Self:
+        events = read_journal(run_dir / JOURNAL)
+        found = found_schedule(events)
+        began = next(event for event in events if event["event"] == "run")
+        if found.networks:
+            warn(
+                f"the network of member #{found.member.index} changed on the way ({'; '.join(found.networks)}), which "
+                "a schedule of hyperparameters does not hold: a replay keeps the network that the run began with"
+            )
+        config = run_dir / CONFIG_FILE
+        values = read_yaml_file(config) if config.is_file() else None
+        tokens = began.get("micro_batch_tokens")  # the default depends on the device
+        if values is not None and tokens is not None:
+            values["agent"] = {**(values.get("agent") or {}), "micro_batch_tokens": tokens}
+        return cls(stages=found.stages, of=_facts(began, found), configuration=values and _without_place(values))
+
+    @classmethod
+    def _of_file(cls, path: Path) -> Self:
+        values = read_yaml_file(path)
+        refuse_unknown(f"key of {path}", values, _FIELDS)
+        if values.get("version") != VERSION:
+            raise ValueError(f"{path} must be a schedule of version {VERSION}, got {values.get('version')!r:.80}")
+        of, configuration, listed = values.get("of", {}), values.get("configuration"), values.get("stages")
+        if not isinstance(of, Mapping) or not isinstance(configuration, Mapping | None):
+            raise ValueError(f"of and configuration of {path} must be mappings")
+        if not isinstance(listed, Sequence) or not all(isinstance(each, Mapping) for each in listed):
+            raise ValueError(f"stages of {path} must be a list of mappings, got {listed!r:.80}")
+        stages: list[ScheduleStage] = []
+        begins = 0
+        for number, each in enumerate(listed, start=1):
+            rest = {name: value for name, value in each.items() if name != "from_step"}
+            try:
+                found = whole_between("from_step", each.get("from_step"), 0, MOST_COUNTED)
+                if found != begins:
+                    raise ValueError(f"from_step must be {begins}, where the stages before it end, got {found}")
+                stages.append(ScheduleStage.from_json(rest))
+            except ValueError as error:
+                raise ValueError(f"stage {number} of {path}: {error}") from error
+            begins += stages[-1].steps
+        return cls(stages=Replay(stages=tuple(stages)).stages, of=of, configuration=configuration)
+
+    def write(self, file: str | Path) -> None:
+        """Write it as YAML, to be read by people and by `read`.
+
+        Raises:
+            ValueError: If there is a file already.
+        """
+        path, begins, stages = Path(file), 0, []
+        if path.exists():
+            raise ValueError(f"{path} exists, and is not overwritten: name a new file")
+        for stage in self.stages:
+            stages.append({"from_step": begins, **stage.to_json()})
+            begins += stage.steps
+        values = {"version": VERSION, "of": dict(self.of), "stages": stages}
+        if self.configuration is not None:
+            values["configuration"] = dict(self.configuration)
+        # One line of text whatever the run is called: nothing leads out of the comment.
+        names = {
+            "member": self.of.get("member"),
+            "run": ascii(str(self.of.get("task") or "a run")),
+            "name": ascii(path.name),
+        }
+        text = _HEAD.format(**names, version=evogrpo.__version__)
+        text += yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        make_folder(path.absolute().parent)
+        write_synced(path, text.encode("utf-8"))
+
+    def config(self, overrides: Sequence[str] = ()) -> AnyConfig:
+        """Return the configuration of a run of one agent that follows it, everything else as in the run it is from.
+
+        Args:
+            overrides: `key=value` with dots between nested keys, put on top, such as `seed=1`.
+
+        Raises:
+            ValueError: If the run was started in Python, or a value is refused.
+        """
+        if self.configuration is None:
+            raise ValueError(
+                "the run of this schedule was started in Python, so nobody knows its task here: give population and "
+                "env to evogrpo.replay"
+            )
+        values = _without_place(self.configuration)
+        first = self.stages[0].hyperparameters
+        space = parse_space(values.get("evolve"))
+        started = {name: getattr(first, name) for name in space}
+        kept = {n: p for n, p in space.items() if started[n] is None or p.closest(started[n]) == started[n]}
+        if values.get("experience", "own") != "own":
+            warn(
+                "members of that run learnt from each other's samples, which one agent cannot: a replay learns from "
+                "its own alone"
+            )
+        values |= {
+            "experience": "own",
+            "hyperparameters": first.to_json(),
+            "evolve": {name: parameter.to_json() for name, parameter in kept.items()},
+            "population": {"size": 1, "spread": False},
+            "strategy": {"name": "replay", **self.strategy.to_json()},
+            "schedule": {**(values.get("schedule") or {}), **self.limits},
+        }
+        return parse_config(override(values, overrides))
+
+
+def replay(
+    source: str | Path,
+    population: Population | None = None,
+    env: GroupEnvironment | None = None,
+    *,
+    run_dir: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    progress: bool | None = None,
+    allow_memory: bool = False,
+) -> Run:
+    """Train a fresh agent under the hyperparameter schedule that an earlier run has found.
+
+    Args:
+        source: The folder of that run, or a schedule that `evogrpo export RUN --schedule FILE` has written.
+        population: For a run that was started in Python: new members, each of which follows the schedule.
+        env: Where they act; with `population` only.
+        run_dir: Where the records of the new run go; None keeps none.
+        overrides: Changes of the configuration as on the command line, such as "seed=1"; not with `population`.
+        progress: Whether the run is shown; see `evogrpo.evolve`.
+        allow_memory: Likewise.
+
+    Returns:
+        The run, to be iterated over, or run to its end by `finish()`; it is resumed like any other.
+
+    Raises:
+        ValueError: If there is no such schedule, it does not fit, or the run was started in Python and `population` or
+            `env` is missing.
+    """
+    schedule = HyperparameterSchedule.read(source)
+    if (population is None) != (env is None):
+        raise ValueError("population and env go together: give both, or neither for a run of a configuration")
+    if population is not None and env is not None:
+        if overrides:
+            raise ValueError(f"overrides change a configuration, which a population does without, got {overrides!r}")
+        for agent in population.agents:
+            agent.hyperparameters = schedule.stages[0].hyperparameters
+        return evolve(
+            population,
+            env,
+            strategy=schedule.strategy,
+            run_dir=run_dir,
+            progress=progress,
+            allow_memory=allow_memory,
+            **schedule.limits,
+        )
+    config = replace(schedule.config(overrides), run_dir=None if run_dir is None else str(run_dir))
+    prepared = kind_of(config.task).prepare(config)
+    need = prepared.forecast().need
+    if need is not None:
+        check_memory(need, allowed=allow_memory)
+    if run_dir is not None:
+        evolution = start(prepared, Path(run_dir))
+    else:
+        evolution = Evolution(prepared.population(), prepared.env, schedule=config.schedule, strategy=config.strategy)
+    console = console_for(progress)
+    display = None if console is None else RunDisplay(console, evolution)
+    return Run(evolution, display, one_thread=prepared.one_thread)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes lists of numbers on one line."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        plain = all(isinstance(each, int | float | str) for each in sequence)
+        return super().represent_sequence(tag, sequence, flow_style=True if plain else flow_style)
+
+
+def _facts(began: Mapping[str, Any], found: FoundSchedule) -> dict[str, Any]:
+    known = ("run_id", "version", "task", "model", "seed")
+    member = found.member
+    standing = standing_of(member)
+    earned = {} if standing is None else standing.to_json()
+    return {
+        **{name: began[name] for name in known if began.get(name) is not None},
+        "member": member.index,
+        "generation": member.generation,
+        **earned,
+    }
+
+
+def _without_place(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without what names one run's folder."""
+    return {name: value for name, value in values.items() if name not in ("run_dir", "run_id")}

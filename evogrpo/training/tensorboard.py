@@ -1,0 +1,65 @@
+"""The curves of a run: every member's numbers by name and slot, and the best and the mean of what members earn.
+
+Tags are `name/slot_0`, `name/slot_1` and so on, with the names of the journal; those in `EARNED` also have `name/best`
+and `name/mean`, and one chart each for all their curves. Metrics of a learning step and of the evaluation after it are
+logged under the number of that step, so a resumed run continues the curves.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from evogrpo.reporting.records import MemberReport
+
+EARNED = ("fitness", "reward")
+"""Also shown for all members together; each has one chart with all its curves, under "custom scalars"."""
+
+CURVES: Mapping[str, str] = {
+    "fitness": "what selection goes by: the mean raw reward per held-out question, or what `fitness:` says",
+    "measured_greedy": "mean reward of greedy answers to the validation questions",
+    "measured_sampled": "mean reward of answers to them that are sampled at temperature 1",
+    "measured_rollouts": "mean training reward of the last half of a generation's learning steps, start by start",
+    "evaluation_cost": "tokens (small networks: steps) that the member's evaluation took",
+}
+"""What stands in the curves once a generation beside the hyperparameters that can differ, and what it means."""
+
+
+def scalars(members: Mapping[int, Mapping[str, float | None]]) -> dict[str, float]:
+    """Return scalars by tag.
+
+    Args:
+        members: Metrics of each member, by slot; None = not finite.
+    """
+    curves = {
+        f"{name}/slot_{slot}": value
+        for slot, each in members.items()
+        for name, value in each.items()
+        if value is not None
+    }
+    for name in EARNED:
+        values = [value for each in members.values() if (value := each.get(name)) is not None]
+        if values:
+            curves |= {f"{name}/best": max(values), f"{name}/mean": sum(values) / len(values)}
+    return curves
+
+
+def generation_curves(members: Sequence[MemberReport], evolving: Collection[str]) -> dict[str, float]:
+    """Return the curves' values after an evaluation, by tag: fitness however measured, its cost, and what can differ.
+
+    Args:
+        members: Those that are alive.
+        evolving: Names of the hyperparameters that evolve. Others are shown where members differ all the same.
+    """
+    values = {member.slot: member.hyperparameters.to_json() for member in members}
+    first = next(iter(values.values()), {})
+    shown = [name for name in first if name in evolving or any(own[name] != first[name] for own in values.values())]
+    curves: dict[int, dict[str, float | None]] = {}
+    for member in members:
+        numbers = {name: own for name in shown if not isinstance(own := values[member.slot][name], str)}
+        others = {f"measured_{name}": each.mean for name, each in member.measured.items()}
+        cost = {} if member.evaluation is None else {"evaluation_cost": float(member.evaluation.tokens)}
+        curves[member.slot] = {"fitness": member.fitness, **others, **cost, **numbers}
+    return scalars(curves)
+
+
+def layout() -> dict[str, dict[str, list[object]]]:
+    """Return what TensorBoard shows as charts of several curves."""
+    return {"population": {name: ["Multiline", [f"^{name}/"]] for name in EARNED}}

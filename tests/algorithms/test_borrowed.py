@@ -1,0 +1,108 @@
+"""Of others' samples only those count that a member's own policy could have taken, and they make its steps larger."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from evogrpo.evolution import SharedExperience
+from evogrpo.functional.corrections import effective_share
+from tests.algorithms.test_shared_samples import collected, episodes, prompts
+from tests.rounding import assert_states_agree
+
+EVERY = SharedExperience(learn_from="all", least_ess=0.0)
+
+
+def near_and_far(make, **options):
+    """Return a population whose slots 0 and 1 hold the same policy, and slot 2 one far away."""
+    population, env = make(**options)
+    population.members.banks.inherit([0, 0, 2])
+    for bank in population.members.banks.values():
+        state = bank.state(2)
+        for name, values in state.items():
+            if name in ("adapter", "weights"):
+                generator = torch.Generator().manual_seed(0)
+                state[name] = values + 2.0 * torch.randn(values.shape, generator=generator)
+        bank.load_state(2, state)
+    return population, env
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+def test_only_sources_that_are_near_enough_count(make):
+    (one, env), (other, _) = (near_and_far(make, update_epochs=2, batch_size=8) for _ in range(2))
+    experience = collected(one, env)
+    found = one.learn(experience, step=0, sources={1: [0, 1, 2]}, shared=replace(EVERY, least_ess=0.9))[1]
+    same = other.learn(experience, step=0, sources={1: [0, 1]}, shared=EVERY)[1]
+    assert_states_agree(one[1].state(), other[1].state(), lr=one[1].lr)
+    assert found.metrics["shared_share"] == 0.5
+    assert same.metrics["shared_share"] == 1.0
+    assert found.metrics["shared_ess"] < 0.95  # the mean of the twin's, which is 1, and the far one's
+    assert "shared_ess" not in same.metrics
+    assert found.samples == same.samples == 2 * len(found.advantages)
+    assert found.tokens > same.tokens  # the pass that found out
+    assert found.reward == pytest.approx(float(experience["default"].of_members([1]).rewards.mean()))
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+def test_what_is_measured_is_what_the_two_policies_give(make):
+    population, env = make(hp_config=None) if make is episodes else make()
+    population[1].temperature = 0.7
+    (batch,) = collected(population, env).values()
+    theirs = batch.of_members([0])
+    learner = replace(theirs, member_ids=torch.ones_like(theirs.member_ids))
+    bank = population.members.banks["default"]
+    ratios = (bank.log_probs(learner) - theirs.sampler_log_probs)[theirs.action_mask]
+    expected = float(effective_share(ratios, torch.zeros(len(ratios), dtype=torch.long), 1))
+    outside = float(((ratios.exp() - 1).abs() > 0.2).double().mean())
+    reports = population.learn({"default": batch}, step=0, sources={1: [0, 1]}, shared=replace(EVERY, least_ess=0.01))
+    assert reports[1].metrics["shared_ess"] == pytest.approx(expected, abs=1e-4)
+    assert reports[1].metrics["shared_outside"] == pytest.approx(outside, abs=1e-6)
+    assert "shared_share" not in reports[0].metrics  # it learns from its own
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+@pytest.mark.parametrize("batch_size", [3, 8, 64])
+def test_members_take_as_many_steps_as_on_their_own_samples(make, batch_size):
+    (one, env), (other, _) = (make(update_epochs=2, batch_size=batch_size) for _ in range(2))
+    experience = collected(one, env)
+    alone = other.learn(experience, step=0)
+    reports = one.learn(experience, step=0, sources={slot: [0, 1, 2] for slot in range(3)}, shared=EVERY)
+    steps = [[each[slot].optimizer_steps for slot in range(3)] for each in (reports, alone)]
+    if make is prompts:
+        assert steps[0] == steps[1]
+    else:  # episodes differ in length, so members do not sample equally many actions
+        assert abs(sum(steps[0]) - sum(steps[1])) <= 6
+        assert all(report.tokens > 2 * alone[slot].tokens for slot, report in reports.items())
+
+
+def test_a_member_that_has_not_sampled_learns_from_those_who_have():
+    population, env = prompts()
+    collected_by = population.collect(env, step=0, samples_per_step=8, block=4, samples=[16, 0, 8])
+    assert {int(slot): int(n) for slot, n in zip(*collected_by.member_ids.unique(return_counts=True), strict=True)} == {
+        0: 16,
+        2: 8,
+    }
+    reports = population.learn(collected_by.experience, step=0, sources={0: [0], 1: [0, 2], 2: [0, 2]}, shared=EVERY)
+    assert [reports[slot].samples for slot in range(3)] == [16, 24, 24]
+    assert (reports[1].advantages, reports[1].failed) == ((), None)
+
+
+@pytest.mark.parametrize("make", [prompts, episodes])
+def test_a_row_is_learnt_from_by_the_learners_own_loss_whatever_whoever_acted_has_become(make):
+    """Temperature and groups are those that it was sampled at and in; loss, clip and coefficients the learner's."""
+    others = {"loss_type": "cispo", "clip_coef": 0.01, "lr": 0.3, "beta": 0.5, "temperature": 0.3, "group_size": 2}
+    states = []
+    for changed in ({}, others):
+        population, env = make(update_epochs=2, batch_size=8)
+        experience = collected(population, env)
+        population[0].hyperparameters = replace(population[0].hyperparameters, **changed)
+        population.learn(experience, step=0, sources={1: [0, 1], 2: [2]}, shared=EVERY)
+        states.append(population[1].state())
+    assert_states_agree(*states, lr=population[1].lr)
+
+
+def test_where_those_who_were_to_sample_have_failed_all_others_do():
+    population, env = prompts()
+    population[0].failed = "no finite gradient"
+    sampled = population.collect(env, step=0, samples_per_step=8, block=4, samples=[24, 0, 0])
+    assert sampled.member_ids.tolist() == [1] * 8 + [2] * 8

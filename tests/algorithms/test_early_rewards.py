@@ -1,0 +1,173 @@
+"""Groups that are rewarded while others are being written: by functions that run beside, and with the same outcome."""
+
+import asyncio
+import dataclasses
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from evogrpo.algorithms.rollout.requests import Wanted
+from evogrpo.interruption import Interrupted, interruptible
+from evogrpo.progress import heard_by
+from tests.envs import verifier_functions
+from tests.tiny_training import finish, scatter, story, tiny_env, tiny_population, tiny_run
+
+
+def writers():
+    """Return members whose completions have very different lengths."""
+    population = tiny_population(2, max_output_tokens=48, group_size=2)
+    for seed, agent in enumerate(population):
+        scatter(agent, seed, std=0.05)
+    return population
+
+
+def variety_of(completions):
+    return [verifier_functions.variety(text, "", "") for text in completions]
+
+
+def collected(function, **options):
+    env = tiny_env(reward_funcs=function, **options)
+    try:
+        return writers().collect(env, step=0, samples_per_step=16, block=8)
+    finally:
+        env.close()
+
+
+def test_async_functions_get_whole_groups_while_others_are_written_and_plain_ones_everything_at_the_end():
+    calls, doing = {"beside": [], "plain": []}, [("", 0.0)]
+
+    async def beside(prompts, completions, **_):
+        calls["beside"].append((doing[-1], prompts, completions))
+        return variety_of(completions)
+
+    def plain(prompts, completions, **_):
+        calls["plain"].append((doing[-1], prompts, completions))
+        return variety_of(completions)
+
+    def hear(work):
+        doing.append((work.doing, work.part))
+        time.sleep(0.003)  # the event loop is another thread, and these completions are short
+
+    with heard_by(hear):
+        both = collected([beside, plain])
+    ((where, _, everything),) = calls["plain"]
+    assert where[0] == "rewarding"
+    assert len(everything) == 32
+    assert sorted(text for _, _, texts in calls["beside"] for text in texts) == sorted(everything)
+    assert all(len(texts) == 2 and len(set(prompts)) == 1 for _, prompts, texts in calls["beside"])
+    assert calls["beside"][0][0][0] == "writing"
+    assert calls["beside"][0][0][1] < 0.9
+    np.testing.assert_array_equal(both.scores.components["beside"], both.scores.components["plain"])
+    assert both.scores.completions == tuple(everything)
+
+
+class Halves:
+    """A sampler that has the bank write one half of the rows after the other, the last ones first."""
+
+    def __init__(self, bank):
+        self.bank = bank
+
+    def sample(self, rows, *, base=False):
+        first, last = torch.arange(len(rows)).chunk(2)
+        later, earlier = (self.bank.sample(rows.select(half), base=base) for half in (last, first))
+        names = ("actions", "present", "log_probs", "truncated")
+        parts = {name: torch.cat([getattr(earlier, name), getattr(later, name)]) for name in names}
+        return dataclasses.replace(earlier, **parts)
+
+    def sync(self, slots):
+        pass
+
+
+def test_a_sampler_that_has_others_write_its_rows_in_parts_is_rewarded_alike():
+    async def beside(completions, **_):
+        return variety_of(completions)
+
+    whole, env, population = collected(beside), tiny_env(reward_funcs=beside), writers()
+    population.sample_with(Halves(population.members.bank))
+    parts = population.collect(env, step=0, samples_per_step=16, block=8)
+    assert parts.scores.completions == whole.scores.completions
+    np.testing.assert_array_equal(parts.scores.rewards, whole.scores.rewards)
+
+
+def test_what_is_abandoned_while_writing_leaves_no_call_behind():
+    """The calls begun are cancelled, and the next step is rewarded as if nothing had been."""
+    begun, cancelled = [], threading.Event()
+
+    async def waits(completions, **_):
+        begun.append(len(completions))
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    with pytest.raises(Interrupted), interruptible(lambda: bool(begun)):
+        collected(waits)
+    assert cancelled.wait(5)
+
+
+def test_a_run_tells_the_same_whoever_rewards_it(tmp_path):
+    async def variety(completion, answer, question):
+        await asyncio.sleep(0.001)
+        return verifier_functions.variety(completion, answer, question)
+
+    ways = {
+        "here": {"reward_fn": verifier_functions.variety},
+        "async": {"reward_fn": variety},
+        "workers": {"reward_fn": verifier_functions.variety, "reward_workers": 1, "reward_timeout": 60.0},
+    }
+    for name, options in ways.items():
+        env = tiny_env(**options)
+        finish(tiny_run(tmp_path / name, size=2, env=env, generations=1, steps_per_generation=1))
+        env.close()
+        assert story(tmp_path / name) == story(tmp_path / "here")
+        (tables, first) = ((tmp_path / each / "completions").iterdir() for each in (name, "here"))
+        assert [table.read_text() for table in tables] == [table.read_text() for table in first]
+
+
+def test_each_process_of_a_squad_begins_whole_groups_of_its_own_part():
+    """Which is what it is given of the rows; everything is drawn as if one process had all of them."""
+
+    async def beside(completions, **_):
+        calls.append(completions)
+        return variety_of(completions)
+
+    env, population, parts = tiny_env(reward_funcs=beside), writers(), []
+    starts = env.deal(0, 4, 4)
+    numbers = torch.arange(4).repeat_interleave(2)
+    wanted = Wanted(
+        learners=(population[0].learner(0),), counts=(8,), start_ids=numbers, group_ids=numbers, purpose="sample"
+    )
+    for part in (None, torch.arange(6), torch.arange(6, 8)):
+        calls = []
+        parts.append(population.members.sample(env, starts, wanted, part).scores)
+        assert sorted(map(tuple, calls)) == sorted(
+            zip(parts[-1].completions[::2], parts[-1].completions[1::2], strict=True)
+        )
+    whole, *shares = parts
+    assert whole.completions == shares[0].completions + shares[1].completions
+    np.testing.assert_array_equal(whole.rewards, np.concatenate([share.rewards for share in shares]))
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_who_is_judged_in_one_call_depends_neither_on_time_nor_on_the_number_of_workers(workers):
+    found = collected(verifier_functions.company, reward_workers=workers)
+    assert set(found.scores.rewards.tolist()) == {2.0}, "a call is a group"
+
+
+def test_a_worker_that_hangs_is_killed_while_others_are_written():
+    """It has the same time as at the end: what it was at is excluded, and nothing else."""
+    env = tiny_env(
+        reward_fn=verifier_functions.hangs_at_first, reward_workers=1, reward_timeout=0.5, on_reward_error="exclude"
+    )
+    try:
+        with pytest.warns(UserWarning, match="completions excluded; the first: .*took longer than 0.5 s"):
+            found = writers().collect(env, step=0, samples_per_step=16, block=8)
+    finally:
+        env.close()
+    hung = np.array([text.startswith(verifier_functions.HANGS) for text in found.scores.completions])
+    assert 0 < hung.sum() < len(hung)
+    np.testing.assert_array_equal(np.isnan(found.scores.rewards), hung)

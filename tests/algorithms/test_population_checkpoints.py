@@ -1,0 +1,112 @@
+"""Checkpoints of whole populations: everything comes back, and what does not fit together is refused."""
+
+import gc
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from evogrpo import GRPO, HyperparameterConfig, RLParameter
+from evogrpo.algorithms.checkpointing import population_state, restore_population
+from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from tests.tiny_models import tiny_model
+from tests.tiny_training import (
+    SPACE,
+    equal_states,
+    scatter,
+    shared_model,
+    state_of,
+    tiny_agent,
+    tiny_env,
+    tiny_population,
+)
+
+
+def test_a_population_comes_back_whole(tmp_path):
+    population = tiny_population(3, hp_config=SPACE, update_epochs=2)
+    for seed, agent in enumerate(population):
+        scatter(agent, seed)
+    population.evaluate(tiny_env())
+    population.learn(population.collect(tiny_env(), step=0, samples_per_step=8, block=4).experience, step=0)
+    population[1].failed = "for a reason"
+    population[2].retired = True
+    tensors, record = population_state(population)
+    write_checkpoint(tmp_path / "population", tensors, record)
+    again = restore_population(GRPO, *read_checkpoint(tmp_path / "population"), tiny_model(), tmp_path / "population")
+    for agent, twin in zip(population, again, strict=True):
+        assert equal_states(state_of(agent), state_of(twin))
+        assert twin.record() == agent.record()
+        assert (twin.fitness, twin.failed, twin.retired) == (agent.fitness, agent.failed, agent.retired)
+        assert twin.steps == agent.steps
+    assert (again.lineage, again.next_index) == (population.lineage, population.next_index)
+    assert dict(again.space) == dict(population.space)
+    env = tiny_env()
+    for each in (population, again):
+        each.learn(each.collect(env, step=1, samples_per_step=8, block=4).experience, step=1)
+    assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, again, strict=True))
+
+
+def test_a_populations_tensors_are_copied_only_while_they_are_used():
+    def bytes_alive():
+        return sum(value.nbytes for value in gc.get_objects() if type(value) is torch.Tensor)
+
+    population = tiny_population(4)
+    gc.collect()
+    before = bytes_alive()
+    tensors, _ = population_state(population)
+    assert bytes_alive() == before
+    for slot, agent in enumerate(population):
+        scatter(agent, slot)  # what is read is what members are now
+        assert torch.equal(tensors[f"{slot}.adapter"], state_of(agent)["adapter"])
+        tensors[f"{slot}.adapter"].zero_()
+        assert state_of(agent)["adapter"].any()
+    assert bytes_alive() == before
+    assert len(list(tensors)) == len(tensors) == 4 * len(state_of(population[0]))
+
+
+def test_a_population_may_lie_in_several_tensor_files(tmp_path):
+    population = tiny_population(3)
+    for seed, agent in enumerate(population):
+        scatter(agent, seed)
+    tensors, record = population_state(population)
+    write_checkpoint(tmp_path / "p", tensors, record, file_bytes=tensors["0.adapter"].nbytes + 1)
+    assert len(list((tmp_path / "p").glob("population-*.safetensors"))) > 3
+    again = restore_population(GRPO, *read_checkpoint(tmp_path / "p"), shared_model(), tmp_path / "p")
+    assert all(equal_states(state_of(agent), state_of(twin)) for agent, twin in zip(population, again, strict=True))
+
+
+@pytest.mark.parametrize("part", ["shared", "members", "lineage", "next_index"])
+def test_a_population_without_a_part_is_refused(part):
+    tensors, record = population_state(tiny_population(2))
+    del record[part]
+    with pytest.raises(CheckpointError, match="somewhere"):
+        restore_population(GRPO, tensors, record, shared_model(), "somewhere")
+
+
+@pytest.mark.parametrize("lost", ["1.adapter", "0.step"])
+def test_a_population_without_a_tensor_is_refused(lost):
+    tensors, record = population_state(tiny_population(2))
+    tensors = {name: value for name, value in tensors.items() if name != lost}
+    with pytest.raises(CheckpointError, match="somewhere"):
+        restore_population(GRPO, tensors, record, shared_model(), "somewhere")
+
+
+def test_a_population_of_another_adapter_shape_is_refused():
+    tensors, _ = population_state(tiny_population(2))
+    _, record = population_state(tiny_population(2, lora_config=LoraConfig(r=5, target_modules="all-linear")))
+    with pytest.raises(CheckpointError, match="somewhere"):
+        restore_population(GRPO, tensors, record, shared_model(), "somewhere")
+
+
+def test_a_population_on_another_base_is_refused():
+    tensors, record = population_state(tiny_population(2))
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        restore_population(GRPO, tensors, record, tiny_model(seed=1), "somewhere")
+
+
+def test_spaces_survive_saving(tmp_path):
+    space = HyperparameterConfig(
+        lr=RLParameter(min=1e-5, max=1e-3, scale="log", factor=1.5), group_size=RLParameter(choices=[2, 6])
+    )
+    tiny_agent(hp_config=space, group_size=6).save_checkpoint(tmp_path / "agent")
+    assert dict(GRPO.load(tmp_path / "agent", actor_network=shared_model()).hp_config) == dict(space)

@@ -1,0 +1,190 @@
+"""Tests that somebody watches: episodes in a window, one after the other, worth what they are worth unseen."""
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from evogrpo import GymnasiumGroups, PettingZooGroups
+from tests.envs import joint_probes
+from tests.tiny_steps import cart_pole, step_agent
+from tests.tiny_training import tiny_agent, tiny_env
+from tests.training.test_multi_agent_runs import members
+
+DISPLAYS = ("SDL_VIDEODRIVER", "DISPLAY", "WAYLAND_DISPLAY")
+SHORT = {"max_episode_steps": 3}  # they are shown at their own speed
+
+
+@pytest.fixture
+def display(monkeypatch):
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
+
+
+@pytest.fixture
+def no_display(monkeypatch):
+    monkeypatch.setattr("sys.platform", "linux")
+    for name in DISPLAYS:
+        monkeypatch.delenv(name, raising=False)
+
+
+class Shown(gymnasium.Env):
+    """Notes what it is asked for; an episode is worth its start and how often its agent acts."""
+
+    metadata = {"render_modes": ["human"], "render_fps": 1000}  # noqa: RUF012
+    observation_space, action_space = spaces.Box(-1, 1, (4,)), spaces.Discrete(2)
+    log: list = []  # noqa: RUF012
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.log.append((self.render_mode, "reset", seed))
+        self.worth, self.steps = self.np_random.random(), 0
+        return self.np_random.random(4, dtype=np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        self.log.append((self.render_mode, "step", int(action)))
+        return self.np_random.random(4, dtype=np.float32), self.worth, self.steps == 4, False, {}
+
+    def close(self):
+        self.log.append((self.render_mode, "close", None))
+
+
+def shown_agent():
+    return step_agent(observation_space=Shown.observation_space, action_space=Shown.action_space)
+
+
+@pytest.fixture
+def log():
+    Shown.log.clear()
+    return Shown.log
+
+
+@pytest.mark.parametrize("how", [{"render": True}, {}])
+def test_groups_are_watched_one_episode_at_a_time_and_score_the_same(display, log, how):
+    """Either when that is asked for, or where the environment is to have a window."""
+    agent = shown_agent()
+    plain = GymnasiumGroups(Shown, max_episode_steps=10)
+    windowed = plain if how else GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"})
+    assert not [entry for entry in log if entry[0] == "human"]  # what looks at the environment needs no window
+    assert windowed.fingerprint() == plain.fingerprint()
+    log.clear()
+    watched = agent.test(windowed, episodes=3, **how)
+    whole = [(what, value) for mode, what, value in log if mode == "human" and what != "close"]
+    seeds = [plain.reset_seed("validation", start) for start in range(3)]
+    assert [value for what, value in whole if what == "reset"] == seeds
+    assert [what for what, _ in whole] == ["reset", *["step"] * 4] * 3  # one after the other
+    assert log[-1] == ("human", "close", None)
+    assert watched == agent.test(plain, episodes=3)
+
+
+def test_learning_is_never_drawn(display, log):
+    env = GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"})
+    agent = shown_agent()
+    agent.learn_together(agent.members, [agent.learner()], agent_experience(agent, env))
+    assert {mode for mode, *_ in log} == {None}
+
+
+def agent_experience(agent, env):
+    from evogrpo.algorithms.rollout.collecting import collect
+
+    return collect(agent.members, [agent.learner()], env, samples_per_step=8, block=2).experience
+
+
+def test_a_single_environment_is_played_and_left_open(display, log):
+    env, agent = Shown(render_mode="human"), shown_agent()
+    value = agent.test(env, episodes=2, render=True)
+    assert [entry[1:] for entry in log if entry[1] == "reset"] == [("reset", 0), ("reset", 1)]
+    assert not [entry for entry in log if entry[1] == "close"]
+    assert value == agent.test(Shown(), episodes=2)  # drawn or not
+    assert agent.test(env) == agent.test(env, episodes=1)
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_cart_pole_is_drawn_by_its_own_code(display, normalised):
+    agent = step_agent(normalise_observations=normalised)
+    env = gymnasium.make("CartPole-v1", render_mode="human", **SHORT)
+    expected = []
+    for seed in range(2):
+        seen, _ = env.reset(seed=seed)
+        earned, over = 0.0, False
+        while not over:
+            seen, reward, terminated, truncated, _ = env.step(agent.predict(seen, deterministic=True)[0])
+            earned, over = earned + reward, terminated or truncated
+        expected.append(earned)
+    assert agent.test(env, episodes=2, render=True) == np.mean(expected)
+    env.close()
+    assert agent.test(cart_pole(**SHORT), episodes=1, render=True) == 3.0  # of a native environment the plain one
+
+
+def test_a_team_is_watched(display):
+    class Seen(joint_probes.Favours):
+        modes: list = []  # noqa: RUF012
+
+        def __init__(self, render_mode=None, **options):
+            super().__init__(**options)
+            self.render_mode = render_mode
+
+        def step(self, actions):
+            self.modes.append(self.render_mode)
+            return super().step(actions)
+
+    env = PettingZooGroups(Seen, validation_size=4)
+    (member, *_) = members(env)
+    Seen.modes.clear()
+    watched = member.test(env, episodes=2, render=True)
+    assert Seen.modes == ["human"] * len(Seen.modes) != []
+    assert watched == member.test(env, episodes=2)
+    assert member.test(PettingZooGroups(Seen, env_kwargs={"render_mode": "human"}), episodes=2) == watched
+
+
+def test_without_a_display_it_is_said_before_anything_is_opened(no_display, log):
+    agent = shown_agent()
+    for env, options in (
+        (GymnasiumGroups(Shown, max_episode_steps=10), {"render": True}),
+        (GymnasiumGroups(Shown, max_episode_steps=10, env_kwargs={"render_mode": "human"}), {}),
+        (Shown(render_mode="human"), {}),
+    ):
+        log.clear()
+        with pytest.raises(ValueError, match=r"a window needs a display.*evogrpo\.record_video"):
+            agent.test(env, **options)
+        assert not [entry for entry in log if entry[1] in ("reset", "step")]
+
+
+def unseen():
+    return Shown()
+
+
+class Blind(Shown):
+    """Knows no window."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+
+    def __init__(self, render_mode=None):
+        super().__init__("rgb_array" if render_mode else None)
+
+
+def test_what_cannot_be_watched_is_refused_with_the_reason(display):
+    agent = shown_agent()
+    with pytest.raises(ValueError, match=r"Blind cannot be drawn: .*'rgb_array' \(it knows \['rgb_array'\]\)"):
+        agent.test(GymnasiumGroups(Blind, max_episode_steps=10), render=True)
+    with pytest.raises(ValueError, match="takes no render_mode, so it cannot be drawn"):
+        agent.test(GymnasiumGroups(unseen, max_episode_steps=10), render=True)
+    with pytest.raises(ValueError, match=r"got Shown with render_mode=None: make it so"):
+        agent.test(Shown(), render=True)
+    with pytest.raises(ValueError, match="HuggingFaceGym has nothing that could be drawn"):
+        tiny_agent().test(tiny_env(), render=True)
+    with pytest.raises(ValueError, match="episodes must be at least 1, got 0"):
+        agent.test(Shown(), episodes=0)
+    with pytest.raises(ValueError, match="observation_space is"):
+        step_agent(observation_space=spaces.Box(0, 1, (3,))).test(Shown())
+
+
+def test_fewer_episodes_are_the_first_of_a_split():
+    env, agent = cart_pole(), step_agent()
+    first = [agent.test(env, episodes=count) * count for count in (1, 2, 3)]
+    assert np.diff([0, *first]).min() >= 1  # each start adds its own return
+    assert agent.test(env, episodes=100) == agent.test(env)
+    assert 0 <= tiny_agent().test(tiny_env(), episodes=1) <= 1

@@ -1,0 +1,52 @@
+"""Whether two runs are the same but for rounding and clocks."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from evogrpo.training.load_run import open_run
+from tests.rounding import assert_states_agree
+from tests.tiny_training import final_states, nameless, story
+
+LARGEST_LR = 3e-2
+
+
+def by_slot(tensors: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    slots: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        slot, _, part = name.partition(".")
+        slots.setdefault(slot, {})[part] = value
+    return {slot: parts for slot, parts in slots.items() if slot.isdigit()}
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Check that two runs have the same story, checkpoint and best member, up to rounding."""
+    told, again = (json.loads(json.dumps(story(folder))) for folder in (one, other))
+    assert len(told) == len(again)
+    for event, same in zip(told, again, strict=True):
+        assert_alike(event, same, where=event["event"])
+    states, others = (by_slot(final_states(folder)) for folder in (one, other))
+    assert states.keys() == others.keys()
+    for slot, state in states.items():
+        assert_states_agree(others[slot], state, lr=LARGEST_LR)
+    records = [open_run(folder).best for folder in (one, other)]
+    assert_alike(*(nameless(record[1]) if record else None for record in records), where="best")
+
+
+def assert_alike(one: object, other: object, *, where: str) -> None:
+    """Check that plain values are equal, numbers up to rounding."""
+    if isinstance(one, float) and isinstance(other, float):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5), where
+    elif isinstance(one, dict) and isinstance(other, dict):
+        assert one.keys() == other.keys(), where
+        for name, value in one.items():
+            if name not in ("seconds", "time", "slot"):  # an agent of its own is in slot 0
+                assert_alike(value, other[name], where=f"{where}.{name}")
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        assert len(one) == len(other), where
+        for number, (value, same) in enumerate(zip(one, other, strict=True)):
+            assert_alike(value, same, where=f"{where}[{number}]")
+    else:
+        assert one == other, where

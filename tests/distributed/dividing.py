@@ -1,0 +1,207 @@
+"""What processes do that share the work of one member, beside a member that does the same alone."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import numpy as np
+import torch
+from torch import Tensor
+
+from evogrpo import GRPO
+from evogrpo.algorithms.rollout.collecting import collect
+from evogrpo.config.objective import Objective
+from evogrpo.data import Batch
+from evogrpo.distributed import processes
+from evogrpo.interruption import Interrupted
+from evogrpo.training.loop.trainer import Evolution
+from tests.rounding import assert_metrics_agree, assert_states_agree
+from tests.tiny_models import EOS
+from tests.tiny_steps import cart_pole, step_population
+from tests.tiny_training import finish, shared_tokenizer, tiny_agent, tiny_env, tiny_population, tiny_run, variety
+from tests.two_turns import GuessTwice
+
+LR = 1e-2
+OBJECTIVES: tuple[tuple[Objective, dict[str, Any]], ...] = (
+    (Objective(loss_type="grpo", top_entropy_quantile=0.5), {"beta": 0.05, "entropy_coef": 0.01}),
+    (Objective(loss_type="dapo", whiten_advantages=True, kl_estimator="k1", kl_placement="reward"), {"beta": 0.05}),
+    (Objective(loss_type="bnpo", advantage="mean_only", reward_norm="running"), {}),
+    (Objective(loss_type="dr_grpo", advantage="batch_std", kl_target=0.01), {"beta": 0.05}),
+    (Objective(loss_type="gspo", advantage="rloo", reference="snapshot", reference_sync_steps=2), {"beta": 0.05}),
+    (Objective(loss_type="luspo", advantage="gdpo"), {}),
+    (Objective(loss_type="cispo", advantage="return_to_go_timestep"), {}),
+    (Objective(loss_type="sapo", importance_correction="token_truncate"), {"entropy_coef": 0.01}),
+    (Objective(loss_type="gmpo", advantage="reinforce", overlong_buffer=3), {"reduce_memory_peak": False}),
+)
+"""Every loss type, with switches of all kinds."""
+
+
+SAMPLES = 10
+TALK = {"max_output_tokens": 3, "temperature": 2.0, "eos_token_ids": (EOS, 5, 9, 17, 33)}
+"""Turns that do end."""
+
+
+def divided() -> None:
+    """Let one member sample and learn in all processes together, and again in each alone, in all kinds of ways."""
+    for objective, options in OBJECTIVES:
+        rewarded = list[str]()
+
+        def reward(completion: str, answer: str, question: str, rewarded: list[str] = rewarded) -> float:
+            rewarded.append(completion)
+            return variety(completion, answer, question)
+
+        learn_both_ways(tiny_env(reward_fn=reward), {"objective": objective, **options}, rewarded)
+    learn_both_ways(GuessTwice(tokenizer=shared_tokenizer()), TALK)
+    play_together()
+    run_out_of_memory(beta=0.0)  # nothing is scored
+    run_out_of_memory(beta=0.05)  # scored first
+
+
+def learn_both_ways(env: Any, options: Mapping[str, Any], rewarded: list[str] | None = None) -> None:
+    """Take a learning step together and one alone."""
+    given = {"lr": LR, "group_size": 2, "batch_size": 10, "update_epochs": 2, "micro_batch_tokens": 24, **options}
+    together, alone = tiny_population(1, **given), tiny_agent(**given)
+    passes, own_passes = (passes_of(members) for members in (together.members, alone.members))
+    found = together.collect(env, step=0, samples_per_step=SAMPLES, block=SAMPLES // 2)
+    if rewarded is not None:
+        assert sum(processes().all(len(rewarded))) == SAMPLES  # each completion once
+    learner = alone.learner(0)
+    same = collect(alone.members, [learner], env, samples_per_step=SAMPLES, block=SAMPLES // 2)
+    assert found.scores.completions == same.scores.completions
+    assert found.scores.rewards.tolist() == same.scores.rewards.tolist()
+    assert found.tokens == same.tokens
+    batch, own_batch = found.experience["default"], same.experience["default"]
+    for name in ("actions", "present", "action_mask", "rewards", "group_ids", "member_ids", "truncated"):
+        assert torch.equal(getattr(batch, name), getattr(own_batch, name)), name
+    experience = {"default": repeating(batch)}
+    passes.clear(), own_passes.clear()
+    report = together.learn(experience, step=0)[0]
+    own = alone.learn_together(alone.members, [learner], experience)[0]
+    assert_metrics_agree(dict(report.metrics), dict(own.metrics))
+    assert (report.tokens, report.optimizer_steps, report.samples) == (own.tokens, own.optimizer_steps, SAMPLES)
+    counts = processes().all(len(passes))
+    assert sum(counts) == len(own_passes)  # each micro-batch once
+    assert max(counts) < len(own_passes), options
+    state = together.members.banks.state(0)
+    assert_states_agree(state, alone.members.banks.state(0), lr=LR)
+    assert_equal_everywhere(state)
+
+
+def repeating(batch: Batch) -> Batch:
+    """Return a batch in which two completions of a group are the same, and their rewards are not."""
+    assert batch.group_ids[0] == batch.group_ids[1]
+    rows = torch.arange(len(batch))
+    rows[1] = 0
+    return replace(batch.select(rows), rewards=batch.rewards)
+
+
+class Counting(gymnasium.Wrapper[Any, Any, Any, Any]):
+    """Counts the episodes of this process."""
+
+    played = 0
+
+    def reset(self, **options: Any) -> Any:
+        """Count, and begin an episode."""
+        Counting.played += 1
+        return super().reset(**options)
+
+
+def play_together() -> None:
+    """Let a small network play in all processes, each its own part of the episodes."""
+    env = cart_pole(wrappers=[Counting])
+    population, Counting.played = step_population(1, env), 0
+    found = population.collect(env, step=0, samples_per_step=8, block=2)
+    assert processes().all((Counting.played, len(found.experience["default"]))) == [(4, 8), (4, 8)]
+
+
+def run_out_of_memory(beta: float) -> None:
+    """Let one process run out of memory where several rows are scored, or learnt from, at a time."""
+    given = {"objective": Objective(), "lr": LR, "beta": beta, "group_size": 2, "micro_batch_tokens": 24}
+    together, alone = tiny_population(1, **given), tiny_agent(**given)
+    found = together.collect(tiny_env(), step=0, samples_per_step=16, block=8)
+    bank = together.members.policies["default"].bank
+
+    @contextmanager
+    def small() -> Iterator[None]:
+        if processes().rank == 1 and bank.micro_batch_tokens > 12:
+            raise torch.OutOfMemoryError("no memory left")
+        yield
+
+    bank.autocast = small
+    together.learn(found.experience, step=0)
+    assert processes().all(bank.micro_batch_tokens) == [12] * processes().size
+    alone.learn_together(alone.members, [alone.learner(0)], found.experience)
+    assert_states_agree(together.members.banks.state(0), alone.members.banks.state(0), lr=LR)
+    assert_equal_everywhere(together.members.banks.state(0))
+
+
+def assert_equal_everywhere(state: Mapping[str, Tensor]) -> None:
+    """Check that all processes have the same bits."""
+    for other in processes().all({name: value.numpy() for name, value in state.items()}):
+        assert all(np.array_equal(other[name], value.numpy()) for name, value in state.items())
+
+
+def passes_of(members: Any) -> list[None]:
+    """Return a list that grows by an entry with every forward pass."""
+    passes = list[None]()
+
+    @contextmanager
+    def counted() -> Iterator[None]:
+        passes.append(None)
+        yield
+
+    members.policies["default"].bank.autocast = counted
+    return passes
+
+
+class Fragile(GRPO):
+    """An algorithm that fails in the leading process alone, while the others are learning."""
+
+    @classmethod
+    def learn_together(cls, members: Any, learners: Any, experience: Any) -> Any:
+        """Learn, where that is possible."""
+        if processes().leads:
+            raise BlockingIOError("the disk is busy")
+        return super().learn_together(members, learners, experience)
+
+
+def troubled(folder: str) -> None:
+    """Let things go wrong in one of the processes that share a member, and at last kill it."""
+    calls, trouble = list[str](), dict[int, Callable[[], object]]()
+
+    def reward(completion: str, answer: str, question: str) -> float:
+        calls.append(completion)
+        if processes().rank == 1 and len(calls) in trouble:
+            trouble[len(calls)]()
+        return variety(completion, answer, question)
+
+    def run(name: str, **options: Any) -> Evolution:
+        calls.clear()
+        return tiny_run(Path(folder) / name, size=1, env=tiny_env(reward_fn=reward), **options)
+
+    def fail() -> None:
+        raise LookupError("the verifier is gone")
+
+    def abandon() -> None:
+        stopped.stop("enough")
+        raise Interrupted
+
+    trouble[10] = fail
+    for name, kind in (("reward", GRPO), ("learning", Fragile)):
+        try:
+            finish(run(name, kind=kind))
+        except Exception as error:  # noqa: BLE001  # the test looks at what it says
+            print(f"{name}: {error}")
+        trouble.clear()
+    stopped = run("stopped")
+    trouble[10] = abandon
+    finish(stopped)
+    print(f"stopped by {stopped.result.reason!r} after step {stopped.progress.step}")
+    last = run("killed")
+    trouble[10] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+    finish(last)

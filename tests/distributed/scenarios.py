@@ -1,0 +1,299 @@
+"""Runs that one process and several have to come to the same end with; as a program it does those that it is told.
+
+python -m tests.distributed.scenarios FOLDER NAME...
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from evogrpo.algorithms.multi_agent import MultiAgentGRPO
+from evogrpo.cli import main
+from evogrpo.config.objective import Objective
+from evogrpo.data import LearnReport
+from evogrpo.distributed import ProcessError, processes
+from evogrpo.envs.control.pettingzoo_groups import PettingZooGroups
+from evogrpo.evolution import FitnessConfig, Narrowing, SharedExperience, SuccessiveHalving, Tournament
+from evogrpo.models.language.loading import load_base
+from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.training.configuration.sections import LoggingConfig
+from evogrpo.training.loop.iteration import Run
+from evogrpo.training.loop.trainer import Evolution
+from evogrpo.training.run_dir import RunDir
+from evogrpo.training.schedule import Schedule
+from tests.envs import joint_probes
+from tests.tiny_steps import QUICK, STEP_SPACE, cart_pole, resumed_step_run, step_run
+from tests.tiny_training import finish, resumed_run, shared_model, tiny_env, tiny_population, tiny_run, variety
+
+
+def networks(folder: Path) -> Evolution:
+    """Small networks whose architectures evolve, with a second set for finalists."""
+    fitness = FitnessConfig(second_set=2, finalists=2)
+    return step_run(folder, size=5, generations=4, fitness=fitness, strategy=Tournament(z=0.0, backtrack=True))
+
+
+def halving(folder: Path) -> Evolution:
+    """Members that are stopped for good, so that a process has nobody left; training rewards decide."""
+    return step_run(
+        folder,
+        size=4,
+        strategy=SuccessiveHalving(),
+        generations=4,
+        samples_per_step=16,
+        fitness=FitnessConfig(by="both", racing=True),
+    )
+
+
+PARTS = 6
+"""How many processes are to hold a base together: two do of two, and three of three."""
+
+
+def base_of(folder: Path) -> PreTrainedModel:
+    """Return the base of a scenario: in parts where its folder says so."""
+    if "parts" not in folder.parts:
+        return shared_model()
+    stored = next(parent / "base" for parent in folder.parents if (parent / "base").is_dir())
+    return load_base(stored, parts=PARTS).model
+
+
+def words(folder: Path) -> Evolution:
+    """Language models whose groups are drawn again, held to their own snapshots."""
+    objective = Objective(dynamic_sampling=1, reference="snapshot", reference_sync_steps=2)
+    options = {"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"}
+    return tiny_run(folder, size=3, options=options, generations=3)
+
+
+def pair(folder: Path) -> Evolution:
+    """Two language models, one of which several processes share: they drift, explore and are held to the base."""
+    objective = Objective(dynamic_sampling=1, overlong_buffer=2)
+    more = {"entropy_coef": 0.01, "micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"}
+    options = {"objective": objective, "beta": 0.02, **more}
+    return tiny_run(folder, size=2, options=options, generations=2)
+
+
+def lone(folder: Path) -> Evolution:
+    """A small network that several processes share, and that knows what it has observed in all of them."""
+    return step_run(folder, size=1, options={"normalise_observations": True}, generations=2)
+
+
+def team(folder: Path) -> Evolution:
+    """Small networks for several agents, whose rows are their own; two processes share a member."""
+    env = PettingZooGroups(joint_probes.Favours, validation_size=6, test_size=4, score="sum")
+    population = MultiAgentGRPO.population(
+        2,
+        env.observation_spaces,
+        env.action_spaces,
+        policies="prefix",
+        hp_config=STEP_SPACE,
+        group_size=4,
+        batch_size=8,
+        update_epochs=2,
+        network=NetworkConfig(hidden=(6,)),
+    )
+    run_dir = RunDir(folder, LoggingConfig(tensorboard=False))
+    return Evolution(population, env, schedule=Schedule(**QUICK), strategy=Tournament(z=0.0), run_dir=run_dir)
+
+
+def lent(folder: Path) -> Evolution:
+    """Small networks that learn from all others; better ones sample more, and the worst perhaps nothing."""
+    return step_run(
+        folder,
+        size=4,
+        experience=SharedExperience(least_ess=0.2, samplers="rank"),
+        options={"objective": Objective(loss_type="dapo", importance_correction="token_truncate")},
+        generations=2,
+        samples_per_step=16,
+    )
+
+
+def led(folder: Path) -> Evolution:
+    """Small networks that are held to the leader's whole distributions, and of whom ever fewer are left."""
+    return step_run(
+        folder,
+        size=6,
+        experience=SharedExperience(learn_from="leader", least_ess=0.0),
+        strategy=Narrowing(every=1, z=0.0),
+        options={"objective": Objective(loss_type="dapo", kl_estimator="full", reference="old"), "beta": 0.05},
+        generations=2,
+    )
+
+
+def borrowed(folder: Path) -> Evolution:
+    """Language models that learn from better ones, whose old log-probabilities have to be found where these live."""
+    objective = Objective(dynamic_sampling=1, importance_correction="token_truncate")
+    return tiny_run(
+        folder,
+        size=3,
+        options={"objective": objective, "beta": 0.02, "actor_network": base_of(folder), "source": "tiny"},
+        experience=SharedExperience(learn_from="better"),
+        generations=2,
+        steps_per_generation=1,
+    )
+
+
+def thinned(folder: Path) -> Evolution:
+    """Language models that leave, so that several processes share the work of those that remain."""
+    return tiny_run(
+        folder,
+        size=3,
+        strategy=SuccessiveHalving(),
+        options={"micro_batch_tokens": 48, "actor_network": base_of(folder), "source": "tiny"},
+        generations=2,
+        steps_per_generation=1,
+    )
+
+
+SCENARIOS: dict[str, Callable[[Path], Evolution]] = {
+    "networks": networks,
+    "halving": halving,
+    "words": words,
+    "pair": pair,
+    "lone": lone,
+    "team": team,
+    "lent": lent,
+    "led": led,
+    "borrowed": borrowed,
+    "thinned": thinned,
+}
+
+
+def go_on(folder: Path, generations: int) -> Evolution:
+    """Bring a run back that has ended, to go on up to so many generations."""
+    if folder.name in ("words", "pair", "borrowed", "thinned"):
+        return resumed_run(folder, model=base_of(folder), generations=generations)
+    return resumed_step_run(folder, generations=generations)
+
+
+def perform(folder: str, *names: str) -> None:
+    """Do scenarios, each in a folder of its own; "name+6" goes on with one up to generation 6."""
+    for name in names:
+        scenario, _, generations = name.partition("+")
+        where = Path(folder) / scenario
+        run = go_on(where, int(generations)) if generations else SCENARIOS[where.name](where)
+        for _ in run.reports():
+            assert_even(run)
+
+
+def assert_even(run: Evolution) -> None:
+    """Check that no process has two members more than another, nor one where another has nobody."""
+    members: Any = run.population.members
+    living = [agent.slot for agent in run.population.agents if not agent.retired]
+    loads = processes().all(len(members.places.here(living)))
+    assert max(loads) - min(loads) <= 1, loads
+    assert min(loads) >= 1, loads
+
+
+def failing(folder: str) -> None:
+    """Let the reward function of one process fail in the third learning step."""
+    calls = []
+
+    def reward(completion: str, answer: str, question: str) -> float:
+        calls.append(completion)
+        if processes().rank == 1 and len(calls) > 60:
+            raise LookupError("the verifier is gone")
+        return variety(completion, answer, question)
+
+    finish(tiny_run(Path(folder), size=3, env=tiny_env(reward_fn=reward)))
+
+
+def lending(folder: str) -> None:
+    """Let one process fail as it finds what others have to know of its samples, and let all try again."""
+    objective = Objective(importance_correction="token_truncate")
+    population = tiny_population(2, objective=objective, update_epochs=2)
+    found = population.collect(tiny_env(), step=0, samples_per_step=8, block=2)
+    bank: Any = population.crew.members.policies["default"].bank
+    whole, sources = bank.autocast, {0: [0, 1], 1: [0, 1]}
+
+    def broken() -> AbstractContextManager[None]:
+        raise LookupError("the card is gone")
+
+    if processes().rank == 1:
+        bank.autocast = broken
+    reports: Mapping[int, LearnReport] = {}
+    while not reports:
+        try:
+            reports = population.learn(found.experience, step=0, sources=sources)
+        except (LookupError, ProcessError) as error:
+            print(f"not learnt: {error}")
+        bank.autocast = whole
+    print(f"learnt from {[report.samples for report in reports.values()]} samples")
+    states = [population.members.banks.everywhere(slot) for slot in (0, 1)]
+    if processes().leads:
+        save_file(
+            {f"{slot}.{name}": value for slot, state in enumerate(states) for name, value in state.items()}, folder
+        )
+
+
+def stopped(folder: str, step: int) -> None:
+    """Ask one process for a stop after a learning step; the others are told. It also asks members alone."""
+    run = networks(Path(folder))
+    for report in run.reports():
+        if processes().rank == 1 and getattr(report, "step", None) == step:
+            for agent in run.population:
+                with suppress(ValueError):
+                    agent.test(run.env)
+                    print("a member alone was tested")
+            run.stop("enough")
+    print(f"ended by {run.result.reason!r} after step {run.progress.step}")
+
+
+def killed(folder: str, step: int) -> None:
+    """Kill one process in the middle of a run."""
+    for report in networks(Path(folder)).reports():
+        if processes().rank == 1 and getattr(report, "step", None) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Signalled(AbstractContextManager[None]):
+    """In place of what shows a run: one process gets a signal after a learning step."""
+
+    def __init__(self, number: int, step: int) -> None:
+        self.number, self.step = number, step
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def show(self, report: object) -> None:
+        if processes().rank == 1 and getattr(report, "step", None) == self.step:
+            signal.raise_signal(self.number)
+
+    def say_end(self) -> None:
+        pass
+
+
+def looped(folder: str, number: int) -> None:
+    """Iterate over a run as programs do, until a signal comes."""
+    display: Any = Signalled(number, step=3)
+    for _ in Run(networks(Path(folder)), display):
+        pass
+    print("after the loop")
+
+
+def limited(folder: str) -> None:
+    """Train until the time is up, by clocks that do not agree."""
+    if processes().rank == 1:
+        read = time.monotonic
+        time.monotonic = lambda: 2.5 * read()  # type: ignore[assignment]
+    env = cart_pole(max_episode_steps=200, validation_size=8)
+    run = step_run(Path(folder), size=3, env=env, generations=None, max_seconds=3.0)
+    finish(run)
+    print(f"ended by {run.result.reason!r} after step {run.progress.step}")
+
+
+def commanded(folder: str, restarts: int, *words: str) -> None:
+    """Run a command of `evogrpo` in a folder, as a launcher does of whose processes so many have ended before.
+
+    The last process is on a machine of its own, whose launcher counts for itself.
+    """
+    os.chdir(folder)
+    last = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restarts if last else 0)
+    sys.exit(main(words))

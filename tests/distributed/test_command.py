@@ -1,0 +1,152 @@
+"""`torchrun -m evogrpo ...`: one run, in one folder, told once."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from evogrpo.storage.journal import read_journal
+from evogrpo.training.memory import bytes_text, state_size
+from tests.cli.project import write_project
+from tests.distributed.launching import launch
+from tests.distributed.scenarios import commanded, looped
+from tests.tiny_models import COMMON
+
+SMALL = (
+    "population.size=3",
+    "schedule.generations=1",
+    "schedule.steps_per_generation=2",
+    "schedule.validation_questions=4",
+    "schedule.test_questions=4",
+    "schedule.samples_per_step=8",
+    "task.max_episode_steps=30",
+)
+
+
+def both(folder: Path, *words: str, restarts: int = 0) -> list[str]:
+    ends = launch(2, folder / "logs", commanded, str(folder), restarts, *words).ended(60)
+    assert [status for status, _ in ends] == [0, 0], ends
+    return [said for _, said in ends]
+
+
+def test_a_run_is_started_and_resumed_in_several_processes(tmp_path: Path) -> None:
+    """The folder is found, claimed and written by one of them, which alone speaks."""
+    leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL)
+    assert "run directory" in leader
+    assert other == ""
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["CartPole-v1"]
+    leader, other = both(tmp_path, "resume", "runs/CartPole-v1", "generations=2", "target_fitness=null")
+    assert "resuming runs/CartPole-v1 after generation 1" in leader
+    assert other == ""
+    events = [event["event"] for event in read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")]
+    assert events.count("run") == events.count("resumed") == 1
+    assert events.count("generation") == 2
+
+
+def test_a_dry_run_makes_every_check_and_leaves_nothing(tmp_path: Path) -> None:
+    """In all processes, and nobody writes."""
+    leader, other = both(tmp_path, "train", "--env", "CartPole-v1", *SMALL, "experience=shared", "--dry-run")
+    assert "nothing was trained" in leader
+    assert "2, 1 with 2 members and 1 with 1 member" in leader
+    told = " ".join(leader.split())
+    assert "as 2 processes share that memory" in told  # each needs its own memory of one machine
+    state = state_size(int(re.search(r"parameters (\d[\d,]*) in each member", told)[1].replace(",", "")))
+    assert f"{bytes_text(state)} for each whose parent lives elsewhere, at most 2" in told
+    episode = 37 + 30 * (15 + 4 * 4 + 4)  # of 30 steps, in each of which 4 numbers are seen and a reward is earned
+    assert f"at most {bytes_text(2 * (3400 + 2 * 8 * episode))} of samples to each process in a generation" in told
+    assert f"{bytes_text(state)} to the first process for each" in told  # the other's only member
+    assert other == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_command_that_the_launcher_starts_again_goes_on(tmp_path: Path) -> None:
+    """With the folder named, it is the same command; without a restart it is refused, as ever."""
+    words = ("train", "--env", "CartPole-v1", *SMALL, "--run-dir", "run")
+    both(tmp_path, *words)
+    ends = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words).ended(60)
+    assert ends[0][0] == 2
+    assert "already holds a run" in ends[0][1]
+    leader, _ = both(tmp_path, *words, restarts=1)
+    assert "started again by the launcher, so the run in run goes on" in leader
+    assert "nothing is left to do" in leader
+    leader, _ = both(tmp_path, *words, "--go-on")
+    assert "there is one already, so the run in run goes on" in leader
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "options", "status"),
+    [
+        (signal.SIGUSR1, (1,), ("--exit-code-on-stop", "0"), 0),
+        (signal.SIGTERM, (0, 1, 0, 1), (), 143),
+        (signal.SIGINT, (1,), (), 130),
+    ],
+)
+def test_a_signal_to_any_process_ends_all_with_one_status(
+    number: signal.Signals, to: tuple[int, ...], options: tuple[str, ...], status: int, tmp_path: Path
+) -> None:
+    """It may come twice, as launchers pass on what their processes have got already."""
+    words = ("train", "--env", "CartPole-v1", *SMALL, "schedule.generations=100000", *options)
+    launched = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, *words)
+    journal = tmp_path / "runs" / "CartPole-v1" / "journal.jsonl"
+    while all(process.is_alive() for process in launched.processes):
+        if journal.exists() and any(event["event"] == "step" for event in read_journal(journal)):
+            break
+        time.sleep(0.05)
+    for rank in to:
+        os.kill(launched.processes[rank].pid or 0, number)
+    (leads, said), (follows, other) = launched.ended(60)
+    assert (leads, follows) == (status, status), said + other
+    assert "evogrpo resume runs/CartPole-v1" in said
+    last = read_journal(journal)[-1]
+    by = "the user" if number == signal.SIGINT else number.name
+    assert (last["event"], last["reason"]) == ("stopped", f"stopped by {by}")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 1)])
+def test_a_signal_to_one_process_ends_a_program_in_all(number: signal.Signals, status: int, tmp_path: Path) -> None:
+    """Where the loop is, and not with what follows it; each says where the run goes on."""
+    ends = launch(2, tmp_path / "logs", looped, str(tmp_path / "run"), int(number)).ended(60)
+    said = f"stopped after learning step 4; evogrpo.resume({str(tmp_path / 'run')!r}, ...) goes on"
+    assert [each for each, _ in ends] == [status, status], ends
+    assert all("after the loop" not in words for _, words in ends)
+    assert [said in words for _, words in ends] == [True, number == signal.SIGINT], ends
+
+
+def test_every_process_says_where_it_is(tmp_path: Path) -> None:
+    """As `evogrpo doctor` tells."""
+    launched = launch(2, tmp_path / "logs", commanded, str(tmp_path), 0, "doctor").ended(60)
+    assert "0 of 2: " in launched[0][1]
+    assert "1 of 2: " in launched[0][1]
+
+
+def test_what_is_chosen_by_measuring_is_chosen_for_all(tmp_path: Path) -> None:
+    """Sizes that are left open are those that the leading process found."""
+    leader, _ = both(
+        tmp_path, "train", "--env", "CartPole-v1", "schedule.max_seconds=3", "schedule.generations=1", *SMALL[2:4]
+    )
+    assert "members, each a network" in leader
+    assert read_journal(tmp_path / "runs/CartPole-v1/journal.jsonl")[-1]["event"] == "stopped"
+
+
+def test_a_dry_run_tells_what_each_process_holds_of_a_base_in_parts(tmp_path: Path) -> None:
+    """Its part of the layers, and three whole ones on the way; and what it gets from the others."""
+    write_project(tmp_path)
+    wide = {"num_hidden_layers": 24, "hidden_size": 2048, "intermediate_size": 4096}
+    config = LlamaConfig(**COMMON | wide)
+    config.save_pretrained(tmp_path / "model")  # no weights are read
+    with torch.device("meta"):
+        whole = 4 * sum(weights.numel() for weights in AutoModelForCausalLM.from_config(config).parameters()) / 1e9
+    words = ("--dry-run", "--allow-memory", "precision=float32", "base_parts=2")
+    leader, other = both(tmp_path, "train", "tiny.yaml", *words)
+    told = " ".join(leader.split())
+    assert "in parts of 2 processes each" in told
+    assert "each process gets" in told
+    assert float(re.search(r"base ([\d.]+) GB \+ members", told)[1]) == pytest.approx(
+        whole * (1 / 2 + 3 / 24), rel=0.02
+    )
+    assert other == ""

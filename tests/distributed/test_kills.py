@@ -1,0 +1,115 @@
+"""Processes that are killed at random moments, under a launcher that starts all of them again."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evogrpo.training.load_run import open_run
+from tests.cli.project import write_project
+from tests.distributed.killing import Pace, elastic, events_in
+from tests.tiny_training import nameless, story
+
+pytestmark = pytest.mark.slow
+
+KILLS = 5
+"""Of each run: 20 in all of those that have all of a base, and 10 of one in parts."""
+COMMAND = ("-m", "evogrpo", "train")
+LONGER = ("schedule.steps_per_generation=8", "schedule.samples_per_step=32", "agent.max_output_tokens=32")
+"""Whoever kills needs some time to see where a run is: at this length it takes some seconds."""
+COMMANDS: dict[str, Sequence[str]] = {
+    "networks": (
+        *COMMAND,
+        "--env",
+        "CartPole-v1",
+        "population.size=3",
+        "schedule.generations=4",
+        "schedule.steps_per_generation=8",
+        "schedule.samples_per_step=64",
+        "task.validation_size=8",
+        "task.test_size=8",
+        "task.max_episode_steps=200",
+        "logging.checkpoint_steps=2",
+    ),
+    "language": (*COMMAND, "tiny.yaml", "population.size=3", *LONGER),
+    "parts": (*COMMAND, "tiny.yaml", "population.size=3", *LONGER, "base_parts=2"),
+    "opened": ("program.py", "dist.init_process_group('gloo')"),
+    "met": ("program.py", "processes(), Accelerator(cpu=True)"),
+}
+SETTINGS = {"opened": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+"""What a program needs that opens torch.distributed before evogrpo does; else it meets processes that were killed."""
+PROGRAM = """
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from accelerate import Accelerator
+
+import evogrpo
+from evogrpo.distributed import processes
+
+eval(sys.argv[1])
+env = evogrpo.GymnasiumGroups("CartPole-v1", max_episode_steps=200, validation_size=8, test_size=8)
+begun = [Path("run/journal.jsonl").exists()]
+dist.broadcast_object_list(begun)
+if begun[0]:
+    run = evogrpo.resume("run", env)
+else:
+    spaces = {"observation_space": env.observation_space, "action_space": env.action_space}
+    population = evogrpo.GRPO.population(3, **spaces, group_size=4)
+    lengths = {"generations": 4, "steps_per_generation": 8, "samples_per_step": 64}
+    run = evogrpo.evolve(population, env, run_dir="run", checkpoint_steps=2, **lengths)
+run.finish()
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Pace]]:
+    """All runs, which nobody disturbs, in folders beside that of what they train on; and how fast they go."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_project(folder)
+    (folder / "program.py").write_text(PROGRAM)
+    found = {}
+    for kind in COMMANDS:
+        place = folder / kind
+        place.mkdir()
+        seen = elastic(place, words(kind, folder), settings=SETTINGS.get(kind))
+        assert seen.status == 0, seen.said
+        found[kind] = place, seen.pace
+    return found
+
+
+def words(kind: str, project: Path) -> list[str]:
+    given = [str(project / word) if word.endswith((".yaml", ".py")) else word for word in COMMANDS[kind]]
+    return given if "program.py" in COMMANDS[kind] else [*given, "--run-dir", "run"]
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_whose_processes_are_killed_ends_as_if_nobody_had(
+    kind: str, seed: int, undisturbed: dict[str, tuple[Path, Pace]], tmp_path: Path
+) -> None:
+    """Journal, learner states and best member, bit for bit, clock readings aside."""
+    place, pace = undisturbed[kind]
+    moments = np.sort(np.random.default_rng(seed).uniform(0, events_in(place) - 1, KILLS))
+    seen = elastic(
+        tmp_path,
+        words(kind, place.parent),
+        kills=moments.tolist(),
+        pace=pace,
+        seed=seed,
+        settings=SETTINGS.get(kind),
+    )
+    print(kind, seed, seen.killed)
+    assert seen.status == 0, seen.said
+    assert len(seen.killed) >= KILLS - 1, "kills that come when the run has ended test nothing"
+    run, straight = tmp_path / "run", place / "run"
+    assert story(run) == story(straight)
+    ended, same = open_run(run), open_run(straight)
+    assert not ended.skipped
+    assert ended.tensors.keys() == same.tensors.keys()
+    assert all(ended.tensors[name].equal(tensor) for name, tensor in same.tensors.items())
+    assert ended.best is not None
+    assert same.best is not None
+    assert nameless(ended.best[1]) == nameless(same.best[1])

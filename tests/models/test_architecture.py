@@ -1,0 +1,305 @@
+"""Architectures: their record, changes that keep the function or undo each other, moments that stay with weights."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.models.networks.architecture import (
+    ACTIVATIONS,
+    ArchitectureLimits,
+    NetworkConfig,
+    add_layer,
+    morph,
+    mutate_architecture,
+    remove_layer,
+)
+from evogrpo.models.networks.networks import DefaultNetwork
+from evogrpo.randomness import generator
+from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
+from tests.tiny_batches import same_state
+from tests.tiny_networks import CASES, MIXED, VECTOR, Case, acted_batch, observe, stacked, tensors
+
+HIDDEN = (7, 5)
+
+
+def learnt(config, space=VECTOR, outputs=3):
+    """Return what a member far from its start has learnt."""
+    network = DefaultNetwork(config, space, outputs)
+    random = torch.Generator().manual_seed(0)
+    parts = {}
+    for name in ("weights", "exp_avg", "exp_avg_sq", "reference"):
+        parts[name] = {key: 0.7 * torch.randn(shape, generator=random) for key, shape in network.shapes.items()}
+    return parts
+
+
+def outputs_of(parameters, config, space=VECTOR):
+    network = DefaultNetwork(config, space, 3)
+    rng = np.random.default_rng(1)
+    seen = tensors(stacked([observe(space, rng) for _ in range(50)]), (1, 50))
+    return network({name: value[None] for name, value in parameters.items()}, seen)[0]
+
+
+# ---- the record
+
+
+def test_a_config_goes_through_json_and_through_bytes():
+    config = NetworkConfig(hidden=(8,), activation="elu", convolutions=((4, 3, 1),), log_std=-0.5)
+    assert NetworkConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+    assert NetworkConfig.from_tensor(config.to_tensor()) == config
+    assert NetworkConfig(hidden=[8], convolutions=[[4, 3, 1]]) == NetworkConfig(hidden=(8,), convolutions=((4, 3, 1),))
+    assert hash(NetworkConfig(hidden=[8])) == hash(NetworkConfig(hidden=(8,)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"hidden": (8, 0)}, "from 1 to 65,536"),
+        ({"hidden": (8.5,)}, "integer"),
+        ({"hidden": 64}, "sequence"),
+        ({"hidden": "64"}, "sequence"),
+        ({"activation": "gelu"}, "tanh, relu, elu"),
+        ({"convolutions": ((8, 3),)}, "triples"),
+        ({"log_std": float("nan")}, "finite"),
+    ],
+)
+def test_what_is_no_architecture_is_refused(fields, match):
+    with pytest.raises(ValueError, match=match):
+        NetworkConfig(**fields)
+
+
+def test_unknown_settings_and_damaged_bytes_are_refused():
+    with pytest.raises(ValueError, match="hidden"):
+        NetworkConfig.from_json({"hiden": [8]})
+    for broken in (torch.zeros(4, dtype=torch.uint8), torch.tensor([34, 34], dtype=torch.uint8), torch.zeros(4)):
+        with pytest.raises(ValueError, match="architecture"):
+            NetworkConfig.from_tensor(broken)
+
+
+# ---- changes that keep the function
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("hidden", [(9, 5), (7, 8), (12, 11)])
+@pytest.mark.parametrize("space", [VECTOR, MIXED], ids=["vector", "images"])
+def test_new_units_keep_the_function(activation, hidden, space):
+    old, new = (NetworkConfig(hidden=sizes, activation=activation) for sizes in (HIDDEN, hidden))
+    before = learnt(old, space)
+    after = morph(before, old, new, generator(0, "test"))
+    for name in ("weights", "reference"):
+        one, other = outputs_of(before[name], old, space), outputs_of(after[name], new, space)
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-4)
+    fresh = after["weights"]["hidden0.weight"][:, 7:]
+    assert bool(fresh.any(0).all()), "a new unit without incoming weights would be dead under relu"
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_new_layers_keep_the_function(activation, layers):
+    old = NetworkConfig(hidden=HIDDEN, activation=activation)
+    new = NetworkConfig(hidden=HIDDEN + HIDDEN[-1:] * layers, activation=activation)
+    before = learnt(old)
+    after = morph(before, old, new, generator(0, "test"))
+    for name in ("weights", "reference"):
+        one, other = outputs_of(before[name], old), outputs_of(after[name], new)
+        if activation == "tanh":
+            # Each layer takes at most 2 % off each value h in [-1, 1], so at most 2 % of sum |h W| off an output.
+            bound = 0.0205 * layers * float(before[name]["output.weight"].abs().sum(0).max())
+            assert float((one - other).abs().max()) <= bound
+            assert not torch.equal(one, other)
+        else:
+            torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_removing_undoes_adding(activation):
+    config = NetworkConfig(hidden=HIDDEN, activation=activation)
+    before = learnt(config)
+    after = remove_layer(add_layer(before, 2, activation), 3)
+    for name in ("weights", "reference"):
+        for key, value in before[name].items():
+            torch.testing.assert_close(after[name][key], value)
+
+
+def test_units_that_are_kept_are_those_that_matter_most_and_keep_what_they_learnt():
+    old, new = NetworkConfig(hidden=(6,)), NetworkConfig(hidden=(3,))
+    before = learnt(old)
+    strengths = torch.tensor([0.0, 5.0, 0.1, 3.0, 0.0, 4.0])
+    rows = torch.nn.functional.normalize(before["weights"]["output.weight"], dim=1)
+    before["weights"]["output.weight"] = strengths[:, None] * rows
+    after = morph(before, old, new, generator(0, "test"))
+    kept = [1, 3, 5]
+    for name in before:
+        assert torch.equal(after[name]["hidden0.weight"], before[name]["hidden0.weight"][:, kept])
+        assert torch.equal(after[name]["hidden0.bias"], before[name]["hidden0.bias"][kept])
+        assert torch.equal(after[name]["output.weight"], before[name]["output.weight"][kept])
+        assert torch.equal(after[name]["output.bias"], before[name]["output.bias"])
+
+
+def test_removing_units_without_outgoing_weights_undoes_adding_them():
+    old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=(20, 5))
+    before = learnt(old)
+    rng = generator(0, "test")
+    after = morph(morph(before, old, new, rng), new, old, rng)
+    for name, parameters in before.items():
+        for key, value in parameters.items():
+            assert torch.equal(after[name][key], value)
+
+
+def test_moments_stay_with_weights_that_stay_and_are_zero_for_new_ones():
+    old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=(9, 5))
+    before = learnt(old)
+    after = morph(before, old, new, generator(0, "test"))
+    for name in ("exp_avg", "exp_avg_sq"):
+        one, other = before[name], after[name]
+        assert torch.equal(other["hidden0.weight"][:, :7], one["hidden0.weight"])
+        assert torch.equal(other["hidden1.weight"][:7], one["hidden1.weight"])
+        assert torch.equal(other["output.weight"], one["output.weight"])
+        for new_part in (other["hidden0.weight"][:, 7:], other["hidden0.bias"][7:], other["hidden1.weight"][7:]):
+            assert not new_part.any()
+
+
+def test_moments_follow_weights_that_are_rescaled():
+    """Under tanh the output's weights become four times as large, so its gradients are a quarter."""
+    before = learnt(NetworkConfig(hidden=HIDDEN))
+    after = add_layer(before, 2, "tanh")
+    assert torch.equal(after["weights"]["output.weight"], 4 * before["weights"]["output.weight"])
+    assert torch.equal(after["exp_avg"]["output.weight"], before["exp_avg"]["output.weight"] / 4)
+    assert torch.equal(after["exp_avg_sq"]["output.weight"], before["exp_avg_sq"]["output.weight"] / 16)
+
+
+def test_a_change_of_activation_keeps_every_number():
+    old, new = NetworkConfig(hidden=HIDDEN), NetworkConfig(hidden=HIDDEN, activation="relu")
+    before = learnt(old)
+    after = morph(before, old, new, generator(0, "test"))
+    assert all(torch.equal(after[n][key], value) for n, part in before.items() for key, value in part.items())
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        NetworkConfig(hidden=HIDDEN, convolutions=((4, 3, 1),)),
+        NetworkConfig(hidden=()),
+        NetworkConfig(hidden=HIDDEN, log_std=1.0),
+    ],
+)
+def test_other_changes_are_refused(new):
+    old = NetworkConfig(hidden=HIDDEN)
+    with pytest.raises(ValueError, match=r"hidden layers and activation|linear"):
+        morph(learnt(old), old, new, generator(0, "test"))
+
+
+# ---- proposals
+
+
+def test_mutations_are_of_every_kind_and_stay_within_the_limits():
+    limits = ArchitectureLimits(min_layers=1, max_layers=3, min_units=8, max_units=40, unit_steps=(8, 16))
+    config, kinds = NetworkConfig(hidden=(16, 16)), set()
+    for number in range(300):
+        changed, words = mutate_architecture(config, limits, generator(0, "test", number))
+        assert changed != config
+        kinds.add(words.split()[0] + (" layer" if "layer of" in words else ""))
+        assert limits.min_layers <= len(changed.hidden) <= limits.max_layers
+        assert all(8 <= units <= 40 for units in changed.hidden)
+        # One thing at a time: an architecture is never more than one layer, one width or one activation away.
+        differing = sum(one != other for one, other in zip(config.hidden, changed.hidden, strict=False))
+        moved = abs(len(config.hidden) - len(changed.hidden)) + differing + (config.activation != changed.activation)
+        assert moved == 1
+        config = changed
+    assert kinds == {"added", "added layer", "removed", "removed layer", "activation"}
+
+
+def test_a_mutation_is_the_same_for_the_same_generator():
+    config = NetworkConfig(hidden=(32, 32))
+    proposals = [mutate_architecture(config, ArchitectureLimits(), generator(5, "test"))[0] for _ in range(2)]
+    assert proposals[0] == proposals[1]
+
+
+def test_limits_that_leave_nothing_to_change_are_named():
+    limits = ArchitectureLimits(min_layers=1, max_layers=1, min_units=8, max_units=8, activations=("tanh",))
+    with pytest.raises(ValueError, match="nothing to change"):
+        mutate_architecture(NetworkConfig(hidden=(8,)), limits, generator(0, "test"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"min_layers": 0}, {"min_layers": 4}, {"min_units": 300}, {"activations": ("gelu",)}, {"unit_steps": (0,)}],
+)
+def test_limits_that_make_no_sense_are_refused(fields):
+    with pytest.raises(ValueError, match=r"min_|activation|unit_steps"):
+        ArchitectureLimits(**fields)
+
+
+# ---- in a bank
+
+
+@pytest.mark.parametrize("name", ["discrete", "box", "some alike", "images"])
+def test_a_rebuilt_member_acts_as_before_and_leaves_the_others_alone(name):
+    case = CASES[name]
+    bank = case.bank(3)
+    batch = acted_batch(case, bank, range(3))
+    step = Hyperparameters(lr=1e-3)
+    bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step))
+    before, states = bank.log_probs(batch), [bank.state(slot) for slot in range(3)]
+    bank.carried[1, 0] = 0.5
+    first = bank.architecture(1).hidden
+    bank.rebuild(1, NetworkConfig(hidden=(first[0] + 16, *first[1:])), generator(0, "test"))
+    assert bank.architecture(1).hidden[0] == first[0] + 16
+    torch.testing.assert_close(bank.log_probs(batch), before, rtol=1e-4, atol=1e-4)
+    for slot in (0, 2):
+        assert same_state(bank.state(slot), states[slot])
+    assert int(bank.state(1)["step"]) == 1
+    assert float(bank.carried[1, 0]) == 0.5
+    reports = bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), dict.fromkeys(range(3), step))
+    assert all(report.grad_norm > 0 and report.step == 2 for report in reports.values())
+
+
+def test_architectures_are_inherited_with_the_weights_and_fresh_members_have_the_first_one():
+    case = CASES["architectures"]
+    bank = case.bank(3)
+    architectures = [bank.architecture(slot) for slot in range(3)]
+    states = [bank.state(slot) for slot in range(3)]
+    bank.inherit([2, 0, None])
+    assert [bank.architecture(slot) for slot in range(3)] == [architectures[2], architectures[0], case.network]
+    assert same_state(bank.state(0), states[2])
+    assert same_state(bank.state(1), states[0])
+    batch = acted_batch(case, bank, range(3))
+    bank.update(batch, lambda rows, log_probs, entropies: log_probs.sum(1), {0: Hyperparameters(lr=0.1)})
+    assert same_state(bank.state(1), states[0])
+
+
+def test_a_checkpoint_carries_the_architecture(tmp_path):
+    case = CASES["architectures"]
+    bank = case.bank(3)
+    tensors_by_name = {f"{slot}.{name}": value for slot in range(3) for name, value in bank.state(slot).items()}
+    write_checkpoint(tmp_path / "saved", tensors_by_name, {"any": "record"})
+    loaded, _ = read_checkpoint(tmp_path / "saved")
+    again = Case(actions=case.actions, masked=True).bank(3)
+    for slot in range(3):
+        state = {name.removeprefix(f"{slot}."): value for name, value in loaded.items() if name.startswith(f"{slot}.")}
+        again.load_state(slot, state)
+        assert again.architecture(slot) == bank.architecture(slot)
+        assert same_state(again.state(slot), bank.state(slot))
+    batch = acted_batch(case, bank, range(3))
+    assert torch.equal(again.log_probs(batch), bank.log_probs(batch))
+
+
+def test_a_state_whose_architecture_lies_is_refused_before_anything_is_made():
+    bank = CASES["discrete"].bank(2)
+    state, before = bank.state(0), bank.state(0)
+    state["architecture"] = NetworkConfig(hidden=(60_000, 60_000)).to_tensor()
+    with pytest.raises(ValueError, match=r"state 'exp_avg'|state 'weights'"):
+        bank.load_state(0, state)
+    assert same_state(bank.state(0), before)
+
+
+def test_a_state_of_another_space_or_module_is_refused():
+    bank = Case(actions=spaces.Discrete(3)).bank(1)
+    with pytest.raises(ValueError, match="spaces"):
+        Case(actions=spaces.Discrete(4)).bank(1).load_state(0, bank.state(0))
+    other = CASES["module"].bank(1)
+    with pytest.raises(ValueError, match="module"):
+        other.load_state(0, other.state(0) | {"architecture": NetworkConfig().to_tensor()})

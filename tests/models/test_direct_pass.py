@@ -1,0 +1,487 @@
+"""The direct pass gives what transformers' own gives, in all it claims; all else stays with transformers."""
+
+import copy
+import dataclasses
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.data import SamplingOptions
+from evogrpo.functional import matmul as products
+from evogrpo.models.fast_llama import attention
+from evogrpo.models.fast_llama import decode as columns
+from evogrpo.models.fast_llama import decode as decoding
+from evogrpo.models.fast_llama.weight_layout import matrix_of
+from evogrpo.models.language import decode as generation
+from evogrpo.models.language import shared_prefixes as stems
+from evogrpo.models.language.passes import share_prefixes
+from tests.rounding import LOG_PROB, assert_gradients_agree
+from tests.tiny_batches import PROMPTS, as_batch, clear, different_members, grpo_loss, lora, make_rows
+from tests.tiny_models import COMMON, tiny_model
+
+SIZE = 3
+HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-3, max_grad_norm=1e6) for slot in range(SIZE)}
+SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
+EACH_ITS_OWN = {"num_key_value_heads": 4}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+
+MIXED = ["sliding_attention", "full_attention"]
+OWN_TURNS = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e2}, "full_attention": YARN}
+
+KNOWN = {
+    "llama, tied": LlamaConfig(**COMMON, tie_word_embeddings=True),
+    "llama, biases everywhere": LlamaConfig(**COMMON, attention_bias=True, mlp_bias=True),
+    "llama, keys for every head": LlamaConfig(**COMMON | EACH_ITS_OWN),
+    "llama, wide heads": LlamaConfig(**COMMON | {"head_dim": 16, "num_key_value_heads": 1}),
+    "llama, linear": LlamaConfig(**COMMON, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+    "llama, a window that it has not": LlamaConfig(**COMMON, sliding_window=3, layer_types=["sliding_attention"] * 2),
+    "llama 3": LlamaConfig(**COMMON, rope_parameters=LLAMA3),
+    "mistral, window": MistralConfig(**COMMON, sliding_window=5),
+    "mistral": MistralConfig(**COMMON, sliding_window=None),
+    "qwen2": Qwen2Config(**COMMON),
+    "qwen2, some windows": Qwen2Config(**COMMON, use_sliding_window=True, sliding_window=5, max_window_layers=1),
+    "qwen2, yarn": Qwen2Config(**COMMON, rope_parameters=YARN),
+    "qwen3": Qwen3Config(**COMMON, tie_word_embeddings=True),
+    "qwen3, biases": Qwen3Config(**COMMON, attention_bias=True),
+    "olmo2": Olmo2Config(**COMMON),
+    "olmo2, biases": Olmo2Config(**COMMON, attention_bias=True),
+    "gemma": GemmaConfig(**COMMON | {"head_dim": 16}),
+    "olmo3": Olmo3Config(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=OWN_TURNS),
+    "gemma3": Gemma3TextConfig(**COMMON, sliding_window=5, layer_types=MIXED, rope_parameters=OWN_TURNS),
+    "gemma, silu": GemmaConfig(**COMMON | {"head_dim": 8}, hidden_act="silu", tie_word_embeddings=False),
+}
+
+
+def built(config, seed=0):
+    """Build a model with weights, biases and norms that all matter."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        for weights in model.parameters():
+            torch.nn.init.normal_(weights, mean=float(weights.dim() == 1), std=0.3)
+    return model
+
+
+def known_to(model, **settings):
+    """Tell whether a bank on a model runs it directly."""
+    base = different_members(model, SIZE, **settings).base
+    with base.working():
+        return base.direct
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    """Compare, however the suite is run."""
+    monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Build the same bank twice: on the direct pass and on transformers'."""
+
+    def build(model, **settings):
+        settings = {"micro_batch_tokens": 100} | settings
+        fast = different_members(model, SIZE, **settings)
+        monkeypatch.setenv("EVOGRPO_SLOW", "1")
+        slow = different_members(model, SIZE, **settings)
+        monkeypatch.delenv("EVOGRPO_SLOW")
+        for bank, direct in ((fast, True), (slow, False)):
+            with bank.base.working():
+                assert bank.base.direct is direct
+        return fast, slow
+
+    return build
+
+
+def assert_same(fast, slow, rows):
+    """Compare what two banks sample, score and learn.
+
+    With equal draws they may choose other tokens only where a draw lies within rounding of the boundary between two.
+    """
+    rows = clear(fast, rows)
+    sampled = [bank.sample(rows) for bank in (fast, slow)]
+    assert torch.equal(sampled[0].actions, sampled[1].actions)
+    torch.testing.assert_close(sampled[0].log_probs, sampled[1].log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+    batch = as_batch(rows, sampled[0])
+    for scored in ("log_probs", "reference_log_probs", "entropies"):
+        torch.testing.assert_close(
+            getattr(fast, scored)(batch), getattr(slow, scored)(batch), rtol=LOG_PROB, atol=LOG_PROB
+        )
+    for bank in (fast, slow):
+        bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
+    for slot in range(SIZE):
+        one, other = (bank.state(slot)["exp_avg"] for bank in (fast, slow))
+        assert float(other.norm()) > 0
+        assert_gradients_agree(one, other)
+
+
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_values_gradients_and_samples_are_those_of_the_models_own_pass(architecture, both):
+    rows = make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,)))
+    assert_same(*both(built(KNOWN[architecture])), rows)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this build of torch has no oneDNN")
+@pytest.mark.parametrize(
+    ("architecture", "few"), [("llama, tied", 4), ("llama, biases everywhere", 4), ("gemma3", 4), ("qwen2", 128)]
+)
+def test_nor_does_it_matter_which_library_multiplies(architecture, few, both, monkeypatch):
+    monkeypatch.setattr(products, "onednn_is_quicker", lambda: True)
+    monkeypatch.setattr(products, "LEAST", 0)
+    monkeypatch.setattr(products, "FEW", few)  # rows of zeros are added either way, more or fewer
+    fast, slow = both(built(KNOWN[architecture]))
+    with Products() as asked:
+        assert_same(fast, slow, make_rows(range(SIZE), tokens=7, prompts=(*PROMPTS, (20,))))
+    assert asked.of_onednn
+
+
+@pytest.mark.parametrize("architecture", ["mistral, window", "qwen2, yarn"])
+def test_prompts_that_begin_alike_are_the_same(architecture, both):
+    rows = make_rows(range(SIZE), tokens=7, prompts=tuple((*SYSTEM, *prompt) for prompt in (*PROMPTS, (20,))))
+    assert_same(*both(built(KNOWN[architecture]), micro_batch_tokens=270), rows)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["q_proj"], ["v_proj", "down_proj"], ["o_proj", "gate_proj"], r".*layers\.1\.self_attn\.k_proj"],
+    ids=str,
+)
+def test_adapters_may_be_on_some_layers_alone(targets, both):
+    fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=targets))
+    assert_same(fast, slow, make_rows(range(SIZE)))
+
+
+@pytest.mark.parametrize("members", [(0, 0, 0), (0, 0, 1), (1, 0, 0)], ids=str)
+def test_members_of_equally_many_rows_share_products(members, both):
+    fast, slow = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=["k_proj", "v_proj", "up_proj"]))
+    fast.micro_batch_tokens = slow.micro_batch_tokens = 10_000  # all in one
+    assert_same(fast, slow, make_rows(members))
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, tuple((*SYSTEM, *prompt) for prompt in PROMPTS)], ids=["apart", "root"])
+@pytest.mark.parametrize("members", [(0, 1, 2), (1, 1, 1)], ids=str)
+def test_prompts_run_with_what_continues_them_give_what_both_give_apart(members, prompts, both):
+    base = both(built(KNOWN["qwen3"]))[0]
+    rows = make_rows(members, prompts=prompts)
+    batch = as_batch(rows, base.sample(rows))
+    route = base.weights.route("weights")
+    pairs, of_rows = share_prefixes(batch.member_ids, batch.inputs.prompt_ids)
+    given = [batch.inputs.prompts[prompt] for _, prompt in pairs], [slot for slot, _ in pairs]
+    ids, present, members = batch.actions[:, :-1], batch.present[:, :-1], batch.member_ids
+    with base.base.working(), torch.no_grad():
+        once = base.base.continued(*given, of_rows, ids, present, members, route)
+        apart = base.base.extend(base.base.prefix(*given, route), of_rows, ids, present, route(members))
+    counts = torch.cat([present.new_ones((len(ids), 1)), present], 1)
+    torch.testing.assert_close(once[counts], apart[counts], rtol=LOG_PROB, atol=LOG_PROB)
+
+
+def test_prompts_of_other_members_than_what_continues_them_are_run_apart():
+    base = different_members(built(KNOWN["qwen3"]), SIZE).base
+    weights = different_members(base.model, SIZE).weights
+    route, ids = weights.route("weights"), torch.tensor([[5, 6], [7, 8]])
+    rows, members, present = torch.tensor([0, 1]), torch.tensor([1, 2]), torch.ones_like(ids, dtype=torch.bool)
+    given = [(3, 4), (5, 9)], [0, 1]
+    with base.working(), torch.no_grad():
+        once = base.continued(*given, rows, ids, present, members, route)
+        apart = base.extend(base.prefix(*given, route), rows, ids, present, route(members))
+    torch.testing.assert_close(once, apart, rtol=LOG_PROB, atol=LOG_PROB)
+
+
+def test_below_the_first_adapter_there_is_no_backward_pass(both):
+    fast, _ = both(built(KNOWN["qwen2"]), lora_config=lora(target_modules=r".*layers\.1\.mlp\.up_proj"))
+    with fast.base.working():
+        prefix = fast.base.prefix([(3, 4, 5)], [0], fast.weights.route("weights"))
+    assert [keys.requires_grad for keys, _ in prefix.layers] == [False, False]
+    assert prefix.last_hidden.requires_grad
+
+
+@pytest.mark.parametrize("folded", [0, 4])
+@pytest.mark.parametrize("architecture", ["qwen2, some windows", "llama, keys for every head", "gemma3"])
+def test_tokens_may_attend_block_by_block_and_scores_be_found_again(architecture, folded, both, monkeypatch):
+    monkeypatch.setattr(attention, "FOLDED", folded)
+    for block in (64, 2):
+        monkeypatch.setattr(attention, "BLOCK", block)
+        assert_same(*both(built(KNOWN[architecture])), make_rows(range(SIZE), tokens=7))
+
+
+def test_what_other_devices_attend_by_is_the_same(both, monkeypatch):
+    monkeypatch.setattr(attention, "BLOCK", 0)
+    monkeypatch.setattr(attention, "_in_blocks", lambda *given: attention._by_torch(*given[:-1]))
+    assert_same(*both(built(KNOWN["qwen2, some windows"])), make_rows(range(SIZE)))
+
+
+@pytest.mark.parametrize("length", [8, 200])
+@pytest.mark.parametrize("past", [None, 32])
+def test_scores_are_kept_for_short_sequences_alone(length, past):
+    rng = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn((1, 2, length, 16), generator=rng).requires_grad_() for _ in range(3))
+    keys = None if past is None else torch.randn((1, 1, past, 16), generator=rng).requires_grad_()
+    shared = None if keys is None else attention.Shared(keys, keys, torch.zeros(2, dtype=torch.long), (2,))
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    bias = torch.zeros(1, length, length).masked_fill_(later, -1e9)
+    saved = list[torch.Size]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.shape) or x, lambda x: x):
+        out = attention.attended(q, k, v, length, bias, shared, None)
+    width = length + (past or 0)
+    assert any(len(shape) == 4 and shape[3] != 16 for shape in saved) == (width <= 4 * 16)
+    whole = [x if keys is None else torch.cat([keys.expand(1, 2, -1, -1), x], 2) for x in (k, v)]
+    seen = torch.cat([torch.ones(length, width - length, dtype=torch.bool), ~later], 1)
+    expected = scaled_dot_product_attention(q, *whole, attn_mask=seen, scale=1.0).view(2 * length, 16)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    slopes = torch.randn(out.shape, generator=rng)
+    inputs = (q, k, v) if keys is None else (q, k, v, keys)
+    for one, other in zip(*(torch.autograd.grad(x, inputs, slopes) for x in (out, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2, some windows", "qwen2"])
+def test_room_for_what_is_written_grows(architecture, both, monkeypatch):
+    monkeypatch.setattr(decoding, "LEAST_ROOM", 2)
+    fast, slow = both(built(KNOWN[architecture]))
+    assert_same(fast, slow, make_rows(range(SIZE), tokens=9))
+
+
+def test_weights_of_any_other_kind_act_on_tokens_that_are_written(both):
+    class Other:  # acts as adapters do, and is no adapter
+        def __init__(self, view):
+            self.view = view
+
+        def __call__(self, module, inputs, output):
+            return self.view(module, inputs, output)
+
+    banks = both(built(KNOWN["qwen2"]))
+    plain = banks[1].sample(rows := clear(banks[1], make_rows(range(SIZE))))
+    route = banks[0].weights.route
+    banks[0].weights.route = lambda policy: lambda slots: Other(route(policy)(slots))
+    other = banks[0].sample(rows)
+    assert torch.equal(other.actions, plain.actions)
+    torch.testing.assert_close(other.log_probs, plain.log_probs, rtol=LOG_PROB, atol=LOG_PROB)
+
+
+def test_rows_in_any_order_continue_their_prompts():
+    base = different_members(built(KNOWN["llama 3"]), SIZE).base
+    rows, ids = torch.tensor([1, 0, 1, 1, 0]), torch.arange(3, 18).view(5, 3)
+    present = torch.ones_like(ids, dtype=torch.bool)
+    with base.working(), torch.no_grad():
+        prefix = base.prefix([(3, 4, 5, 6), (7, 8)], [0, 0], lambda slots: None)
+        together = base.extend(prefix, rows, ids, present, None)
+        for row in range(5):
+            alone = base.extend(prefix, rows[row, None], ids[row, None], present[row, None], None)
+            torch.testing.assert_close(together[row, None], alone, rtol=1e-4, atol=1e-4)
+
+
+# ---- waiting
+
+
+class Products(TorchDispatchMode):
+    """Notes whether oneDNN is asked for one in float32."""
+
+    of_onednn = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.of_onednn |= "mkldnn._linear_pointwise" in str(func)
+        return func(*args, **kwargs or {})
+
+
+class Asking(TorchDispatchMode):
+    """Counts operations for whose result a program has to wait."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "is_nonzero")
+    asked = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        indices = args[1] if "index" in str(func) and len(args) > 1 and isinstance(args[1], list | tuple) else ()
+        by_mask = any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in indices)
+        self.asked += by_mask or any(name in str(func) for name in self.WAITS)
+        return func(*args, **kwargs or {})
+
+
+SETTINGS = {
+    "temperatures": {},
+    "greedy": {"temperature": torch.zeros(27)},
+    "both": {"temperature": torch.arange(27) % 3 / 2},
+    "truncated": {"options": SamplingOptions(top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.2)},
+}
+
+
+@pytest.mark.parametrize("architecture", ["mistral, window", "llama 3"])
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_no_token_that_is_written_waits_for_the_device(settings, architecture, monkeypatch):
+    monkeypatch.setitem(generation.LOOK_EVERY, "cpu", 100)
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)  # on other devices each row is run by itself
+    bank, counts = different_members(built(KNOWN[architecture]), SIZE), []
+    for tokens in (4, 11):
+        rows = make_rows(range(SIZE), tokens=tokens, min_new_tokens=tokens // 2)
+        with Asking() as asking:
+            bank.sample(dataclasses.replace(rows, **SETTINGS[settings]))
+        counts.append(asking.asked)
+    assert counts[0] == counts[1] > 0
+
+
+# ---- precision
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "olmo2", "gemma", "gemma3"])
+def test_in_bfloat16_it_is_as_near_to_full_precision_as_transformers_is(architecture, both):
+    model = built(KNOWN[architecture])
+    exact, _ = both(copy.deepcopy(model), std=0.05)
+    fast, slow = both(model.to(torch.bfloat16), std=0.05)
+    rows = make_rows(range(SIZE))
+    batch = as_batch(rows, exact.sample(rows))
+    found = {}
+    for name, bank in (("exact", exact), ("fast", fast), ("slow", slow)):
+        scored = bank.log_probs(batch)
+        bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
+        found[name] = scored, torch.cat([bank.state(slot)["exp_avg"] for slot in range(SIZE)])
+
+    def off(name, what):
+        return float((found[name][what] - found["exact"][what]).norm() / found["exact"][what].norm())
+
+    for what in (0, 1):
+        assert 1e-4 < off("fast", what) < 1.5 * off("slow", what)
+
+
+# ---- what is refused
+
+
+def other_numbers(model):
+    model.model.layers[1].self_attn.scaling = 0.7
+
+
+def own_layer(model):
+    class Odd(torch.nn.Linear):
+        pass
+
+    model.model.layers[0].mlp.up_proj.__class__ = Odd
+
+
+def own_tensors(model):
+    class Odd(torch.Tensor):
+        pass
+
+    layer = model.model.layers[0].mlp.up_proj
+    layer.weight = torch.nn.Parameter(layer.weight.detach().as_subclass(Odd), requires_grad=False)
+
+
+def hooked(model):
+    model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *_: None)
+
+
+def replaced(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = partial(type(mlp).forward, mlp)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma2Config(**COMMON),
+        LlamaConfig(**COMMON, hidden_act="gelu"),
+        LlamaConfig(**COMMON, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    ],
+    ids=["another class", "another activation", "frequencies that depend on the length"],
+)
+def test_what_is_not_known_stays_with_transformers_silently(config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not known_to(built(config))
+
+
+@pytest.mark.parametrize("change", [own_layer, own_tensors, hooked, replaced])
+def test_whatever_is_attached_to_a_model_is_run(change):
+    model = tiny_model("llama")
+    assert known_to(model)
+    change(model)
+    assert not known_to(model)
+
+
+def test_what_is_attached_later_is_run_as_well():
+    model = tiny_model("llama")
+    bank, called = different_members(model, SIZE), []
+    handle = model.model.layers[0].register_forward_hook(lambda *_: called.append(1))
+    bank.sample(make_rows(range(SIZE), tokens=2))
+    handle.remove()
+    assert called
+    with bank.base.working():
+        assert bank.base.direct
+
+
+def test_layers_that_a_config_leaves_out_are_left_out(both):
+    model = built(KNOWN["qwen3"])
+    model.config.num_hidden_layers = 1
+    assert_same(*both(model, lora_config=lora(target_modules=r".*layers\.0\..*_proj")), make_rows(range(SIZE)))
+
+
+def test_mixed_precision_around_it_stays_with_transformers_too():
+    bank = different_members(tiny_model("llama"), SIZE)
+    with torch.autocast("cpu", dtype=torch.bfloat16), bank.base.working():
+        assert not bank.base.direct
+
+
+def test_mixed_precision_stays_with_transformers():
+    bank = different_members(tiny_model("llama"), SIZE, autocast=partial(torch.autocast, "cpu", dtype=torch.bfloat16))
+    with bank.base.working():
+        assert not bank.base.direct
+
+
+def test_a_model_whose_numbers_are_others_is_told_and_stays_with_transformers():
+    model = tiny_model("llama")
+    other_numbers(model)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM is run by transformers' own passes") as told:
+        bank = different_members(model, SIZE)
+    assert len(told) == 1
+    with bank.base.working():
+        assert not bank.base.direct
+
+
+def test_tokens_that_are_written_are_compared_too(monkeypatch):
+    turned = columns._turned
+    monkeypatch.setattr(columns, "_turned", lambda x, cos, sin: turned(x, cos, -sin))
+    with pytest.warns(UserWarning, match="LlamaForCausalLM is run by transformers' own passes"):
+        assert not known_to(tiny_model("llama"))
+
+
+def test_the_matrix_of_a_vocabulary_head_stands_for_it_only_where_the_head_does_nothing_else():
+    class OddLayer(torch.nn.Linear):
+        pass
+
+    class OddTensor(torch.Tensor):
+        pass
+
+    plain = torch.nn.Linear(4, 9, bias=False)
+    hooked, replaced, of_odd = (copy.deepcopy(plain) for _ in range(3))
+    hooked.register_forward_hook(lambda *_: None)
+    replaced.forward = partial(torch.nn.Linear.forward, replaced)
+    of_odd.weight = torch.nn.Parameter(plain.weight.detach().as_subclass(OddTensor), requires_grad=False)
+    others = [hooked, replaced, of_odd, OddLayer(4, 9, bias=False), torch.nn.Linear(4, 9), plain.forward]
+    others.append(copy.deepcopy(plain).bfloat16())
+    hidden = torch.ones(2, 4)
+    assert torch.equal(matrix_of(plain, hidden), plain.weight)
+    assert [matrix_of(head, hidden) for head in others] == [None] * len(others)
+
+
+@pytest.mark.parametrize(("value", "direct"), [("1", False), ("0", True), ("", True)])
+def test_one_switch_turns_it_off(value, direct, monkeypatch):
+    monkeypatch.setenv("EVOGRPO_SLOW", value)
+    assert known_to(tiny_model("llama")) is direct

@@ -1,0 +1,189 @@
+"""Action distributions against torch.distributions, exact counts on a grid of uniform numbers, and closed forms."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import distributions as laws
+
+from evogrpo.models.networks.distributions import distribution_for
+
+GRID = 20_000
+UNIFORMS = ((np.arange(GRID) + 0.5) / GRID).astype(np.float32)[:, None]
+BOX = spaces.Box(np.array([-2.0, -np.inf, 1.0]), np.array([4.0, np.inf, 2.0]), dtype=np.float64)
+
+
+def repeated(values, count=GRID):
+    return np.repeat(np.array([values], dtype=np.float32), count, axis=0)
+
+
+@pytest.mark.parametrize("temperature", [None, 0.5, 2.0])
+def test_every_value_is_drawn_as_often_as_its_chance_says(temperature):
+    logits = [0.3, -1.0, 2.0, -30.0, 0.0]
+    law = distribution_for(spaces.Discrete(5, start=7))
+    heat = None if temperature is None else np.full(GRID, temperature, dtype=np.float32)
+    actions, log_probs = law.draw(repeated(logits), UNIFORMS, heat, None)
+    chances = torch.softmax(torch.tensor(logits, dtype=torch.float64) / (temperature or 1.0), 0).numpy()
+    # A grid of uniform numbers hits an interval of length p in p * GRID places, give or take one at either end.
+    assert np.abs(np.bincount(actions, minlength=5) - GRID * chances).max() <= 1.01
+    np.testing.assert_allclose(log_probs, np.log(chances)[actions], rtol=1e-4, atol=1e-5)
+    assert actions.dtype == np.int64
+    assert (np.diff(actions) >= 0).all(), "an inverse cumulative distribution rises"
+
+
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-24])
+def test_illegal_values_are_never_drawn(uniform):
+    law = distribution_for(spaces.MultiDiscrete([3, 4]))
+    legal = np.array([[0, 1, 0, 0, 1, 1, 0]], dtype=bool)
+    actions, log_probs = law.draw(
+        repeated([50, -50, 9, 9, 0, 1, 80], 1), np.full((1, 2), uniform, np.float32), None, legal
+    )
+    assert actions[0, 0] == 1
+    assert actions[0, 1] == 1 + (uniform > 0.3)
+    chance = 1 / (1 + math.e) if uniform == 0 else math.e / (1 + math.e)
+    assert log_probs[0] == pytest.approx(math.log(chance), rel=1e-5)
+    for greedy in (None, np.zeros(1, np.float32)):
+        uniforms = None if greedy is None else np.full((1, 2), uniform, np.float32)
+        assert law.draw(repeated([50, -50, 9, 9, 0, 1, 80], 1), uniforms, greedy, legal)[0].tolist() == [[1, 2]]
+
+
+def test_bits_are_drawn_as_often_as_their_chances_say():
+    logits = [0.0, 1.5, -2.0]
+    law = distribution_for(spaces.MultiBinary(3))
+    actions, _ = law.draw(repeated(logits), UNIFORMS.repeat(3, 1), None, None)
+    chances = torch.sigmoid(torch.tensor(logits, dtype=torch.float64)).numpy()
+    assert np.abs(actions.sum(0) - GRID * chances).max() <= 1.01
+    assert (actions.shape, actions.dtype) == ((GRID, 3), np.int8)
+
+
+def test_real_numbers_are_drawn_by_the_inverse_of_the_normal_distribution():
+    law = distribution_for(BOX)
+    actions, _ = law.draw(repeated([0.5, 0.5, 0.5, 0.1, 0.2, 0.3]), UNIFORMS.repeat(3, 1), None, None)
+    middle, half = torch.tensor([1.0, 0.0, 1.5]).double(), torch.tensor([3.0, 1.0, 0.5]).double()
+    normal = laws.Normal(middle + half * 0.5, half * torch.tensor([0.1, 0.2, 0.3]).double().exp())
+    expected = normal.icdf(torch.from_numpy(UNIFORMS.astype(np.float64)).expand(-1, 3))
+    np.testing.assert_allclose(actions, expected.numpy(), rtol=1e-4, atol=2e-3)
+    assert actions.dtype == np.float64
+    ends, log_probs = law.draw(repeated([0] * 6, 2), np.array([[0] * 3, [1 - 2.0**-24] * 3], np.float32), None, None)
+    assert np.isfinite(ends).all()
+    assert np.isfinite(log_probs).all()
+
+
+@pytest.mark.parametrize("space", [spaces.Discrete(4), spaces.MultiDiscrete([[2, 3]]), spaces.MultiBinary((2, 2)), BOX])
+def test_greedy_rows_take_the_most_likely_action_whatever_is_drawn(space):
+    law, rng = distribution_for(space), np.random.default_rng(0)
+    width = law.outputs + sum(math.prod(shape) for shape in law.free.values())
+    outputs = rng.standard_normal((6, width)).astype(np.float32)
+    drawn = [rng.random((6, law.uniforms_per_action)).astype(np.float32) for _ in range(40)]
+    best, log_probs = law.draw(outputs, None, None, None)
+    heat = np.array([0, 1, 0, 2, 0.5, 0], dtype=np.float32)
+    results = [law.draw(outputs, uniforms, heat, None) for uniforms in drawn]
+    for actions, values in results:
+        np.testing.assert_array_equal(actions[heat == 0], best[heat == 0])
+        np.testing.assert_allclose(values[heat == 0], log_probs[heat == 0], rtol=1e-6)
+    assert any((actions[row] != best[row]).any() for actions, _ in results for row in (1, 3, 4))
+    # No other action is more likely: the mode of each law, by trying many.
+    scored = law.score(torch.from_numpy(outputs), torch.from_numpy(best), torch.ones(6), None, entropy_gradient=False)[
+        0
+    ]
+    np.testing.assert_allclose(scored.numpy(), log_probs, rtol=1e-4, atol=1e-5)
+    for actions, _ in results:
+        other = law.score(
+            torch.from_numpy(outputs), torch.from_numpy(actions), torch.ones(6), None, entropy_gradient=False
+        )
+        assert bool((other[0] <= scored + 1e-5).all())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+def test_scores_and_their_gradients_are_those_of_torch(temperature):
+    random = torch.Generator().manual_seed(0)
+    outputs = torch.randn(7, 5, generator=random, requires_grad=True)
+    heat = torch.full((7,), temperature)
+    cases = [
+        (spaces.Discrete(5), lambda o: [laws.Categorical(logits=o / temperature)], torch.arange(7) % 5),
+        (
+            spaces.MultiDiscrete([2, 3]),
+            lambda o: [
+                laws.Categorical(logits=o[:, :2] / temperature),
+                laws.Categorical(logits=o[:, 2:] / temperature),
+            ],
+            torch.stack([torch.arange(7) % 2, torch.arange(7) % 3], 1),
+        ),
+        (
+            spaces.MultiBinary(5),
+            lambda o: [laws.Independent(laws.Bernoulli(logits=o / temperature), 1)],
+            torch.randint(0, 2, (7, 5), generator=random),
+        ),
+    ]
+    for space, reference, actions in cases:
+        parts = reference(outputs)
+        chosen = [actions] if len(parts) == 1 else list(actions.unbind(1))
+        expected = sum(part.log_prob(a.float() if a.ndim == 2 else a) for part, a in zip(parts, chosen, strict=True))
+        entropy = sum(part.entropy() for part in parts)
+        got = distribution_for(space).score(outputs, actions, heat, None, entropy_gradient=True)
+        for one, other in zip(got, (expected, entropy), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+            weights = torch.arange(7.0)
+            slopes = [torch.autograd.grad((weights * x).sum(), outputs, retain_graph=True)[0] for x in (one, other)]
+            torch.testing.assert_close(slopes[0], slopes[1], rtol=1e-4, atol=1e-5)
+
+
+def test_a_tempered_gaussian_is_the_density_to_the_power_of_one_over_the_temperature():
+    law = distribution_for(spaces.Box(-np.inf, np.inf, (1,)))
+    outputs, points = torch.tensor([[0.3, -0.5]]), torch.linspace(-20, 20, 40_001)[:, None]
+    for temperature in (0.5, 3.0):
+        heat = torch.full((len(points),), temperature)
+        hot, entropy = law.score(outputs.expand(len(points), 2), points, heat, None, entropy_gradient=False)
+        cold, _ = law.score(outputs.expand(len(points), 2), points, torch.ones_like(heat), None, entropy_gradient=False)
+        power = (cold.double() / temperature).exp()
+        torch.testing.assert_close(hot.double().exp(), power / (power.sum() * 1e-3), rtol=1e-3, atol=1e-6)
+        assert float(entropy[0]) == pytest.approx(-float((hot.double().exp() * hot.double()).sum() * 1e-3), rel=1e-3)
+
+
+def test_masked_scores_are_those_of_the_legal_values_alone():
+    law = distribution_for(spaces.MultiDiscrete([3, 2]))
+    outputs = torch.tensor([[1.0, 5.0, -1.0, 0.5, 0.0]], requires_grad=True)
+    legal = torch.tensor([[True, False, True, True, True]])
+    log_prob, entropy = law.score(outputs, torch.tensor([[2, 0]]), torch.ones(1), legal, entropy_gradient=True)
+    parts = laws.Categorical(logits=torch.tensor([1.0, -1.0])), laws.Categorical(logits=torch.tensor([0.5, 0.0]))
+    expected = parts[0].log_prob(torch.tensor(1)) + parts[1].log_prob(torch.tensor(0))
+    assert log_prob.item() == pytest.approx(expected.item())
+    assert entropy.item() == pytest.approx((parts[0].entropy() + parts[1].entropy()).item(), rel=1e-5)
+    (slope,) = torch.autograd.grad((log_prob + entropy).sum(), outputs)
+    assert slope[0, 1] == 0
+    assert bool(slope.isfinite().all())
+
+
+def test_one_legal_value_leaves_no_choice_and_no_gradient():
+    law = distribution_for(spaces.Discrete(3))
+    outputs = torch.tensor([[1.0, 5.0, -1.0]], requires_grad=True)
+    legal = torch.tensor([[True, False, False]])
+    log_prob, entropy = law.score(outputs, torch.tensor([0]), torch.ones(1), legal, entropy_gradient=True)
+    assert log_prob.item() == entropy.item() == 0.0
+    assert not bool(torch.autograd.grad((log_prob + entropy).sum(), outputs)[0].any())
+
+
+@pytest.mark.parametrize("space", [spaces.MultiBinary(2), spaces.Box(-1, 1, (2,))])
+def test_masks_are_refused_where_nothing_can_be_masked(space):
+    law = distribution_for(space)
+    with pytest.raises(ValueError, match="Discrete and MultiDiscrete"):
+        law.draw(np.zeros((1, 4), np.float32), None, None, np.ones((1, 2), bool))
+    with pytest.raises(ValueError, match="Discrete and MultiDiscrete"):
+        law.score(torch.zeros(1, 4), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2) > 0, entropy_gradient=False)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Text(3),
+        spaces.Box(0, 9, (2,), np.uint8),
+        spaces.Dict({"a": spaces.Discrete(2)}),
+        spaces.Graph(BOX, None),
+        None,
+    ],
+)
+def test_other_spaces_are_refused_by_an_error_that_names_the_supported_ones(space):
+    with pytest.raises(ValueError, match="action_space must be Discrete, MultiDiscrete, MultiBinary or a"):
+        distribution_for(space)

@@ -1,0 +1,89 @@
+"""What is told of finished completions: each once, as it stays, while others are being written."""
+
+import pytest
+import torch
+
+from evogrpo.finished import heard_by, listened
+from evogrpo.models.language import sampling
+from evogrpo.models.language import shared_prefixes as stems
+from evogrpo.progress import heard_by as progress_heard_by
+from tests.models.test_turns import ending
+from tests.tiny_batches import make_rows
+from tests.tiny_models import tiny_model
+
+MODEL = tiny_model("llama")
+FIELDS = ("actions", "present", "truncated", "log_probs")
+
+
+def listen(bank, rows):
+    """Return a rollout, and what was told of it: row, tokens, and how far all the writing was."""
+    told, parts = [], [0.0]
+
+    def hear(numbers, completions):
+        told.extend((*each, parts[-1]) for each in zip(numbers, completions, strict=True))
+
+    with heard_by(hear, rows), progress_heard_by(lambda work: parts.append(work.part)):
+        return bank.sample(rows), told
+
+
+def tokens_of(rollout):
+    return [row[present].tolist() for row, present in zip(rollout.actions, rollout.present, strict=True)]
+
+
+@pytest.mark.parametrize(("cached_tokens", "look_every"), [(sampling.CACHED_TOKENS, 1), (110, 8), (1, 1)])
+def test_every_row_is_told_once_as_it_stays_and_some_before_the_others_end(cached_tokens, look_every, monkeypatch):
+    bank = ending(MODEL)
+    monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
+    monkeypatch.setattr("evogrpo.models.language.decode.LOOK_EVERY", {"cpu": look_every})
+    rows = make_rows(range(3), tokens=12)
+    rows = rows.select(torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)))
+    alone = bank.sample(rows)
+    got, told = listen(bank, rows)
+    assert all(torch.equal(getattr(got, name), getattr(alone, name)) for name in FIELDS)
+    assert sorted(row for row, *_ in told) == list(range(len(rows)))
+    assert {row: tokens for row, tokens, _ in told} == dict(enumerate(tokens_of(got)))
+    assert min(part for *_, part in told) < max(part for *_, part in told) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("most", [0.0, 0.5], ids=["row by row", "from common beginnings"])
+@pytest.mark.parametrize("moment", [1, 2, 4, 9])
+def test_what_was_told_is_not_written_anew_when_memory_runs_out(moment, most, monkeypatch):
+    monkeypatch.setattr(stems, "MOST_STEMS", most)
+    bank = ending(MODEL)
+    rows = make_rows(range(3), tokens=12)
+    expected, head, calls = bank.sample(rows), bank.base.head, []
+
+    def once(hidden):
+        calls.append(len(hidden))
+        if len(calls) == moment:
+            raise torch.OutOfMemoryError("this once")
+        return head(hidden)
+
+    bank.base.head = once
+    got, told = listen(bank, rows)
+    assert sorted(row for row, *_ in told) == list(range(len(rows)))
+    assert {row: tokens for row, tokens, _ in told} == dict(enumerate(tokens_of(got)))
+    assert torch.equal(got.actions, expected.actions)
+    assert torch.equal(got.truncated, expected.truncated)
+    ended = int((expected.present.sum(1) < moment).sum())
+    half = -(-(len(rows) - ended) // 2)
+    assert calls[moment] == half if most == 0.0 else calls[moment] <= half, "half of those that nobody was told of"
+
+
+def test_nobody_is_told_of_other_rows_than_were_asked_about():
+    """Of those that whoever hears has written for that, say, or of a part, whose numbers are others."""
+    bank, heard = ending(MODEL), []
+    rows = make_rows(range(3), tokens=4)
+    half = rows.select(torch.arange(len(rows) // 2, len(rows)))
+
+    def hear(numbers, completions):
+        if not heard:
+            bank.sample(half)
+        heard.extend(numbers)
+
+    with heard_by(hear, rows):
+        bank.sample(half)
+        assert not heard
+        bank.sample(rows)
+    assert sorted(heard) == list(range(len(rows)))
+    assert not listened(rows)

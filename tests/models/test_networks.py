@@ -1,0 +1,239 @@
+"""Small networks: initial weights, what they read, images against torch's own convolutions, and modules of users."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from torch import nn
+
+from evogrpo.data import map_tensors
+from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.models.networks.bank import StackedBank
+from evogrpo.models.networks.layers import orthogonal
+from evogrpo.models.networks.networks import DefaultNetwork, Encoding, ModuleNetwork, join, split
+from evogrpo.randomness import generator
+from tests.tiny_networks import MIXED, VECTOR, Branching, observe, stacked, tensors
+
+
+def image(*shape):
+    return spaces.Box(0, 255, shape, np.uint8)
+
+
+def drawn(space, count, seed=0):
+    rng = np.random.default_rng(seed)
+    return stacked([observe(space, rng) for _ in range(count)])
+
+
+# ---- initial weights
+
+
+@pytest.mark.parametrize("shape", [(5, 5), (3, 8), (8, 3)])
+def test_orthogonal_matrices_are_orthonormal_along_the_shorter_side(shape):
+    matrix = orthogonal(generator(0, "test"), *shape).double()
+    product = matrix @ matrix.T if shape[0] <= shape[1] else matrix.T @ matrix
+    torch.testing.assert_close(product, torch.eye(min(shape)).double(), rtol=0, atol=1e-6)
+    assert not torch.equal(orthogonal(generator(1, "test"), *shape).double(), matrix)
+
+
+def test_initial_weights_have_their_gains_and_biases_are_zero():
+    network = DefaultNetwork(NetworkConfig(hidden=(16, 12)), image(12, 12, 3), 4)
+    parameters = network.initial(0)
+    for name, value in parameters.items():
+        if name.endswith(".bias"):
+            assert not value.any()
+            continue
+        rows = value.flatten(1) if value.ndim == 4 else value.T
+        gram = rows @ rows.T if rows.shape[0] <= rows.shape[1] else rows.T @ rows
+        gain = 0.01 if name == "output.weight" else 2**0.5
+        torch.testing.assert_close(gram, gain**2 * torch.eye(len(gram)), rtol=1e-4, atol=1e-5)
+
+
+def test_members_start_alike_from_the_seed_and_shared_layers_agree_across_architectures():
+    one, same, other = (StackedBank(VECTOR, spaces.Discrete(2), size=2, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(one.state(0)["weights"], one.state(1)["weights"])
+    assert torch.equal(one.state(0)["weights"], same.state(0)["weights"])
+    assert not torch.equal(one.state(0)["weights"], other.state(0)["weights"])
+    deep, shallow = (
+        DefaultNetwork(NetworkConfig(hidden=hidden), VECTOR, 2).initial(0) for hidden in ((8, 8, 8), (8, 8))
+    )
+    assert torch.equal(deep["hidden1.weight"], shallow["hidden1.weight"])
+
+
+def test_the_initial_standard_deviation_is_the_configs():
+    bank = StackedBank(VECTOR, spaces.Box(-3, 3, (2,)), size=1, network=NetworkConfig(log_std=-1.5))
+    assert bank.state(0)["weights"][-2:].tolist() == [-1.5, -1.5]
+
+
+def test_flat_vectors_are_split_and_joined():
+    shapes = {"a": (2, 3), "b": (4,), "c": (1, 2, 2)}
+    flat = torch.arange(3 * 14.0).view(3, 14)
+    parameters = split(flat, shapes)
+    assert {name: tuple(value.shape) for name, value in parameters.items()} == {
+        name: (3, *shape) for name, shape in shapes.items()
+    }
+    assert torch.equal(join(parameters, shapes), flat)
+    assert torch.equal(join(split(flat[0], shapes), shapes), flat[0])
+    parameters["b"].zero_()
+    assert not flat[:, 6:10].any(), "parts are views"
+
+
+# ---- observations
+
+
+def test_the_parts_of_an_observation_lie_side_by_side():
+    encoding = Encoding(MIXED)
+    seen = {
+        "camera": np.full((2, 7, 6, 2), 51, np.uint8),
+        "where": (np.array([2, 4]), np.array([[1, 0], [0, 2]])),
+        "flags": np.array([[1, 0], [1, 1]], np.int8),
+        "speed": np.array([[0.5, -0.5], [1.0, 0.0]]),
+    }
+    vector, (camera,) = encoding(seen, "cpu")
+    # In the space's own order: flags, speed, where (a Dict sorts its keys).
+    assert vector.tolist() == [
+        [1, 0, 0.5, -0.5, 1, 0, 0, 0, 1, 1, 0, 0],
+        [1, 1, 1.0, 0.0, 0, 0, 1, 1, 0, 0, 0, 1],
+    ]
+    assert encoding.features == 12
+    assert encoding.images == [(2, 7, 6)]
+    torch.testing.assert_close(camera, torch.full((2, 2, 7, 6), 0.2))
+
+
+@pytest.mark.parametrize(
+    ("space", "expected"), [(image(5, 7, 3), (3, 5, 7)), (image(3, 5, 7), (3, 5, 7)), (image(5, 7), (1, 5, 7))]
+)
+def test_images_have_their_channels_first(space, expected):
+    encoding = Encoding(space)
+    seen = drawn(space, 4)
+    vector, (pixels,) = encoding(seen, "cpu")
+    assert vector is None
+    assert encoding.images == [expected]
+    assert tuple(pixels.shape[1:]) == expected
+    index = {3: lambda c, y, x: (y, x, c) if space.shape[2] == 3 else (c, y, x), 2: lambda c, y, x: (y, x)}[
+        len(space.shape)
+    ]
+    for place in ((0, 1, 2), (expected[0] - 1, 4, 6)):
+        assert pixels[(2, *place)] == pytest.approx(seen[(2, *index(*place))] / 255)
+
+
+def test_plain_bytes_are_scaled_too():
+    vector, _ = Encoding(spaces.Box(0, 255, (4,), np.uint8))(np.array([[0, 51, 102, 255]], np.uint8), "cpu")
+    torch.testing.assert_close(vector, torch.tensor([[0.0, 0.2, 0.4, 1.0]]))
+
+
+@pytest.mark.parametrize(
+    "space", [spaces.Text(3), spaces.Dict({"a": spaces.Sequence(spaces.Discrete(2))}), spaces.Dict({}), None]
+)
+def test_other_spaces_are_refused(space):
+    with pytest.raises(ValueError, match=r"Box, Discrete, MultiDiscrete, MultiBinary|at least one part"):
+        StackedBank(space, spaces.Discrete(2), size=1)
+
+
+def test_an_observation_that_does_not_fit_is_refused():
+    bank = StackedBank(MIXED, spaces.Discrete(2), size=1)
+    seen = drawn(MIXED, 2)
+    with pytest.raises(ValueError, match="keys"):
+        bank.act({"camera": seen["camera"]}, np.zeros(2, np.int64), uniforms=None)
+    with pytest.raises(ValueError, match="shape"):
+        bank.act(seen | {"camera": np.zeros((2, 3, 3, 2), np.uint8)}, np.zeros(2, np.int64), uniforms=None)
+
+
+# ---- images
+
+
+@pytest.mark.parametrize("convolutions", [None, ((4, 3, 2), (5, 2, 1)), ()])
+@pytest.mark.parametrize("side", [9, 40])
+def test_images_run_through_torchs_convolutions(side, convolutions):
+    space = spaces.Dict({"eye": image(side, side, 3), "speed": VECTOR})
+    network = DefaultNetwork(NetworkConfig(hidden=(6,), activation="elu", convolutions=convolutions), space, 2)
+    members = [
+        {
+            name: value + 0.1 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+            for name, value in network.initial(0).items()
+        }
+        for seed in range(2)
+    ]
+    stacked_parameters = {name: torch.stack([member[name] for member in members]) for name in network.shapes}
+    seen = tensors(drawn(space, 6), (2, 3))
+    outputs = network(stacked_parameters, seen)
+    recorded, _ = network.record(stacked_parameters, seen)
+    assert torch.equal(outputs, recorded)
+    strides = {None: {9: (1, 1), 40: (4, 2, 1)}[side], (): ()}.get(convolutions, (2, 1))
+    for row, member in enumerate(members):
+        values = seen["eye"][row].permute(0, 3, 1, 2) / 255
+        for depth, stride in enumerate(strides):
+            name = f"image0.layer{depth}"
+            values = nn.functional.conv2d(values, member[f"{name}.weight"], member[f"{name}.bias"], stride).relu()
+        hidden = (
+            torch.cat([seen["speed"][row], values.flatten(1)], 1) @ member["hidden0.weight"] + member["hidden0.bias"]
+        )
+        expected = nn.functional.elu(hidden) @ member["output.weight"] + member["output.bias"]
+        torch.testing.assert_close(outputs[row], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_convolutions_that_leave_nothing_of_an_image_are_refused():
+    with pytest.raises(ValueError, match="convolutions"):
+        DefaultNetwork(NetworkConfig(convolutions=((8, 5, 1),)), image(4, 4, 3), 2)
+
+
+# ---- modules of users
+
+
+def test_a_module_is_neither_changed_nor_shared():
+    module = Branching(3, 4)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    bank = StackedBank(VECTOR, spaces.Discrete(4), size=2, network=module)
+    state = bank.state(1)
+    bank.load_state(1, state | {"weights": state["weights"] + 1})
+    assert module.training
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(bank.state(0)["weights"], torch.cat([value.detach().flatten() for value in module.parameters()]))
+    with torch.no_grad():
+        for value in module.parameters():
+            value.fill_(7.0)
+    assert not (bank.state(0)["weights"] == 7.0).any()
+
+
+def test_a_module_computes_what_it_computes_without_dropout():
+    module = Branching(3, 4)
+    network = ModuleNetwork(module, VECTOR, 4)
+    parameters = {name: torch.stack([value, 2 * value]) for name, value in network.initial(0).items()}
+    seen = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0))
+    outputs = network(parameters, seen)
+    torch.testing.assert_close(outputs[0], module.eval()(seen[0]))
+    with torch.no_grad():
+        for value in module.parameters():
+            value.mul_(2)
+    torch.testing.assert_close(outputs[1], module(seen[1]))
+
+
+def test_a_module_gets_composite_observations_in_their_own_form():
+    seen_by_module = []
+
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, observations):
+            seen_by_module.append(observations)
+            return self.layer(observations["speed"])
+
+    network = ModuleNetwork(Reading(), MIXED, 2)
+    seen = tensors(drawn(MIXED, 3), (1, 3))
+    network({name: value[None] for name, value in network.initial(0).items()}, seen)
+    shapes = map_tensors(seen_by_module[-1], lambda leaf: torch.tensor(leaf.shape))
+    assert shapes["camera"].tolist() == [3, 7, 6, 2]
+    assert [part.tolist() for part in shapes["where"]] == [[3, 3], [3, 5]]
+    assert float(seen_by_module[-1]["camera"].max()) > 1, "values are not rescaled"
+
+
+def test_modules_that_cannot_serve_are_refused():
+    with pytest.raises(ValueError, match="parameters to learn"):
+        StackedBank(VECTOR, spaces.Discrete(3), size=1, network=nn.Identity())
+    with pytest.raises(ValueError, match=r"must return \[batch, 5\]"):
+        StackedBank(VECTOR, spaces.Discrete(5), size=1, network=nn.Linear(3, 4))
+    with pytest.raises(ValueError, match="cannot change"):
+        StackedBank(VECTOR, spaces.Discrete(4), size=1, network=nn.Linear(3, 4)).rebuild(
+            0, NetworkConfig(), np.random.default_rng(0)
+        )

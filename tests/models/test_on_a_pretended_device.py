@@ -1,0 +1,50 @@
+"""Where there is no GPU, tests of accelerators run on a device that is pretended: what mixes devices is found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import backend_registration
+
+ROOT = Path(__file__).parents[2]
+CHOSEN = "(neighbours and not reads) or waves or separate or accelerator_computes"
+MIXING = """
+import sys
+
+import pytest
+import torch
+
+from tests import pretended_device
+
+pretended_device.pytest_configure()
+there, here = torch.ones(2, device="pretended"), torch.ones(2)
+package = {"__name__": "evogrpo.somewhere", "torch": torch, "there": there, "here": here}
+for refused in ("there + here", "torch.cat([here, there])", "here[there.long()]", "torch.where(there > 0, here, 0.0)"):
+    with pytest.raises(RuntimeError, match="on the same device, found pretended:0 and cpu"):
+        eval(refused, package)
+with pytest.raises(TypeError, match=r"Use Tensor\\.cpu\\(\\) first"):
+    there.numpy()
+for allowed in ("there + 1.0", "there[here.long() - 1]", "there.cpu() + here", "there + here.to(there)"):
+    eval(allowed, package)
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="devices that are written in Python came with a later torch",
+)
+def test_what_is_promised_of_accelerators_holds_on_one_that_is_pretended():
+    files = ["tests/models/test_on_accelerators.py", "tests/models/test_stacked_acting.py"]
+    done = subprocess.run(
+        [sys.executable, "-c", MIXING, "-q", "-p", "no:cacheprovider", "-k", CHOSEN, *files],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "9 passed" in done.stdout

@@ -1,0 +1,168 @@
+"""A bank against separate PEFT models, trained with PyTorch's own AdamW on plain forward passes of one row each."""
+
+import warnings
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import save_file
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
+from evogrpo.models.language.adapter_files import peft_files
+from tests.oracles.peft_members import PeftMember
+from tests.oracles.scalar_grpo import member_loss
+from tests.rounding import REMEMBERED, assert_gradients_agree, assert_weights_agree
+from tests.tiny_batches import CLIPS, different_members, grpo_loss, lora, off_policy, sampled_batch
+from tests.tiny_models import ARCHITECTURES, EOS, tiny_model
+
+MIN_NEW_TOKENS = 2
+END_IDS = (EOS, 9)
+LORA_CONFIGS = {
+    "list": lora(target_modules=["q_proj", "down_proj"]),
+    "regex": lora(target_modules=r".*\.1\.(self_attn\.[qv]_proj|mlp\.gate_proj)"),
+    "all-linear": lora(),
+    "excluded list": lora(exclude_modules=["o_proj", "up_proj"]),
+    "excluded regex": lora(exclude_modules=r".*layers\.0\..*"),
+    "list and excluded": lora(target_modules=["q_proj", "v_proj"], exclude_modules=r".*layers\.0\..*"),
+    "rank-stabilised": lora(use_rslora=True, r=4, lora_alpha=3),
+    "gaussian": lora(init_lora_weights="gaussian"),
+}
+
+
+def assert_exports_to_peft(model, lora_config, folder):
+    bank = different_members(model, 2, lora_config=lora_config)
+    tensors, config = bank.peft_files(1)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_bytes(config)
+    fresh = tiny_model(model.config.model_type).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # PEFT's, about GPT-2's transposed weights
+        loaded = PeftModel.from_pretrained(fresh, folder).eval()
+    assert {
+        name.removesuffix(".lora_A.default") for name, _ in loaded.named_modules() if name.endswith("A.default")
+    } == {f"base_model.model.{target.name}" for target in bank.weights.targets}
+    batch = sampled_batch(bank, tokens=5)
+    own = batch.of_members([1])
+    scored = bank.log_probs(own)
+    for row in range(len(own)):
+        prompt = own.inputs.prompts[int(own.inputs.prompt_ids[row])]
+        completion = own.actions[row][own.present[row]]
+        with torch.no_grad():
+            logits = loaded(input_ids=torch.tensor([[*prompt, *completion.tolist()]])).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / own.inputs.temperature[row]).log_softmax(1).gather(1, completion[:, None])[:, 0]
+        torch.testing.assert_close(scored[row][own.present[row]], expected, rtol=1e-4, atol=1e-4)
+    assert float((scored - bank.reference_log_probs(own)).abs().max()) > 0.1, "the adapters must matter"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_an_exported_member_loads_with_peft_and_is_the_same_policy(architecture, tmp_path):
+    assert_exports_to_peft(tiny_model(architecture), lora(), tmp_path)
+
+
+@pytest.mark.parametrize("name", LORA_CONFIGS)
+def test_every_supported_lora_config_exports_and_means_what_peft_means(name, tmp_path):
+    assert_exports_to_peft(tiny_model("llama"), LORA_CONFIGS[name], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        *(("llama", name) for name in LORA_CONFIGS),
+        *(("gpt2", name) for name, config in LORA_CONFIGS.items() if config.target_modules == "all-linear"),
+    ],
+)
+def test_the_adapted_modules_are_those_that_peft_chooses(architecture, name):
+    config = LORA_CONFIGS[name]
+    model = tiny_model(architecture)
+    bank = different_members(model, 1, lora_config=config)
+    PeftMember(model, config, bank.peft_files(0)[0], END_IDS)  # checks that the adapters are PEFT's, no more, no fewer
+
+
+def test_an_export_names_everything_it_needs(tmp_path):
+    bank = different_members(tiny_model("llama"), 2)
+    first, second = (bank.peft_files(slot) for slot in range(2))
+    assert first[1] == second[1]
+    assert {name for name, values in first[0].items() if not torch.equal(values, second[0][name])} == set(first[0])
+    before = bank.state(0)["adapter"]
+    for values in first[0].values():
+        values.zero_()
+    assert torch.equal(bank.state(0)["adapter"], before)
+
+
+def reference_step(member, batch, old, slot, beta):
+    """Return the oracle's loss of one member's rows, ready for backward."""
+    rows = (batch.member_ids == slot).nonzero()[:, 0].tolist()
+    present = [batch.action_mask[row] for row in rows]
+    log_probs = [
+        member.log_probs(
+            batch.inputs.prompts[int(batch.inputs.prompt_ids[row])],
+            batch.actions[row][mask].tolist(),
+            temperature=float(batch.inputs.temperature[row]),
+            min_new_tokens=MIN_NEW_TOKENS,
+        )
+        for row, mask in zip(rows, present, strict=True)
+    ]
+    return member_loss(
+        log_probs,
+        [old[row][mask] for row, mask in zip(rows, present, strict=True)],
+        batch.rewards[rows].tolist(),
+        batch.group_ids[rows].tolist(),
+        clip=CLIPS[slot],
+        beta=beta,
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_bank_of_three_equals_three_separate_peft_models(architecture):
+    """Rollouts are the bank's; losses, gradients, moments and weights over three steps are compared."""
+    settings = Optimizer(weight_decay=0.05, betas=(0.9, 0.99), eps=1e-6)
+    hyperparameters = {
+        0: Hyperparameters(lr=5e-3, max_grad_norm=0.5),
+        1: Hyperparameters(lr=1e-3, max_grad_norm=1e6),
+        2: Hyperparameters(lr=1e-2, max_grad_norm=0.05),
+    }
+    model = tiny_model(architecture)
+    bank = different_members(model, 3, optimizer=settings, eos_token_ids=END_IDS, micro_batch_tokens=60)
+    members = [PeftMember(model, lora(), bank.peft_files(slot)[0], END_IDS) for slot in range(3)]
+    optimizers = [
+        torch.optim.AdamW(
+            member.parameters.values(),
+            lr=hyperparameters[slot].lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+        )
+        for slot, member in enumerate(members)
+    ]
+    for step in range(3):
+        batch = sampled_batch(bank, seed=step, tokens=5, min_new_tokens=MIN_NEW_TOKENS)
+        old = off_policy(batch.sampler_log_probs)
+        reports = bank.update(batch, grpo_loss(batch, beta=0.1), hyperparameters)
+        for slot, (member, optimizer) in enumerate(zip(members, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss = reference_step(member, batch, old, slot, beta=0.1)
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(member.parameters.values(), hyperparameters[slot].max_grad_norm)
+            assert reports[slot].loss == pytest.approx(float(loss.detach()), rel=1e-3, abs=1e-4)
+            assert reports[slot].grad_norm == pytest.approx(float(norm), rel=1e-3)
+            if step == 0:  # the first moment, which started at zero, is the clipped gradient
+                compare(bank, slot, member, lambda p: (1 - settings.betas[0]) * p.grad, "exp_avg")
+            optimizer.step()
+            states = optimizer.state
+            compare(bank, slot, member, lambda p, states=states: states[p]["exp_avg"], "exp_avg")
+            compare(bank, slot, member, lambda p, states=states: states[p]["exp_avg_sq"], "exp_avg_sq")
+            compare(bank, slot, member, lambda p: p.detach(), "adapter", lr=hyperparameters[slot].lr)
+
+
+def compare(bank, slot, member, read, name, lr=None):
+    """Compare one vector of a member's state, tensor by tensor, with what `read` returns of the oracle's parameters."""
+    state = bank.state(slot)
+    tensors, _ = peft_files(bank.weights.targets, bank.lora_config, state[name])
+    for key, got in tensors.items():
+        expected = read(member.parameters[key])
+        if lr is None:
+            # A tensor of its own may be far smaller than the whole gradient that its terms cancel in.
+            assert_gradients_agree(got, expected, steps=REMEMBERED, what=f"{name} of {key}")
+        else:
+            assert_weights_agree(got, expected, steps=int(state["step"]), lr=lr, what=f"{name} of {key}")

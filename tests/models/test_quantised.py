@@ -1,0 +1,146 @@
+"""Bases in 8 and 4 bits: members learn together what they learn alone, and what such a base cannot do is refused.
+
+What loads one runs where the packages of the extra `quantised` are installed.
+"""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+from evogrpo import GRPO
+from evogrpo.algorithms.rollout.collecting import collect
+from evogrpo.models.language import quantised
+from evogrpo.models.language.adapter_files import check_export
+from evogrpo.models.language.fsdp import base_bytes
+from evogrpo.models.language.loading import fingerprint, load_base, load_outline
+from evogrpo.models.language.quantised import DEVICES, PACKAGES, bytes_of, check_quantised, is_quantised, quantising
+from tests.rounding import assert_states_agree
+from tests.tiny_models import tiny_model, tiny_tokenizer
+from tests.tiny_training import scatter, tiny_agent, tiny_env, tiny_population
+
+LR = 1e-2
+
+
+def needs(package: str) -> Any:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+KINDS = [pytest.param("int8", marks=needs("torchao"))]
+"""What can be trained on a CPU."""
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base in a folder."""
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def base(kind: Any, stored: Path) -> PreTrainedModel:
+    return load_base(stored, dtype=kind).model
+
+
+def test_members_learn_together_what_they_learn_alone(base: PreTrainedModel) -> None:
+    """As over any base; it is run by transformers' own passes."""
+    options: dict[str, Any] = {"actor_network": base, "lr": LR, "beta": 0.05, "group_size": 2, "update_epochs": 2}
+    env, together, before = tiny_env(), tiny_population(3, **options), fingerprint(base)
+    with together.members.bank.base.working():
+        assert not together.members.bank.base.direct
+    found = together.collect(env, step=0, samples_per_step=6, block=3)
+    together.learn(found.experience, step=0)
+    for agent in together:
+        own = tiny_agent(**options)
+        own.index = agent.index
+        alone = collect(own.members, [own.learner(0)], env, samples_per_step=6, block=3).experience
+        rows = found.experience["default"].of_members([agent.slot])
+        assert torch.equal(rows.actions, alone["default"].actions)
+        own.learn_together(own.members, [own.learner(0)], alone)
+        assert_states_agree(agent.state(), own.state(), lr=LR)
+    assert fingerprint(base) == before
+
+
+def test_it_is_the_same_base_in_fewer_bits(kind: Any, base: PreTrainedModel, stored: Path) -> None:
+    """It is recognised, near what the plain one computes but not equal to it, and as small as was estimated."""
+    plain, ids = tiny_model(), torch.arange(3, 12)[None]
+    assert is_quantised(base)
+    assert not is_quantised(plain)
+    assert fingerprint(base) == fingerprint(plain)
+    with torch.no_grad():
+        expected, got = plain.eval()(input_ids=ids).logits, base(input_ids=ids).logits
+    off = float((got - expected).norm() / expected.norm())
+    assert 1e-4 < off < 0.5
+    estimate = bytes_of(load_outline(stored).model, kind, 4)
+    assert estimate <= base_bytes(base) * 1.1
+    assert base_bytes(base) <= estimate * 1.1 < 0.6 * base_bytes(plain)
+
+
+def test_what_was_learnt_is_for_the_plain_base_too(base: PreTrainedModel, stored: Path, tmp_path: Path) -> None:
+    """An adapter is loaded by PEFT and by an agent over the plain base; the quantised base is not saved."""
+    agent = tiny_agent(actor_network=base)
+    scatter(agent)
+    agent.save_checkpoint(tmp_path / "agent")
+    assert check_export(tmp_path / "agent", load_outline(stored).model) == 2 * len(agent.members.bank.weights.targets)
+    again = GRPO.load(tmp_path / "agent", actor_network=tiny_model())
+    assert torch.equal(again.state()["adapter"], agent.state()["adapter"])
+    with pytest.raises(ValueError, match="a quantised base is not saved, as it would have to be widened"):
+        agent.save_checkpoint(tmp_path / "whole", include_base=True)
+    with pytest.raises(ValueError, match="in fewer bits, stays where it was loaded, on cpu"):
+        tiny_agent(actor_network=base, device="meta")
+
+
+def test_a_base_that_its_user_has_quantised_serves(kind: Any, stored: Path, tmp_path: Path) -> None:
+    """It is recognised as itself."""
+    options = vars(quantising(kind, torch.float32, "cpu"))
+    own, same = (AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, **options) for _ in range(2))
+    agent = tiny_agent(actor_network=own)
+    agent.save_checkpoint(tmp_path / "agent")
+    assert GRPO.load(tmp_path / "agent", actor_network=same).members.fingerprint == agent.members.fingerprint
+
+
+@needs("bitsandbytes")
+def test_layers_that_let_no_gradient_through_are_refused(stored: Path) -> None:
+    """As those of bitsandbytes on many CPUs, once they have been run without."""
+    from bitsandbytes.functional import has_avx512bf16
+
+    if not has_avx512bf16():
+        pytest.skip("bitsandbytes lets gradients through here")
+    config = tiny_model().config
+    config.hidden_size, config.intermediate_size, config.head_dim = 128, 128, 32
+    AutoModelForCausalLM.from_config(config).save_pretrained(stored / "wider")
+    options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "device_map": {"": "cpu"}}
+    model = AutoModelForCausalLM.from_pretrained(stored / "wider", dtype=torch.float32, **options)
+    with pytest.raises(ValueError, match=r"no gradient passes through model.layers.0.* on cpu: load the base in int8"):
+        tiny_agent(actor_network=model)
+
+
+@pytest.mark.parametrize("wanted", list(PACKAGES))
+def test_where_it_cannot_be_loaded_it_is_refused(wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By device, in parts, and without the package: before anything is looked for."""
+    for device in {"cpu", "cuda", "mps"} - set(DEVICES[wanted]):
+        with pytest.raises(
+            ValueError, match=f"a base in {wanted} is trained on .*cuda only, got the device '{device}'"
+        ):
+            check_quantised(wanted, device)
+    with pytest.raises(ValueError, match="cannot be held in parts, got base_parts 2: take bfloat16 in parts"):
+        check_quantised(wanted, "cuda", parts=2)
+    monkeypatch.setattr(quantised.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=rf"a base in {wanted} needs {PACKAGES[wanted]}, .*pip install .*\[quantised\]"
+    ):
+        check_quantised(wanted, "cuda")
+    with pytest.raises(ValueError, match="a base in int8 needs torchao"):
+        load_base(tmp_path / "nowhere", dtype="int8")
+    for plain in ("float32", "bfloat16", "auto", None):
+        check_quantised(plain, "mps", parts=2)

@@ -1,0 +1,181 @@
+"""Acting with a stacked bank: whose draw is whose, ragged and missing members, references; and how work is laid out."""
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.models.networks.architecture import NetworkConfig
+from evogrpo.models.networks.stacks import lay_out
+from evogrpo.randomness import generator
+from tests.models.test_precision import DEVICES
+from tests.tiny_networks import CASES, Case, acted_batch, observe, stacked
+
+
+def ask(case, bank, member_ids, *, seed=0, **settings):
+    """Let members act; row i sees and draws the same in every call."""
+    rngs = [generator(seed, "test rows", row) for row in range(len(member_ids))]
+    seen = stacked([observe(case.observations, rng) for rng in rngs])
+    uniforms = np.stack([rng.random(bank.uniforms_per_action) for rng in rngs]).astype(np.float32)
+    settings = {"uniforms": uniforms} | settings
+    return bank.act(seen, np.asarray(member_ids, dtype=np.int64), **settings)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("member_ids", [[0], [1, 1, 2], [0] * 9 + [2], [0, 1, 2] * 3, [0] + [1] * 30 + [2] * 2])
+def test_who_else_acts_does_not_matter(name, member_ids):
+    """Missing members, ragged and unsorted rows: each row acts as it does in a bank of its member alone."""
+    case = CASES[name]
+    bank = case.bank(3)
+    acted = ask(case, bank, member_ids)
+    for slot in set(member_ids):
+        alone = case.bank(1)
+        alone.load_state(0, bank.state(slot))
+        apart = ask(case, alone, [0] * len(member_ids))
+        mine = np.array(member_ids) == slot
+        np.testing.assert_allclose(acted.actions[mine], apart.actions[mine], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(acted.log_probs[mine], apart.log_probs[mine], rtol=1e-4, atol=1e-4)
+
+
+def test_actions_have_the_form_of_their_space():
+    expected = {
+        "discrete": ((), np.int64),
+        "architectures": ((2, 2), np.int64),
+        "box": ((2,), np.float64),
+        "images": ((2, 2), np.int8),
+    }
+    for name, (shape, dtype) in expected.items():
+        case = CASES[name]
+        acted = ask(case, case.bank(2), [0, 0, 1])
+        assert (acted.actions.shape, acted.actions.dtype) == ((3, *shape), dtype)
+        assert (acted.log_probs.shape, acted.log_probs.dtype) == ((3,), np.float32)
+        greedy = ask(case, case.bank(2), [0, 0, 1], uniforms=None)
+        assert (greedy.actions.shape, greedy.actions.dtype) == ((3, *shape), dtype)
+
+
+def test_uniforms_per_action_are_one_per_component():
+    counts = {"discrete": 1, "architectures": 4, "box": 2, "images": 4, "module": 1}
+    assert {name: CASES[name].bank(1).uniforms_per_action for name in counts} == counts
+
+
+def test_acting_follows_learning_inheritance_and_rebuilding_at_once():
+    """No stale copy of weights, and no stale layout although the same rows ask again."""
+    case = CASES["discrete"]
+    bank = case.bank(2)
+    rows = [0] * 20 + [1] * 20
+    first = ask(case, bank, rows)
+    batch = acted_batch(case, bank, range(2))
+    bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), {0: Hyperparameters(lr=0.1, max_grad_norm=1e6)})
+    second = ask(case, bank, rows)
+    assert (second.log_probs[:20] != first.log_probs[:20]).all()
+    assert (second.log_probs[20:] == first.log_probs[20:]).all()
+    bank.inherit([1, 1])
+    third = ask(case, bank, rows)
+    np.testing.assert_array_equal(third.log_probs[20:], first.log_probs[20:])
+    alike = ask(case, bank, [0] * 40)
+    np.testing.assert_allclose(alike.log_probs[:20], third.log_probs[:20], rtol=1e-5, atol=1e-6)
+    bank.rebuild(0, NetworkConfig(hidden=(20, 6)), generator(0, "test"))
+    np.testing.assert_allclose(ask(case, bank, rows).log_probs, third.log_probs, rtol=1e-4, atol=1e-5)
+    bank.load_state(0, case.bank(3).state(2))
+    assert (ask(case, bank, rows).log_probs[:20] != third.log_probs[:20]).any()
+
+
+@pytest.mark.parametrize("name", ["discrete", "architectures", "some alike", "images", "module"])
+def test_acting_from_the_base_is_scored_by_the_reference_that_members_start_with(name):
+    case = CASES[name]
+    bank = case.bank(3)
+    batch = acted_batch(case, bank, range(3))
+    from_base = acted_batch(case, bank, range(3), base=True)
+    torch.testing.assert_close(bank.reference_log_probs(from_base), from_base.sampler_log_probs, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(from_base.sampler_log_probs, batch.sampler_log_probs)
+
+
+def test_a_member_that_is_not_finite_warns_nobody_and_others_act_on():
+    case = CASES["box"]
+    bank = case.bank(2)
+    before = ask(case, bank, [0, 0, 1])
+    state = bank.state(0)
+    for bad in (torch.nan, torch.inf):
+        bank.load_state(0, state | {"weights": torch.full_like(state["weights"], bad)})
+        after = ask(case, bank, [0, 0, 1])
+        assert after.log_probs[2] == before.log_probs[2]
+
+
+@pytest.mark.parametrize("member_ids", [[0, 2], [-1, 0], []])
+def test_slots_that_do_not_exist_are_refused(member_ids):
+    bank = Case(actions=spaces.Discrete(2)).bank(2)
+    observations = np.zeros((len(member_ids), 3), np.float32)
+    with pytest.raises(ValueError, match="slots from 0 to 1"):
+        bank.act(observations, np.array(member_ids, dtype=np.int64), uniforms=None)
+    with pytest.raises(ValueError, match="slot must be one of"):
+        bank.state(2)
+
+
+@pytest.mark.parametrize("name", ["architectures", "images", "box", "module"])
+def test_a_member_as_a_module_gives_the_outputs_it_acts_from(name):
+    case = CASES[name]
+    bank = case.bank(3)
+    rngs = [generator(0, "test rows", row) for row in range(4)]
+    seen = stacked([observe(case.observations, rng) for rng in rngs])
+    for slot in range(3):
+        policy = bank.policy(slot)
+        outputs = policy(seen)
+        assert not outputs.requires_grad
+        assert not list(policy.parameters())
+        expected = bank.act(seen, np.full(4, slot), uniforms=None)
+        actions, log_probs = bank.distribution.draw(outputs.numpy(), None, None, None)
+        np.testing.assert_allclose(actions, expected.actions, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(log_probs, expected.log_probs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", CASES)
+def test_an_accelerator_computes_what_the_cpu_computes(name, device):
+    case = CASES[name]
+    here, there = case.bank(3), case.bank(3, device=device)
+    batch = acted_batch(case, here, range(3))
+    for one, other in (
+        (here.log_probs(batch), there.log_probs(batch)),
+        (here.entropies(batch), there.entropies(batch)),
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    rows = [0] * 5 + [1] * 2 + [2] * 3
+    acted = [ask(case, bank, rows) for bank in (here, there)]
+    np.testing.assert_allclose(acted[0].log_probs, acted[1].log_probs, rtol=1e-3, atol=1e-3)
+    steps = dict.fromkeys(range(3), Hyperparameters(lr=1e-3))
+    reports = [bank.update(batch, lambda r, log_probs, e: log_probs.sum(1), steps) for bank in (here, there)]
+    for slot in range(3):
+        assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-2)
+
+
+def test_a_bank_needs_a_member():
+    with pytest.raises(ValueError, match="at least 1 member"):
+        Case(actions=spaces.Discrete(2)).bank(0)
+
+
+# ---- layouts
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=60))
+def test_a_layout_holds_every_item_once_with_its_member_and_wastes_less_than_half(members):
+    rows = np.array(members, dtype=np.int64)
+    layouts = lay_out(rows)
+    items = np.concatenate([lanes.items for lanes in layouts])
+    assert sorted(items) == list(range(len(rows)))
+    assert len(set(np.concatenate([lanes.rows for lanes in layouts]))) == len(set(members))
+    for lanes in layouts:
+        assert (rows[lanes.index] == lanes.rows[:, None]).all(), "a place that is left over repeats its own member's"
+        assert lanes.in_order == np.array_equal(lanes.index.ravel(), np.arange(lanes.index.size))
+        shifted = lanes.of(np.arange(len(rows)) + 7)
+        np.testing.assert_array_equal(shifted.items, lanes.items + 7)
+    assert sum(lanes.index.size for lanes in layouts) <= 2 * len(rows)
+
+
+def test_equal_numbers_of_rows_share_one_layout_without_padding():
+    (lanes,) = lay_out(np.repeat(np.arange(4), 5))
+    assert lanes.in_order
+    assert lanes.index.shape == (4, 5)
+    assert lay_out(np.zeros(0, dtype=np.int64)) == []

@@ -1,0 +1,265 @@
+"""StackedBank learns as separate torch.optim.AdamW runs do, in whatever parts; what is not finite stays at home."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from gymnasium import spaces
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.config.optimizer import Optimizer
+from evogrpo.models.networks import stacks
+from evogrpo.models.networks.architecture import NetworkConfig
+from tests.oracles.torch_members import TorchMember
+from tests.rounding import assert_gradients_agree, assert_weights_agree
+from tests.tiny_batches import same_state
+from tests.tiny_networks import CASES, Case, acted_batch
+
+SIZE = 4
+LRS, MAX_NORMS, EPOCHS = (1e-2, 3e-3, 2e-2, 5e-3), (0.5, 1e6, 0.02, 1e6), (3, 1, 4, 2)
+DIFFERENT = (NetworkConfig(hidden=(8, 6), activation="relu"), NetworkConfig(hidden=(7,)), NetworkConfig(hidden=(8, 6)))
+SPACES = {
+    "discrete": spaces.Discrete(4),
+    "several": spaces.MultiDiscrete([3, 2]),
+    "bits": spaces.MultiBinary(3),
+    "box": spaces.Box(torch.tensor([-2.0, -3.0]).numpy(), torch.tensor([4.0, torch.inf]).numpy()),
+}
+
+
+def surrogate(log_probs, old, advantages, entropies, clip, entropy_coef):
+    ratio = (log_probs - old).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages) - entropy_coef * entropies
+
+
+@pytest.mark.parametrize("architectures", [(), DIFFERENT], ids=["alike", "different"])
+@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
+@pytest.mark.parametrize("short", [0, stacks.SHORT], ids=["one by one", "together"])
+def test_learning_equals_separate_torch_optimizers(space, architectures, short, monkeypatch):
+    """Own learning rates, clip norms, clip coefficients, numbers of rows and of epochs, over two rollouts."""
+    monkeypatch.setattr(stacks, "SHORT", short)
+    case = Case(actions=space, architectures=architectures)
+    settings = Optimizer(weight_decay=0.05, betas=(0.8, 0.95), eps=1e-6, warmup_steps=2)
+    bank = case.bank(SIZE, optimizer=settings)
+    clips, coefs = torch.tensor([0.2, 0.1, 0.3, 0.2]), torch.tensor([0.01, 0.0, 0.1, 0.02])
+    hyperparameters = [Hyperparameters(lr=lr, max_grad_norm=norm) for lr, norm in zip(LRS, MAX_NORMS, strict=True)]
+    apart = [TorchMember(bank, slot, 3, space) for slot in range(SIZE)]
+    optimizers = [
+        torch.optim.AdamW(member.ordered(), lr=1.0, betas=settings.betas, eps=settings.eps, weight_decay=0.05)
+        for member in apart
+    ]
+    steps, clipped = [0] * SIZE, set()
+    for seed in range(2):
+        batch = acted_batch(case, bank, range(SIZE), seed=seed, groups=(2, 3, 7))
+        old = batch.sampler_log_probs + 0.3 * torch.sin(5.0 * batch.sampler_log_probs)
+        advantages = torch.cos(2.0 * batch.rewards)[:, None]
+        for epoch in range(max(EPOCHS)):
+            learning = [slot for slot in range(SIZE) if epoch < EPOCHS[slot]]
+            own = batch.of_members(learning)
+            kept = torch.isin(batch.member_ids, torch.tensor(learning))
+
+            def loss_fn(rows, log_probs, entropies, own=own, old=old[kept], advantages=advantages[kept]):
+                slots = own.member_ids[rows]
+                values = surrogate(
+                    log_probs, old[rows], advantages[rows], entropies, clips[slots][:, None], coefs[slots][:, None]
+                )
+                return torch.where(own.action_mask[rows], values, 0.0).sum(1)
+
+            named = {slot: hyperparameters[slot] for slot in learning}
+            reports = bank.update(own, loss_fn, named, entropy_gradient=True)
+            for slot in learning:
+                mine = batch.member_ids == slot
+                log_probs, entropies = apart[slot].log_probs_and_entropies(
+                    batch.inputs.observations[mine], batch.actions[mine], batch.inputs.temperature[mine]
+                )
+                values = surrogate(
+                    log_probs, old[mine], advantages[mine], entropies, float(clips[slot]), float(coefs[slot])
+                )
+                loss = values[batch.action_mask[mine]].sum()
+                optimizers[slot].zero_grad()
+                loss.backward()
+                norm = float(torch.nn.utils.clip_grad_norm_(apart[slot].parameters(), MAX_NORMS[slot]))
+                optimizers[slot].param_groups[0]["lr"] = LRS[slot] * min(1.0, steps[slot] / 2)
+                optimizers[slot].step()
+                steps[slot] += 1
+                assert reports[slot].grad_norm == pytest.approx(norm, rel=1e-3)
+                assert reports[slot].loss == pytest.approx(float(loss.detach()), rel=1e-3, abs=1e-4)
+                assert reports[slot].step == steps[slot]
+                clipped.add(norm > MAX_NORMS[slot])
+    for slot in range(SIZE):
+        state = bank.state(slot)
+        assert_weights_agree(state["weights"], apart[slot].flat(), steps=steps[slot], lr=LRS[slot])
+        assert int(state["step"]) == steps[slot]
+    assert clipped == {True, False}, "the test needs gradients on both sides of the bound"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_are_those_of_finite_differences(name):
+    """An oracle for every kind of observation, images and modules included: slopes along random directions."""
+    case = CASES[name]
+    bank = case.bank(2, std=0.3)
+    batch = acted_batch(case, bank, [0, 1])
+    direction = torch.sin(torch.arange(batch.action_mask.numel()).view(batch.action_mask.shape) + 0.3)
+
+    def loss_fn(rows, log_probs, entropies):
+        return (direction[rows] * (log_probs + 0.5 * entropies)).sum(1)
+
+    def value(slot):
+        mine = batch.member_ids == slot
+        scored = bank.log_probs(batch) + 0.5 * bank.entropies(batch)
+        return float((direction * scored).double()[mine].sum())
+
+    still = Hyperparameters(lr=1e-30, max_grad_norm=1e6)
+    bank.update(batch, loss_fn, {0: still, 1: still}, entropy_gradient=True)
+    for slot in range(2):
+        state = bank.state(slot)
+        gradient = state["exp_avg"].double() / 0.1  # the first moment after the first step, as betas[0] is 0.9
+        along = torch.cos(torch.arange(len(gradient)) * 1.7).double() / len(gradient) ** 0.5
+        ends = []
+        for sign in (1, -1):
+            moved = state["weights"] + (sign * 1e-2 * along).float()
+            bank.load_state(slot, state | {"weights": moved})
+            ends.append(value(slot))
+        bank.load_state(slot, state)
+        slope = (ends[0] - ends[1]) / 2e-2
+        assert slope == pytest.approx(float(gradient @ along), rel=2e-2, abs=2e-3 * float(gradient.norm()))
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("passes", [3, 27])
+def test_any_split_into_passes_gives_the_same_gradient(name, passes):
+    case = CASES[name]
+    whole = case.bank(3, memory=1 << 40)
+    batch = acted_batch(case, whole, range(3))
+    needed = 4 * max(stack.network.values_kept for stack in whole._states.stacks) * int(batch.action_mask.sum())
+    split = case.bank(3, memory=-(-needed // passes))
+    calls = []
+
+    def loss_fn(rows, log_probs, entropies):
+        calls[-1].append(rows)
+        return (batch.rewards[rows][:, None] * log_probs).sum(1)
+
+    named = dict.fromkeys(range(3), Hyperparameters(lr=1e-3, max_grad_norm=1e6))
+    reports = []
+    for bank in (whole, split):
+        calls.append([])
+        reports.append(bank.update(batch, loss_fn, named))
+    assert [len(rows) for rows in calls] == [1, passes]
+    assert sorted(torch.cat(calls[1]).tolist()) == list(range(len(batch)))
+    torch.testing.assert_close(split.log_probs(batch), whole.log_probs(batch), rtol=1e-4, atol=1e-3)
+    for slot in range(3):
+        assert reports[0][slot].grad_norm == pytest.approx(reports[1][slot].grad_norm, rel=1e-3)
+        one, other = whole.state(slot)["exp_avg"], split.state(slot)["exp_avg"]
+        assert_gradients_agree(one, other)
+
+
+def test_entropies_carry_a_gradient_only_when_asked():
+    case = CASES["discrete"]
+    bank = case.bank(2)
+    batch = acted_batch(case, bank, [0, 1])
+    for asked in (True, False):
+        seen = []
+
+        def loss_fn(rows, log_probs, entropies, seen=seen):
+            seen.append(entropies)
+            return log_probs.sum(1) + entropies.sum(1)
+
+        bank.update(batch, loss_fn, {0: Hyperparameters(lr=1e-30)}, entropy_gradient=asked)
+        assert seen[0].requires_grad is asked
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_learning_rate_that_ruins_the_weights_is_reported_and_stays_at_home(bad):
+    """Here the step itself is finite, but the weights after it are not."""
+    case = CASES["discrete"]
+    one, other = case.bank(3), case.bank(3)
+    state = other.state(1)
+    state["weights"][3] = bad
+    other.load_state(1, state)
+    batch = acted_batch(case, one, range(3))
+
+    def loss_fn(rows, log_probs, entropies):
+        values = (batch.rewards[rows][:, None] * log_probs).sum(1)
+        return torch.where(batch.member_ids[rows] == 1, 0.0, values)
+
+    named = dict.fromkeys(range(3), Hyperparameters(lr=1e-2))
+    expected, got = one.update(batch, loss_fn, named), other.update(batch, loss_fn, named)
+    assert math.isnan(got[1].grad_norm)
+    for slot in (0, 2):
+        assert expected[slot] == got[slot]
+        assert same_state(one.state(slot), other.state(slot))
+
+
+def test_memory_that_runs_out_halves_the_pass_until_it_fits(monkeypatch):
+    case = CASES["architectures"]
+    bank, control = case.bank(3), case.bank(3)
+    batch = acted_batch(case, bank, range(3))
+    plain, sizes = stacks.Stack.record, []
+
+    def cramped(stack, rows, observations):
+        sizes.append(observations.shape[0] * observations.shape[1])
+        if sizes[-1] > 12:
+            raise torch.OutOfMemoryError
+        return plain(stack, rows, observations)
+
+    def loss_fn(rows, log_probs, entropies):
+        return (batch.rewards[rows][:, None] * log_probs).sum(1)
+
+    named = dict.fromkeys(range(3), Hyperparameters(lr=1e-3))
+    control.update(batch, loss_fn, named)
+    monkeypatch.setattr(stacks.Stack, "record", cramped)
+    reports = bank.update(batch, loss_fn, named)
+    assert max(sizes) > 12 >= sizes[-1]
+    for slot in range(3):
+        assert_gradients_agree(bank.state(slot)["exp_avg"], control.state(slot)["exp_avg"])
+        assert reports[slot].step == 1
+
+
+def test_costs_are_environment_steps():
+    case = CASES["discrete"]
+    bank = case.bank(3)
+    batch = acted_batch(case, bank, range(3))
+    expected = {slot: int(batch.action_mask[batch.member_ids == slot].sum()) for slot in range(3)}
+    assert bank.cost(batch) == expected
+    assert bank.cost(batch.of_members([2])) == {2: expected[2]}
+    assert bank.cost(batch.flattened()) == expected
+
+
+def test_episodes_taken_apart_into_transitions_score_alike():
+    for case in CASES.values():
+        bank = case.bank(3)
+        batch = acted_batch(case, bank, range(3))
+        mask = batch.action_mask
+        apart = bank.log_probs(batch.flattened())
+        torch.testing.assert_close(apart[:, 0], bank.log_probs(batch)[mask], rtol=1e-4, atol=1e-4)
+
+
+def test_own_references_follow_the_policy_only_when_told():
+    case = replace(CASES["architectures"], own_reference=True)
+    bank = case.bank(3)
+    batch = acted_batch(case, bank, range(3))
+    policy, first = bank.log_probs(batch), bank.reference_log_probs(batch)
+    bank.keep_reference([0, 2])
+    kept = bank.reference_log_probs(batch)
+    mine = torch.isin(batch.member_ids, torch.tensor([0, 2]))
+    torch.testing.assert_close(kept[mine], policy[mine])
+    assert torch.equal(kept[~mine], first[~mine])
+    state = bank.state(1)
+    bank.mix_reference(1, 0.25)
+    expected = 0.25 * state["weights"] + 0.75 * state["reference"]
+    torch.testing.assert_close(bank.state(1)["reference"], expected)
+
+
+def test_there_is_no_own_reference_to_change_where_all_share_one():
+    bank = CASES["architectures"].bank(1)
+    with pytest.raises(ValueError, match="snapshot"):
+        bank.keep_reference([0])
+    with pytest.raises(ValueError, match="snapshot"):
+        bank.mix_reference(0, 0.5)
+
+
+def test_without_own_references_the_reference_is_what_all_started_from():
+    case = CASES["architectures"]
+    bank, fresh = case.bank(3), Case(actions=case.actions, masked=True).bank(3, std=0.0)
+    batch = acted_batch(case, bank, range(3))
+    torch.testing.assert_close(bank.reference_log_probs(batch), fresh.log_probs(batch), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,196 @@
+"""Rows that have written the same so far are run as one: the same completions, from fewer tokens that are run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from evogrpo.data import SamplingOptions
+from evogrpo.functional.matmul import filled_up
+from evogrpo.models.language import shared_prefixes as stems
+from tests.tiny_batches import clear, different_members, make_rows, rows_run
+from tests.tiny_models import tiny_model
+
+SIZE = 3
+KNOWN = ["llama", "qwen3"]
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch):
+    """Pass by the direct passes, however the suite is run."""
+    monkeypatch.delenv("EVOGRPO_SLOW", raising=False)
+
+
+def alike(members=range(SIZE), *, copies=4, temperature=0.4, **settings):
+    """Return rows of which many write the same: cold ones, several times as many of each prompt."""
+    rows = make_rows(members, **settings)
+    order = torch.arange(len(rows)).repeat_interleave(copies)
+    draws = torch.rand(len(order), rows.uniforms.shape[1], generator=torch.Generator().manual_seed(3))
+    rows = replace(rows.select(order), uniforms=draws.double())
+    return replace(rows, temperature=torch.full_like(rows.temperature, temperature))
+
+
+def beginnings(rows, rollout, at):
+    """Return the distinct beginnings of `at` tokens that rows go on from."""
+    going = rollout.present[:, at] if at < rollout.present.shape[1] else torch.zeros(len(rows), dtype=torch.bool)
+    return {
+        (int(rows.member_ids[row]), int(rows.prompt_ids[row]), *rollout.actions[row, :at].tolist())
+        for row in going.nonzero()[:, 0].tolist()
+    }
+
+
+@pytest.mark.parametrize("ends", [[1], list(range(1, 12))])
+@pytest.mark.parametrize("architecture", KNOWN)
+def test_the_same_is_written_as_row_by_row(architecture, ends, monkeypatch):
+    bank = different_members(tiny_model(architecture), SIZE, eos_token_ids=ends)
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    rows = clear(bank, alike(tokens=10, min_new_tokens=2, temperature=0.2))
+    counts = rows_run(bank, monkeypatch)
+    expected = bank.sample(rows)
+    apart = list(counts)
+    counts.clear()
+    monkeypatch.setattr(stems, "MOST_STEMS", 1.0)
+    got = bank.sample(rows)
+    for name in ("actions", "present", "truncated"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+    torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
+    needed = [len(beginnings(rows, expected, at)) for at in range(1, len(counts) + 1)]
+    assert counts[0] == filled_up(needed[0])
+    assert all(least <= ran for least, ran in zip(needed, counts, strict=True))
+    assert sum(counts) < 0.7 * sum(apart)
+
+
+def test_rows_go_by_themselves_once_they_have_little_in_common(monkeypatch):
+    bank = different_members(tiny_model("llama"), SIZE)
+    rows = clear(bank, alike(tokens=12, temperature=0.7, min_new_tokens=12))
+    counts = rows_run(bank, monkeypatch)
+    got = bank.sample(rows)
+    needed = [len(beginnings(rows, got, at)) for at in range(1, 12)]
+    within = [least <= stems.MOST_STEMS * len(rows) for least in needed]
+    assert any(within)
+    assert not all(within)
+    assert counts == [filled_up(least) if few else len(rows) for least, few in zip(needed, within, strict=True)]
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    assert torch.equal(bank.sample(rows).actions, got.actions)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [SamplingOptions(repetition_penalty=1.3), SamplingOptions(top_k=5), SamplingOptions(top_p=0.7, min_p=0.05)],
+)
+def test_whatever_is_asked_of_the_tokens(options, monkeypatch):
+    bank = different_members(tiny_model("llama"), SIZE)
+    rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8), options=options))
+    got = bank.sample(rows)
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    expected = bank.sample(rows)
+    assert torch.equal(got.actions, expected.actions)
+    torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_rows_are_one_for_good(monkeypatch):
+    bank = different_members(tiny_model("llama"), SIZE)
+    rows = alike(tokens=8, min_new_tokens=8, temperature=0.0)
+    counts = rows_run(bank, monkeypatch)
+    rollout = bank.sample(rows)
+    assert set(counts) == {9}, "one for each prompt of each member"
+    assert all(len(beginnings(rows, rollout, at)) == 9 for at in range(8))
+    assert float(rollout.log_probs.abs().max()) == 0.0
+
+
+def test_slow_passes_run_each_row(monkeypatch):
+    monkeypatch.setenv("EVOGRPO_SLOW", "1")
+    bank = different_members(tiny_model("llama"), SIZE)
+    rows = alike(tokens=5, min_new_tokens=5, temperature=0.2)
+    counts = rows_run(bank, monkeypatch)
+    bank.sample(rows)
+    assert set(counts) == {len(rows)}
+
+
+def test_rows_of_one_beginning_have_temperatures_of_their_own(monkeypatch):
+    bank = different_members(tiny_model("llama"), SIZE)
+    rows = alike(tokens=8, min_new_tokens=8, temperature=0.2)
+    rows = clear(bank, replace(rows, temperature=rows.temperature + 0.1 * (torch.arange(len(rows)) % 2)))
+    got = bank.sample(rows)
+    monkeypatch.setattr(stems, "MOST_STEMS", 0.0)
+    assert torch.equal(bank.sample(rows).actions, got.actions)
+
+
+def test_further_turns_resume_from_shared_beginnings(monkeypatch):
+    bank = different_members(tiny_model("llama"), SIZE)
+    rows = clear(bank, replace(alike(tokens=8, min_new_tokens=8, temperature=0.2), keep=True))
+    turns = []
+    for most in (1.0, 0.0):
+        monkeypatch.setattr(stems, "MOST_STEMS", most)
+        first = bank.sample(rows)
+        assert first.kept is not None
+        history = tuple((*said, 3, 4) for said in map(tuple, first.actions.tolist()))
+        turns.append(bank.sample(replace(rows, history=history, kept=first.kept)))
+    assert torch.equal(turns[0].present, turns[1].present)
+    torch.testing.assert_close(turns[0].log_probs[:, 0], turns[1].log_probs[:, 0], rtol=1e-4, atol=1e-4)
+
+
+# ---- each row comes to the stem of what it has written
+
+
+class Listed:
+    """A decoding whose hidden state is the number of a beginning, and which lists the beginnings."""
+
+    def __init__(self, rows):
+        self.rows, self.numbers, self.advances = [(row,) for row in rows.tolist()], {}, []
+
+    def start(self):
+        return self.states()
+
+    def states(self):
+        return torch.tensor([[float(self.numbers.setdefault(row, len(self.numbers)))] for row in self.rows])
+
+    def advance(self, tokens):
+        self.advances.append(len(tokens))
+        self.rows = [(*row, token) for row, token in zip(self.rows, tokens.tolist(), strict=True)]
+        return self.states()
+
+    def keep(self, rows):
+        self.rows = [self.rows[row] for row in rows.tolist()]
+
+
+def listed(prompt_of):
+    """Return a shared decoding, and the decoding of beginnings that it runs."""
+    begun = []
+
+    def begin(rows):
+        begun.append(Listed(prompt_of[rows]))
+        return begun[0]
+
+    return stems.share_beginnings(begin, prompt_of), begun[0]
+
+
+@pytest.mark.parametrize("most", [0.5, 1.0])
+def test_each_row_gets_the_hidden_state_of_what_it_has_written(most, monkeypatch):
+    """A random walk: rows choose among two tokens, and at every third step a third of them leaves."""
+    rng = torch.Generator().manual_seed(0)
+    monkeypatch.setattr(stems, "MOST_STEMS", most)
+    prompt_of = torch.arange(24) // 6
+    decoding, beginnings = listed(prompt_of)
+    written = [(prompt,) for prompt in prompt_of.tolist()]
+    hidden = decoding.start()
+    for step in range(8):
+        assert hidden[:, 0].tolist() == [beginnings.numbers[row] for row in written]
+        if step % 3 == 2:
+            left = (torch.arange(len(written)) % 3 != 0).nonzero()[:, 0]
+            decoding.keep(left)
+            written = [written[row] for row in left.tolist()]
+        tokens = (torch.rand(len(written), generator=rng) < 0.2).long() + 1
+        hidden = decoding.advance(tokens)
+        written = [(*row, token) for row, token in zip(written, tokens.tolist(), strict=True)]
+    assert beginnings.advances[0] < 24
+
+
+@pytest.mark.parametrize(("most", "ran"), [(1, 32), (2, 24)])
+def test_copying_ends_where_it_takes_longer_than_running(most, ran, monkeypatch):
+    """Of 32 rows 16 are not run; one stem forks, so 17 are copied, and run with others as 24."""
+    monkeypatch.setattr(stems, "MOST_STEMS", 1.0)
+    monkeypatch.setattr(stems, "MOST_COPIES", most)
+    decoding, beginnings = listed(torch.arange(16).repeat_interleave(2))
+    decoding.advance((torch.arange(32) == 1).long())
+    assert beginnings.advances == [ran]

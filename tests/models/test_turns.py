@@ -1,0 +1,330 @@
+"""Episodes of several turns: going on from a kept cache, what is heard in between, and places within a turn."""
+
+import dataclasses
+from functools import cache
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from evogrpo.config.hyperparameters import Hyperparameters
+from evogrpo.data import Rollout, SamplingBatch, TokenInputs
+from evogrpo.models.language import sampling
+from tests.models.test_prefix_sharing import UNSHAREABLE
+from tests.oracles.peft_members import PeftMember
+from tests.tiny_batches import (
+    PROMPTS,
+    clear,
+    different_members,
+    episodes,
+    grpo_loss,
+    heard_by,
+    lora,
+    make_rows,
+    next_turn,
+    sampled_batch,
+)
+from tests.tiny_models import ARCHITECTURES, EOS, VOCABULARY, tiny_model
+
+MODEL = tiny_model("llama")
+SYSTEM = (7, 9, 4, 8, 5, 6, 11, 10, 9)
+LEAST = 2  # tokens of every turn
+HYPERPARAMETERS = {slot: Hyperparameters(lr=1e-2, max_grad_norm=1e6) for slot in range(3)}
+
+
+def ends_that_occur(bank):
+    """Return tokens that end many rows, some early and some late, so that caches are ragged."""
+    batch = sampled_batch(bank, tokens=8)
+    return batch.actions[:, 1:].flatten().bincount(minlength=VOCABULARY).argsort(descending=True)[:3].tolist()
+
+
+@cache
+def ends_of(model):
+    return [EOS, *ends_that_occur(different_members(model, 3))]
+
+
+def ending(model, **settings):
+    """Build a bank in which many rows end before their tokens are spent."""
+    return different_members(model, 3, eos_token_ids=ends_of(model), **settings)
+
+
+def fed(model, work):
+    """Return how many tokens, padding included, went into the model during some work, and what it returned."""
+    counts = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    result = work()
+    hook.remove()
+    return sum(counts), result
+
+
+def played(bank, rows, turns=3, like=None):
+    """Play turns on the cache, and each of them again from prompt and history; return (rows, rollout, heard) each.
+
+    `like` are turns of the same bank whose draws are taken again, which are clear of the boundaries between tokens.
+    """
+    rows, found = dataclasses.replace(rows, keep=True), []
+    for turn in range(turns):
+        rows = clear(bank, rows) if like is None else dataclasses.replace(rows, uniforms=like[turn][0].uniforms)
+        rollout, heard = bank.sample(rows), heard_by(rows, turn)
+        again = bank.sample(dataclasses.replace(rows, kept=None, kept_rows=None))
+        for name in ("actions", "present", "truncated"):
+            assert torch.equal(getattr(rollout, name), getattr(again, name)), (turn, name)
+        torch.testing.assert_close(rollout.log_probs, again.log_probs, rtol=1e-4, atol=1e-4)
+        found.append((rows, rollout, heard))
+        rows = next_turn(rows, rollout, heard, seed=turn + 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def before():
+    """Return a bank in which many rows end early, and turns that were played in it."""
+    bank = ending(MODEL)
+    return bank, played(bank, make_rows(range(3), tokens=6))
+
+
+# ---- going on
+
+
+@pytest.mark.parametrize("system", [(), SYSTEM], ids=["prompts", "prompts that begin alike"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_going_on_from_the_cache_equals_running_everything_again(architecture, system):
+    bank = ending(tiny_model(architecture))
+    rows = make_rows(range(3), tokens=7, min_new_tokens=LEAST, prompts=tuple((*system, *prompt) for prompt in PROMPTS))
+    turns = played(bank, rows)
+    lengths = turns[0][1].present.sum(1)
+    assert lengths.unique().numel() > 2, "the test needs ragged completions"
+    assert all(rollout.kept is not None for _, rollout, _ in turns)
+
+
+@pytest.mark.filterwarnings("ignore:.*keeps a cache that cannot be shared")
+@pytest.mark.parametrize("kind", UNSHAREABLE)
+def test_a_model_whose_cache_cannot_be_shared_keeps_nothing_and_goes_on_all_the_same(kind):
+    bank = different_members(AutoModelForCausalLM.from_config(UNSHAREABLE[kind]), 3)
+    turns = played(bank, make_rows(range(3), tokens=4), turns=2)
+    assert all(rollout.kept is None for _, rollout, _ in turns)
+
+
+def test_going_on_feeds_only_what_the_cache_lacks():
+    bank = different_members(MODEL, 3)
+    rows = make_rows(range(3), tokens=6, keep=True, min_new_tokens=6, prompts=((*SYSTEM, 3, 4), (*SYSTEM, 5)))
+    first = bank.sample(rows)
+    further = next_turn(rows, first, heard_by(rows, 0))
+    tokens, _ = fed(MODEL, lambda: bank.sample(further))
+    assert tokens == len(rows) * (1 + 3 + 5)  # the last said, up to three heard, all but the last that are said now
+    again, _ = fed(MODEL, lambda: bank.sample(dataclasses.replace(further, kept=None)))
+    assert again > tokens
+
+
+@pytest.mark.parametrize("cached_tokens", [1, 100, 250])
+def test_waves_keep_what_there_is_room_for_and_the_rest_runs_again(before, cached_tokens, monkeypatch):
+    bank, expected = before
+    rows = make_rows(range(3), tokens=6)
+    monkeypatch.setattr(sampling, "CACHED_TOKENS", cached_tokens)
+    got = played(bank, rows, like=expected)
+    for (_, one, _), (_, other, _) in zip(expected, got, strict=True):
+        assert torch.equal(one.actions, other.actions)
+    kept = got[0][1].kept
+    if cached_tokens == 1:
+        assert kept is None
+    else:
+        assert 0 < int((kept.part_of >= 0).sum()) < len(rows)
+
+
+def test_running_out_of_memory_halves_the_rows_that_go_on(before, monkeypatch):
+    bank, expected = before
+    rows = make_rows(range(3), tokens=6, keep=True)
+    head = bank.base.head
+
+    def small(hidden):
+        if len(hidden) > 5:
+            raise torch.OutOfMemoryError("no room for more logits")
+        return head(hidden)
+
+    monkeypatch.setattr(bank.base, "head", small)
+    for (_, one, _), (_, other, _) in zip(expected, played(bank, rows, like=expected), strict=True):
+        assert torch.equal(one.actions, other.actions)
+        assert len(other.kept.parts) > len(one.kept.parts)
+
+
+def test_some_rows_may_go_on_in_any_order():
+    bank = ending(MODEL)
+    rows = make_rows(range(3), tokens=6, keep=True)
+    first = bank.sample(rows)
+    further = clear(bank, next_turn(rows, first, heard_by(rows, 0)))
+    everyone = bank.sample(further)
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[: len(rows) // 2]
+    chosen = further.select(order)
+    assert torch.equal(chosen.kept_rows, order)
+    tokens, some = fed(MODEL, lambda: bank.sample(chosen))
+    assert torch.equal(some.actions, everyone.actions[order])
+    assert tokens < fed(MODEL, lambda: bank.sample(dataclasses.replace(chosen, kept=None)))[0]
+    # And on from there: rows are counted by the rollout that kept them.
+    third = clear(bank, next_turn(chosen, some, heard_by(chosen, 1), seed=2))
+    assert torch.equal(
+        bank.sample(third).actions, bank.sample(dataclasses.replace(third, kept=None, kept_rows=None)).actions
+    )
+
+
+@pytest.mark.parametrize("what", ["weights", "base", "history", "another sampler"])
+def test_what_no_longer_fits_is_run_again(what):
+    bank = different_members(MODEL, 3)
+    rows = make_rows(range(3), tokens=5, keep=True)
+    first = bank.sample(rows)
+    heard = heard_by(rows, 0)
+    further = next_turn(rows, first, heard)
+    if what == "weights":
+        bank.inherit([1, 2, 0])
+    elif what == "history":
+        edited = tuple((*later[:1], 33, *later[2:]) for later in further.history)
+        further = dataclasses.replace(further, history=edited)
+    elif what == "another sampler":
+        further = dataclasses.replace(further, kept=object())
+    base = what == "base"
+    further = clear(bank, further, base=base)
+    expected = bank.sample(dataclasses.replace(further, kept=None), base=base)
+    got = bank.sample(further, base=base)
+    assert torch.equal(got.actions, expected.actions)
+    torch.testing.assert_close(got.log_probs, expected.log_probs, rtol=1e-4, atol=1e-4)
+
+
+# ---- learning from what was said
+
+
+def two_turns(bank, *, least=LEAST):
+    """Return episodes of two turns and what was heard after each."""
+    turns = played(bank, make_rows(range(3), tokens=6, min_new_tokens=least), turns=2)
+    return turns[0][0], [(rollout, heard) for _, rollout, heard in turns]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shared"),
+    [("llama", True), ("llama", False), ("gemma2", True), ("gpt2", True), ("opt", True)],
+)
+def test_log_probs_and_gradients_after_what_was_heard_equal_a_plain_models(architecture, shared):
+    model = tiny_model(architecture)
+    bank = ending(model, micro_batch_tokens=90)
+    bank.base.shares_prefix = shared
+    ends = bank.end_ids.tolist()
+    rows, turns = two_turns(bank)
+    batch = episodes(rows, turns)
+    scored = bank.log_probs(batch)
+    torch.testing.assert_close(scored, batch.sampler_log_probs, rtol=1e-4, atol=1e-4)
+    weights = torch.sin(torch.arange(scored.numel(), dtype=torch.float32)).view(scored.shape)
+    steps = {1: Hyperparameters(lr=1e-9, max_grad_norm=1e9)}
+    bank.update(batch, lambda rows, log_probs, entropies: (weights[rows] * log_probs).sum(1), steps)
+    member = PeftMember(model, lora(), bank.peft_files(1)[0], ends)
+    total = torch.zeros(())
+    for row in (rows.member_ids == 1).nonzero()[:, 0].tolist():
+        context = list(rows.prompts[int(rows.prompt_ids[row])])
+        column = 0
+        for rollout, heard in turns:
+            said = rollout.actions[row][rollout.present[row]].tolist()
+            temperature = float(rows.temperature[row])
+            expected = member.log_probs(context, said, temperature=temperature, min_new_tokens=LEAST)
+            own = slice(column, column + len(said))
+            torch.testing.assert_close(scored[row, own], expected.detach(), rtol=1e-4, atol=1e-4)
+            total = total + (weights[row, own] * expected).sum()
+            context += [*said, *heard[row]]
+            column += len(said) + len(heard[row])
+    total.backward()
+    tensors = {
+        name: (1 - 0.9) * parameter.grad for name, parameter in member.parameters.items()
+    }  # AdamW's first moment after one step
+    got = bank.weights.files(1, None)[0].keys()
+    assert set(got) == set(tensors)
+    moment = bank.state(1)["exp_avg"]
+    for target in bank.weights.targets:
+        stem = f"base_model.model.{target.name}"
+        for name, view in (("lora_A", target.a), ("lora_B", target.b)):
+            expected = tensors[f"{stem}.{name}.weight"]
+            torch.testing.assert_close(
+                view(moment), expected, rtol=2e-3, atol=1e-4 * float(expected.abs().max()) + 1e-7, msg=stem
+            )
+
+
+def test_a_shortest_turn_is_scored_as_it_was_sampled_in_every_turn():
+    bank = ending(MODEL)
+    rows, turns = two_turns(bank)
+    batch = episodes(rows, turns)
+    unaware = dataclasses.replace(batch, inputs=dataclasses.replace(batch.inputs, turn_places=None))
+    right, wrong = bank.log_probs(batch), bank.log_probs(unaware)
+    second = batch.action_mask & (batch.inputs.turn_places < LEAST)
+    second[:, :LEAST] = False
+    assert second.any()
+    assert bool((right[second] > wrong[second]).all()), "ruling ends out raises what is left"
+    torch.testing.assert_close(right[~second], wrong[~second], rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_heard_is_context_and_nothing_else():
+    """Another answer changes what is scored after it, not before; a row's cost counts it."""
+    bank = different_members(MODEL, 3)
+    rows, turns = two_turns(bank)
+    batch = episodes(rows, turns)
+    answered = next(row for row, heard in enumerate(turns[0][1]) if heard)
+    place = int(turns[0][0].present[answered].sum())
+    assert not batch.action_mask[answered, place]
+    other = batch.actions.clone()
+    other[answered, place] = (other[answered, place] + 1) % VOCABULARY
+    one, two = bank.log_probs(batch), bank.log_probs(dataclasses.replace(batch, actions=other))
+    assert torch.equal(one[answered, :place], two[answered, :place])
+    assert not torch.allclose(one[answered, place:], two[answered, place:])
+    assert sum(bank.cost(batch).values()) == int(batch.present.sum()) + 3 * sum(map(len, PROMPTS))
+
+
+def test_learning_from_episodes_is_the_same_however_they_are_split():
+    banks = [different_members(MODEL, 3, micro_batch_tokens=tokens) for tokens in (30, 10_000)]
+    rows, turns = two_turns(banks[0])
+    batch = episodes(rows, turns)
+    for bank in banks:
+        bank.update(batch, grpo_loss(batch), HYPERPARAMETERS)
+    for slot in range(3):
+        one, other = (bank.state(slot)["exp_avg"] for bank in banks)
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5 * float(one.abs().max()))
+
+
+# ---- records
+
+
+def inputs(places, prompts=((3,), (4,))):
+    count = 2
+    return TokenInputs(
+        prompts=prompts, prompt_ids=torch.arange(count), temperature=torch.ones(count), turn_places=places
+    )
+
+
+def test_places_within_turns_are_selected_and_joined_with_their_rows():
+    places = torch.tensor([[0, 1, 0], [0, 0, 1]])
+    known, unknown = inputs(places), inputs(None)
+    assert torch.equal(known.select(torch.tensor([1])).turn_places, places[1:])
+    assert unknown.select(torch.tensor([1])).turn_places is None
+    assert unknown.joined(unknown, 3).turn_places is None
+    column = torch.arange(4).expand(2, 4)
+    padded = torch.nn.functional.pad(places, (0, 1))
+    assert torch.equal(known.joined(unknown, 4).turn_places, torch.cat([padded, column]))
+    assert torch.equal(unknown.joined(known, 4).turn_places, torch.cat([column, padded]))
+
+
+def test_rows_say_how_many_tokens_are_wanted_or_are_refused():
+    fields = {"prompts": ((3,),), "prompt_ids": torch.zeros(2, dtype=torch.long), "temperature": torch.ones(2)}
+    fields["member_ids"] = fields["prompt_ids"]
+    assert SamplingBatch(**fields, uniforms=torch.zeros(2, 5)).max_new_tokens == 5
+    assert SamplingBatch(**fields, max_new_tokens=7).max_new_tokens == 7
+    with pytest.raises(ValueError, match="max_new_tokens"):
+        SamplingBatch(**fields, uniforms=torch.zeros(2, 5), max_new_tokens=4)
+    with pytest.raises(ValueError, match=r"max_new_tokens.*0.*uniforms"):
+        SamplingBatch(**fields)
+    with pytest.raises(ValueError, match=r"history.*2 rows, got 1"):
+        SamplingBatch(**fields, max_new_tokens=7, history=((),))
+    with pytest.raises(ValueError, match=r"kept_rows.*2 rows, got 3"):
+        SamplingBatch(**fields, max_new_tokens=7, kept_rows=torch.arange(3))
+
+
+def test_all_that_is_present_counts_unless_a_rollout_says_otherwise():
+    present = torch.tensor([[True, True, False]])
+    fields = {"actions": present.long(), "present": present, "log_probs": torch.zeros(1, 3), "truncated": present[:, 2]}
+    assert torch.equal(Rollout(**fields).action_mask, present)
+    assert not Rollout(**fields).exact
+    mask = torch.tensor([[True, False, False]])
+    assert torch.equal(Rollout(**fields, action_mask=mask).action_mask, mask)

@@ -1,0 +1,62 @@
+"""What a run yields is what its journal holds: records that are read back equal those that were written."""
+
+from dataclasses import replace
+
+import pytest
+
+from evogrpo.reporting.records import BaselineReport, GenerationReport, TestReport
+from evogrpo.reporting.step_records import Example, JournalFields, StepReport
+from evogrpo.storage.journal import read_journal
+from tests.tiny_training import finish, tiny_run
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Return the reports and the journal of one run."""
+    folder = tmp_path_factory.mktemp("run")
+    run = tiny_run(folder)
+    return finish(run), read_journal(folder / "journal.jsonl"), run
+
+
+def test_a_journal_holds_what_the_run_yielded(told):
+    reports, events, _ = told
+    lines = [event for event in events if event["event"] in ("step", "generation", "test")]
+    assert [event["event"] for event in lines] == [report.event for report in reports]
+    for report, event in zip(reports, lines, strict=True):
+        assert {name: value for name, value in event.items() if name not in ("event", "time")} == report.to_json()
+
+
+def test_generations_and_the_test_are_read_back_as_they_were(told):
+    reports, events, _ = told
+    generations = [replace(report, plan=None) for report in reports if isinstance(report, GenerationReport)]
+    assert len(generations) == 3
+    assert any(member.changes for report in generations for member in report.members)
+    assert all(report.examples for report in generations)
+    assert [GenerationReport.from_json(event) for event in events if event["event"] == "generation"] == generations
+    (event,) = (event for event in events if event["event"] == "test")
+    assert TestReport.from_json(event) == reports[-1]
+
+
+def test_the_baseline_is_read_back_as_it_was(told):
+    _, events, run = told
+    (event,) = (event for event in events if event["event"] == "baseline")
+    baseline = BaselineReport.from_json(event)
+    assert baseline.fitness.mean == run.progress.baseline.mean
+    assert baseline.fitness.standard_error == run.progress.baseline.standard_error
+    assert baseline.questions == len(run.progress.baseline.scores)
+
+
+def test_a_step_names_who_learnt_what(told):
+    reports, _, _ = told
+    step = next(report for report in reports if isinstance(report, StepReport))
+    assert {slot: member.index for slot, member in step.learned.items()} == {0: 0, 1: 1, 2: 2}
+    assert all(member.reward == member.metrics["reward"] for member in step.learned.values())
+
+
+@pytest.mark.parametrize("name", ["prompt", "completion", "index", "step", "rewards", "truncated"])
+def test_an_example_needs_every_field_that_cannot_be_unknown(name):
+    whole = Example(prompt="p", completion="c", reward=None, index=3, rewards={"f": 1.0, "g": None}).to_json()
+    assert Example.from_json(JournalFields(whole, "an example")).to_json() == whole
+    del whole[name]
+    with pytest.raises(ValueError, match=f"'{name}' of an example must be"):
+        Example.from_json(JournalFields(whole, "an example"))

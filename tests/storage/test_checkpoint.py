@@ -1,0 +1,335 @@
+"""A checkpoint reads back what was written, or says exactly what is wrong with it."""
+
+import gc
+import json
+import os
+import re
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from evogrpo.storage.checkpoint import read_checkpoint, write_checkpoint
+from evogrpo.storage.manifest import VERSION, CheckpointError, FileEntry, Manifest, dump_manifest
+from tests.storage.conftest import ALL_FILES, FILES, RECORD, TENSORS
+
+
+def equal(left, right):
+    """Same names, dtypes and bits (NaN equals NaN)."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and torch.equal(left[name].reshape(-1).view(torch.uint8), right[name].reshape(-1).view(torch.uint8))
+        for name in left
+    )
+
+
+def rewrite_manifest(folder, **changes):
+    """A forger's tool: change the manifest and keep it well-formed."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+# --- round trips -----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_written_is_read(folder):
+    tensors, record = read_checkpoint(folder)
+    assert equal(tensors, TENSORS)
+    assert record == RECORD
+    assert {name: (folder / name).read_bytes() for name in FILES} == FILES
+    assert sorted(path.name for path in folder.iterdir()) == sorted(ALL_FILES)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool])
+def test_every_dtype_keeps_its_bits(tmp_path, dtype):
+    bits = torch.randint(0, 2, (64,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    tensors = {"x": bits.view(dtype) if dtype != torch.bool else bits.bool()}
+    write_checkpoint(tmp_path / "c", tensors, {})
+    assert equal(read_checkpoint(tmp_path / "c")[0], tensors)
+
+
+def test_nan_and_infinity_are_legal_in_tensors(tmp_path):
+    tensors = {"x": torch.tensor([float("nan"), float("inf"), -0.0])}
+    write_checkpoint(tmp_path / "c", tensors, {})
+    assert equal(read_checkpoint(tmp_path / "c")[0], tensors)
+
+
+def test_views_and_tied_tensors_are_stored_as_whole_tensors(tmp_path):
+    stack = torch.randn(1000, 8, generator=torch.Generator().manual_seed(1))
+    tensors = {"row": stack[3], "transposed": stack[:4].T, "tied": stack[3], "trained": stack[5].requires_grad_()}
+    write_checkpoint(tmp_path / "c", tensors, {})
+    assert equal(read_checkpoint(tmp_path / "c")[0], {name: value.detach() for name, value in tensors.items()})
+    assert (tmp_path / "c" / "population.safetensors").stat().st_size < 2000  # not the stack behind the views
+
+
+def test_the_tensor_file_is_plain_safetensors(folder):
+    assert equal(load_file(folder / "population.safetensors"), TENSORS)
+
+
+def tensor_files(folder):
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("file_bytes", "sizes"),
+    [(1, [4, 4, 8, 4, 4]), (8, [8, 8, 8]), (9, [16, 8]), (20, [20, 4]), (21, [24]), (1000, [24])],
+)
+def test_a_file_is_full_when_it_holds_file_bytes(tmp_path, file_bytes, sizes):
+    tensors = {name: torch.full((size,), float(size)) for name, size in zip("edcba", (1, 1, 2, 1, 1), strict=True)}
+    write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=file_bytes)
+    numbered = [f"population-{number + 1:05d}.safetensors" for number in range(len(sizes))]
+    assert tensor_files(tmp_path / "c") == (numbered if len(sizes) > 1 else ["population.safetensors"])
+    parts = [load_file(tmp_path / "c" / name) for name in tensor_files(tmp_path / "c")]
+    assert [sum(tensor.nbytes for tensor in part.values()) for part in parts] == sizes
+    assert equal({name: tensor for part in parts for name, tensor in part.items()}, tensors)
+    assert equal(read_checkpoint(tmp_path / "c")[0], tensors)
+
+
+@settings(max_examples=15, deadline=None)
+@given(lengths=st.lists(st.integers(0, 9), max_size=6), file_bytes=st.integers(1, 60))
+def test_any_split_into_files_reads_back(tmp_path_factory, lengths, file_bytes):
+    tensors = {f"{slot}.x": torch.arange(length) + slot for slot, length in enumerate(lengths)}
+    folder = tmp_path_factory.mktemp("split") / "c"
+    write_checkpoint(folder, tensors, {}, file_bytes=file_bytes)
+    assert equal(read_checkpoint(folder)[0], tensors)
+
+
+def test_tied_tensors_may_lie_in_different_files(tmp_path):
+    tied = torch.arange(4.0)
+    write_checkpoint(tmp_path / "c", {"a": tied, "b": tied[1:], "c": tied}, {}, file_bytes=1)
+    assert len(tensor_files(tmp_path / "c")) == 3
+    assert equal(read_checkpoint(tmp_path / "c")[0], {"a": tied, "b": tied[1:], "c": tied})
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1000), (1000, 1), (1, 20), (20, 1)])
+def test_a_replacement_may_have_more_or_fewer_files(tmp_path, before, after):
+    write_checkpoint(tmp_path / "c", TENSORS, RECORD, file_bytes=before)
+    replacement = {name: tensor for name, tensor in TENSORS.items() if name != "moments"}
+    write_checkpoint(tmp_path / "c", replacement, RECORD, file_bytes=after, replace=True)
+    assert equal(read_checkpoint(tmp_path / "c")[0], replacement)
+
+
+def test_no_tensors_and_an_empty_record(tmp_path):
+    write_checkpoint(tmp_path / "c", {}, {})
+    assert read_checkpoint(tmp_path / "c") == ({}, {})
+
+
+def test_a_checkpoint_can_be_moved_and_linked_to(folder, tmp_path):
+    folder.rename(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert read_checkpoint(tmp_path / "link")[1] == RECORD
+    write_checkpoint(tmp_path / "link", {}, {"new": True}, replace=True)
+    assert read_checkpoint(tmp_path / "elsewhere")[1] == {"new": True}
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+MEGABYTE = 2**20
+
+
+def bytes_alive():
+    """Bytes of all tensors in this process, whoever holds them."""
+    return sum(value.nbytes for value in gc.get_objects() if type(value) is Tensor)
+
+
+class Fresh(Mapping[str, Tensor]):
+    """Makes tensors of one megabyte when they are asked for, and notes how many bytes of tensors are alive then."""
+
+    def __init__(self, length):
+        self.asked, self.alive, self._length = [], [], length
+
+    def __getitem__(self, name):
+        self.asked.append(name)
+        self.alive.append(bytes_alive())
+        return torch.full((MEGABYTE // 4,), float(name))
+
+    def __iter__(self):
+        return map(str, range(self._length))
+
+    def __len__(self):
+        return self._length
+
+
+@pytest.mark.parametrize("in_a_file", [1, 3])
+def test_only_the_tensors_of_one_file_are_alive_while_writing(tmp_path, in_a_file):
+    tensors = Fresh(6)
+    gc.collect()
+    before = bytes_alive()
+    write_checkpoint(tmp_path / "c", tensors, {}, file_bytes=in_a_file * MEGABYTE)
+    assert len(tensor_files(tmp_path / "c")) == 6 // in_a_file
+    assert tensors.asked == list(tensors)
+    # What is alive when a tensor is asked for: those that share its file.
+    assert [alive - before for alive in tensors.alive] == [n % in_a_file * MEGABYTE for n in range(6)]
+    assert equal(read_checkpoint(tmp_path / "c")[0], dict(Fresh(6)))
+
+
+def test_a_further_file_is_made_once_and_only_when_it_is_written(tmp_path):
+    made = []
+
+    def make(name):
+        def content():
+            made.append((name, sorted(path.name for path in next(tmp_path.glob(".c.*")).iterdir())))
+            return name.encode()
+
+        return content
+
+    write_checkpoint(tmp_path / "c", TENSORS, RECORD, files={"a": make("a"), "b": b"given", "z": make("z")})
+    early = ["population.json", "population.safetensors"]
+    assert made == [("a", early), ("z", sorted(["a", "b", *early]))]
+    assert [(tmp_path / "c" / name).read_bytes() for name in "abz"] == [b"a", b"given", b"z"]
+    assert read_checkpoint(tmp_path / "c")[1] == RECORD
+
+
+# --- what cannot be written ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "place"),
+    [
+        ({"members": [{"lr": float("nan")}]}, "record.members[0].lr"),
+        ({"fitness": float("inf")}, "record.fitness"),
+        ({"a": {1: "one"}}, "record.a"),
+        ({"a": torch.zeros(2)}, "record.a"),
+        ({"a": {"b"}}, "record.a"),
+    ],
+)
+def test_a_record_that_is_not_strict_json_is_refused_by_place(tmp_path, record, place):
+    with pytest.raises(ValueError, match=re.escape(place)):
+        write_checkpoint(tmp_path / "c", {}, record)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../x", "a/b", "/etc/passwd", "a\\b", "", ".", "..", ".hidden", "a\0b"),
+        *("manifest.json", "population.json", "population.safetensors", "population-00007.safetensors"),
+    ],
+)
+def test_further_files_have_plain_names(tmp_path, name):
+    with pytest.raises(ValueError, match="cannot be a further file"):
+        write_checkpoint(tmp_path / "c", {}, {}, files={name: b""})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["", "manifest", "../x", "a b", "A"])
+def test_a_kind_is_a_plain_word(tmp_path, kind):
+    with pytest.raises(ValueError, match="kind of checkpoint"):
+        write_checkpoint(tmp_path / "c", {}, {}, kind=kind)
+
+
+def test_sparse_tensors_are_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="'x'"):
+        write_checkpoint(tmp_path / "c", {"x": torch.eye(2).to_sparse()}, {})
+
+
+@pytest.mark.parametrize("name", ["__metadata__", 1])
+def test_names_that_safetensors_does_not_have_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="choose another name"):
+        write_checkpoint(tmp_path / "c", {name: torch.zeros(1)}, {})
+
+
+def test_a_file_holds_something(tmp_path):
+    with pytest.raises(ValueError, match="file_bytes must be at least 1, got 0"):
+        write_checkpoint(tmp_path / "c", TENSORS, RECORD, file_bytes=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_manifest_that_could_not_be_read_is_not_written():
+    entry = FileEntry(size=1, sha256="0" * 64)
+    with pytest.raises(ValueError, match="9000 files is not readable"):
+        dump_manifest(Manifest(kind="population", files={f"{number:04d}{'x' * 90}": entry for number in range(9000)}))
+
+
+@pytest.mark.parametrize("where", ["tensors", "files"])
+def test_what_fails_half_way_leaves_the_old_checkpoint_and_no_litter(folder, where):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    class Failing(Fresh):
+        def __getitem__(self, name):
+            return fails() if name == "2" else super().__getitem__(name)
+
+    given = {"tensors": (Failing(4), {}), "files": (TENSORS, {"a": b"", "b": fails})}[where]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        write_checkpoint(folder, given[0], {"new": True}, files=given[1], replace=True, file_bytes=1)
+    assert read_checkpoint(folder)[1] == RECORD
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+# --- what is not overwritten -----------------------------------------------------------------------------------------
+
+
+def test_a_complete_checkpoint_is_replaced_only_on_request(folder):
+    with pytest.raises(CheckpointError, match="replace=True"):
+        write_checkpoint(folder, {}, {"new": True})
+    assert read_checkpoint(folder)[1] == RECORD
+    write_checkpoint(folder, {}, {"new": True}, replace=True)
+    assert read_checkpoint(folder) == ({}, {"new": True})
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_a_damaged_checkpoint_may_be_rewritten(folder):
+    (folder / "population.safetensors").write_bytes(b"")
+    write_checkpoint(folder, TENSORS, {"again": True})
+    assert read_checkpoint(folder)[1] == {"again": True}
+
+
+@pytest.mark.parametrize("damaged", ["population-00002.safetensors", "population-00006.safetensors", "manifest.json"])
+def test_a_damaged_checkpoint_of_several_files_may_be_rewritten(tmp_path, damaged):
+    write_checkpoint(tmp_path / "c", TENSORS, RECORD, file_bytes=1)
+    (tmp_path / "c" / damaged).write_bytes(b"")
+    write_checkpoint(tmp_path / "c", TENSORS, {"again": True})
+    assert read_checkpoint(tmp_path / "c")[1] == {"again": True}
+    assert tensor_files(tmp_path / "c") == ["population.safetensors"]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_folder_with_anything_else_in_it_is_never_touched(tmp_path, replace):
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos" / "cat.jpg").write_bytes(b"meow")
+    with pytest.raises(CheckpointError, match=r"cat\.jpg"):
+        write_checkpoint(tmp_path / "photos", {}, {}, replace=replace)
+    assert (tmp_path / "photos" / "cat.jpg").read_bytes() == b"meow"
+
+
+def test_a_users_own_adapter_folder_is_not_taken_for_a_damaged_checkpoint(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "adapter_config.json").write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match="no checkpoint wrote"):
+        write_checkpoint(tmp_path / "mine", {}, {}, files=FILES)
+
+
+def test_a_file_is_not_replaced_by_a_folder(tmp_path):
+    (tmp_path / "c").write_text("notes")
+    with pytest.raises(CheckpointError, match="not a folder"):
+        write_checkpoint(tmp_path / "c", {}, {}, replace=True)
+    assert (tmp_path / "c").read_text() == "notes"
+
+
+@pytest.mark.parametrize(("version", "advice"), [(VERSION + 1, "upgrade evogrpo"), (VERSION - 1, "train anew")])
+def test_a_checkpoint_of_another_version_is_not_lost_by_accident(folder, version, advice):
+    rewrite_manifest(folder, version=version)
+    with pytest.raises(CheckpointError, match=f"{advice}, or pass replace=True"):
+        write_checkpoint(folder, {}, {})
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_no_litter(folder, monkeypatch):
+    real, calls = os.fsync, []
+
+    def no_space(descriptor):
+        calls.append(descriptor)
+        if len(calls) == 3:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match=f"No space left on device: '{folder.parent}.*json'"):
+        write_checkpoint(folder, {}, {"new": True}, replace=True)
+    assert read_checkpoint(folder)[1] == RECORD
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]

@@ -1,0 +1,308 @@
+"""A checkpoint that is not as it was written is refused, with the file, the rule and the remedy named."""
+
+import hashlib
+import json
+import os
+import re
+
+import pytest
+import torch
+
+from evogrpo.storage.checkpoint import CheckpointError, read_checkpoint, verify_checkpoint, write_checkpoint
+from evogrpo.storage.manifest import VERSION
+from tests.storage.conftest import ALL_FILES, FILES, RECORD, TENSORS
+
+
+def rewrite_manifest(folder, **changes):
+    """A forger's tool: change the manifest and keep it well-formed."""
+    path = folder / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def forge(folder, name, content):
+    """Replace a file and its size and hash in the manifest, as someone with bad intent could."""
+    (folder / name).write_bytes(content)
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    rewrite_manifest(folder, files={**files, name: entry_of(content)})
+
+
+def entry_of(content):
+    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def refused(folder, *words):
+    """Reading and verifying both fail, with a message that has these words."""
+    for read in (read_checkpoint, verify_checkpoint):
+        with pytest.raises(CheckpointError) as caught:
+            read(folder)
+        for word in words:
+            assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+@pytest.mark.parametrize("part", [0.0, 0.01, 0.3, 0.6, 0.95, -1])
+def test_a_truncated_file_is_refused(folder, name, part):
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: int(len(content) * part) if part >= 0 else -1])
+    refused(folder, name, "use another one or a copy")
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_a_longer_file_is_refused(folder, name):
+    with (folder / name).open("ab") as file:
+        file.write(b"\0")
+    refused(folder, name)
+
+
+@pytest.mark.parametrize("name", ["population.safetensors", "population.json", *FILES])
+@pytest.mark.parametrize("part", [0.0, 0.02, 0.5, 0.9999])
+def test_one_flipped_bit_is_refused(folder, name, part):
+    content = bytearray((folder / name).read_bytes())
+    content[int(len(content) * part)] ^= 0b100
+    (folder / name).write_bytes(content)
+    refused(folder, name, "SHA-256")
+
+
+def test_no_flipped_bit_of_the_manifest_passes(folder):
+    content = (folder / "manifest.json").read_bytes()
+    for position in range(len(content)):
+        flipped = bytearray(content)
+        flipped[position] ^= 1 << position % 8
+        (folder / "manifest.json").write_bytes(flipped)
+        with pytest.raises(CheckpointError):
+            verify_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_a_missing_file_is_refused(folder, name):
+    (folder / name).unlink()
+    refused(folder, name, "missing")
+
+
+def test_swapped_files_are_refused(folder, tmp_path):
+    write_checkpoint(tmp_path / "generation-0004", {**TENSORS, "steps": torch.tensor(18)}, RECORD)
+    (folder / "population.safetensors").rename(tmp_path / "aside")
+    (tmp_path / "generation-0004" / "population.safetensors").rename(folder / "population.safetensors")
+    (tmp_path / "aside").rename(tmp_path / "generation-0004" / "population.safetensors")
+    refused(folder, "population.safetensors", "SHA-256")
+    refused(tmp_path / "generation-0004", "population.safetensors", "SHA-256")
+
+
+@pytest.mark.parametrize("name", ALL_FILES)
+def test_links_are_not_followed(folder, tmp_path, name):
+    (folder / name).rename(tmp_path / "target")
+    (folder / name).symlink_to(tmp_path / "target")
+    refused(folder, name, "must be a plain file, not a link")
+
+
+def test_a_pipe_in_place_of_a_file_does_not_hang(folder):
+    (folder / "population.json").unlink()
+    os.mkfifo(folder / "population.json")
+    refused(folder, "population.json", "must be a plain file")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "a/../b", "a\\b", "x\0", "", "manifest.json"])
+def test_names_that_leave_the_folder_are_refused_before_any_file_is_opened(folder, tmp_path, name):
+    (tmp_path / "secret").write_bytes(b"s")
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    rewrite_manifest(folder, files={**files, name: entry_of(b"s")})
+    refused(folder, "manifest.json", "plain file names")
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, 99])
+def test_a_newer_version_says_upgrade(folder, version):
+    rewrite_manifest(folder, version=version)
+    refused(folder, f"version {version}", "upgrade evogrpo")
+
+
+def test_an_older_version_says_what_it_lacks(folder):
+    rewrite_manifest(folder, version=VERSION - 1)
+    refused(folder, f"version {VERSION - 1}", "no longer reads", "load it with the evogrpo that wrote it")
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"version": 0}, "at least 1"),
+        ({"version": "1"}, "whole-number"),
+        ({"version": True}, "whole-number"),
+        ({"version": None}, "whole-number"),
+        ({"format": "other"}, "evogrpo-checkpoint"),
+        ({"kind": "../x"}, "kind"),
+        ({"kind": ["population"]}, "kind"),
+        ({"files": {}}, "must list population.safetensors"),
+        ({"files": {"population.safetensors": {"size": 1, "sha256": "0" * 64}}}, "must list population.json"),
+        ({"files": {"population-00001.safetensors": {"size": 1, "sha256": "0" * 64}}}, "must list population.json"),
+        ({"files": []}, "files by name"),
+        ({"extra": 1}, "exactly"),
+        ({"files": {"population.safetensors": None, "population.json": None}}, "size"),
+        ({"files": {"population.safetensors": {"size": -1}, "population.json": {}}}, "size"),
+        ({"files": {"population.safetensors": {"size": 1, "sha256": "../x"}, "population.json": {}}}, "SHA-256"),
+    ],
+)
+def test_a_malformed_manifest_is_refused(folder, changes, word):
+    rewrite_manifest(folder, **changes)
+    refused(folder, "manifest.json", word)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", "null", "NaN", '{"format": 1e999}', "\xff", "[" * 100_000, '{"a": 1, "a": 1}', " " * 2_000_000],
+    ids=["empty", "open", "list", "null", "nan", "infinite", "latin-1", "deep", "repeated key", "huge"],
+)
+def test_a_manifest_that_is_not_a_json_object_is_refused(folder, text):
+    (folder / "manifest.json").write_text(text, encoding="latin-1")
+    refused(folder, "manifest.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("population.json", b"[]"),
+        ("population.json", b'{"lr": NaN}'),
+        ("population.json", b'{"lr": 1e400}'),
+        ("population.json", b'{"a": 1, "a": 2}'),
+        ("population.json", b"\xff\xfe"),
+        ("population.json", b"\x80\x04\x95."),  # the start of a pickle
+        ("population.safetensors", b""),
+        ("population.safetensors", b"PK\x03\x04 a zip, as torch.save writes"),
+        ("population.safetensors", b"\xff" * 64),
+        ("population.safetensors", b"\x02\x00\x00\x00\x00\x00\x00\x00{}trailing"),
+    ],
+)
+def test_a_forged_file_with_matching_hash_is_still_only_parsed_strictly(folder, name, content):
+    forge(folder, name, content)
+    verify_checkpoint(folder)  # the hashes do match
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("place", ["absent", "file", "empty"])
+def test_what_is_no_checkpoint_folder_is_refused(tmp_path, place):
+    if place == "file":
+        (tmp_path / place).write_text("")
+    elif place == "empty":
+        (tmp_path / place).mkdir()
+    refused(tmp_path / place, place)
+
+
+# --- tensors in several files ----------------------------------------------------------------------------------------
+
+SHARDS = [f"population-{number:05d}.safetensors" for number in (1, 2, 3, 4)]
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """A checkpoint of four tensor files of the same size."""
+    tensors = {f"{slot}.adapter": torch.arange(6.0) * slot for slot in range(4)}
+    write_checkpoint(tmp_path / "generation-0005", tensors, RECORD, file_bytes=24)
+    names = sorted(path.name for path in (tmp_path / "generation-0005").glob("*.safetensors"))
+    assert names == SHARDS
+    assert len({(tmp_path / "generation-0005" / name).stat().st_size for name in names}) == 1
+    return tmp_path / "generation-0005"
+
+
+def unlist(folder, *names):
+    """Take files out of the manifest."""
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    rewrite_manifest(folder, files={name: entry for name, entry in files.items() if name not in names})
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_missing_tensor_file_is_refused(shards, name):
+    (shards / name).unlink()
+    refused(shards, name, "missing")
+
+
+@pytest.mark.parametrize("name", SHARDS)
+@pytest.mark.parametrize("part", [0.0, 0.5, -1])
+def test_a_truncated_tensor_file_is_refused(shards, name, part):
+    content = (shards / name).read_bytes()
+    (shards / name).write_bytes(content[: int(len(content) * part) if part >= 0 else -1])
+    refused(shards, name, "use another one or a copy")
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_one_flipped_bit_of_a_tensor_file_is_refused(shards, name):
+    content = bytearray((shards / name).read_bytes())
+    content[-1] ^= 1
+    (shards / name).write_bytes(content)
+    refused(shards, name, "SHA-256")
+
+
+@pytest.mark.parametrize(("one", "other"), [(0, 1), (1, 3), (0, 3)])
+def test_swapped_tensor_files_are_refused(shards, tmp_path, one, other):
+    (shards / SHARDS[one]).rename(tmp_path / "aside")
+    (shards / SHARDS[other]).rename(shards / SHARDS[one])
+    (tmp_path / "aside").rename(shards / SHARDS[other])
+    refused(shards, SHARDS[one], "SHA-256")
+
+
+def test_a_tensor_file_of_another_generation_is_refused(shards, tmp_path):
+    tensors = {f"{slot}.adapter": torch.arange(6.0) * slot + 1 for slot in range(4)}
+    write_checkpoint(tmp_path / "generation-0006", tensors, RECORD, file_bytes=24)
+    (tmp_path / "generation-0006" / SHARDS[2]).replace(shards / SHARDS[2])
+    refused(shards, SHARDS[2], "SHA-256")
+
+
+@pytest.mark.parametrize(
+    "name", ["population.safetensors", "population-00005.safetensors", "population-00009.safetensors"]
+)
+def test_a_tensor_file_that_is_not_in_the_manifest_is_refused(shards, name):
+    (shards / name).write_bytes((shards / SHARDS[0]).read_bytes())
+    refused(shards, name, "must be listed in the manifest")
+
+
+def test_a_numbered_tensor_file_beside_the_only_one_is_refused(folder):
+    (folder / SHARDS[0]).write_bytes(b"")
+    refused(folder, SHARDS[0], "must be listed in the manifest")
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_gap_in_the_manifest_is_refused(shards, lost):
+    unlist(shards, SHARDS[lost])
+    refused(shards, "manifest.json", "without a gap")
+
+
+def test_a_tensor_file_lost_from_the_end_of_the_manifest_is_refused(shards):
+    unlist(shards, SHARDS[3])
+    refused(shards, SHARDS[3], "must be listed in the manifest")
+
+
+@pytest.mark.parametrize(
+    "name", ["population.safetensors", "population-00000.safetensors", "population-00006.safetensors"]
+)
+def test_a_tensor_file_out_of_order_is_refused_even_if_listed(shards, name):
+    forge(shards, name, (shards / SHARDS[0]).read_bytes())
+    refused(shards, "manifest.json", "without a gap", name)
+
+
+@pytest.mark.parametrize("name", ["population-5.safetensors", "population-00005.safetensors.bak", "agent.safetensors"])
+def test_other_files_are_not_taken_for_tensor_files(shards, name):
+    (shards / name).write_bytes(b"notes")
+    assert len(read_checkpoint(shards)[0]) == 4
+
+
+@pytest.mark.parametrize("place", [1, 3])
+def test_a_tensor_that_occurs_twice_is_refused(shards, place):
+    forge(shards, SHARDS[place], (shards / SHARDS[0]).read_bytes())
+    verify_checkpoint(shards)  # the hashes do match
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[place]} must hold no tensor .* holds 0\.adapter"):
+        read_checkpoint(shards)
+
+
+def test_a_forged_tensor_file_among_several_is_still_only_parsed_strictly(shards):
+    forge(shards, SHARDS[2], b"PK\x03\x04 a zip, as torch.save writes")
+    with pytest.raises(CheckpointError, match=rf"{SHARDS[2]} must be in the safetensors format"):
+        read_checkpoint(shards)
+
+
+def test_another_kind_of_checkpoint_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "best", TENSORS, RECORD, kind="agent")
+    assert read_checkpoint(tmp_path / "best", kind="agent")[1] == RECORD
+    refused(tmp_path / "best", "kind 'agent'", "'population' is needed")
+
+
+def test_files_that_someone_added_are_ignored(folder):
+    (folder / ".DS_Store").write_bytes(b"x")
+    assert read_checkpoint(folder)[1] == RECORD

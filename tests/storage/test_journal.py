@@ -1,0 +1,218 @@
+"""A journal keeps every event that was appended, through kills at any byte, and refuses what it cannot trust."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from evogrpo.storage.journal import Journal, JournalError, latest_generations, read_journal
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "journal.jsonl"
+
+
+def kinds(path):
+    return [event["event"] for event in read_journal(path)]
+
+
+def test_events_come_back_in_order_with_their_times(path):
+    start = time.time()
+    with Journal(path) as journal:
+        first = journal.append("run", seed=3, members=({"slot": 0},), task="é\n\u2028\x1b[31m\0<b>")
+        second = journal.append("stopped", reason=None, fitness=np.float64(0.25))
+    assert read_journal(path) == [first, second]
+    assert start <= first.pop("time") <= second.pop("time") <= time.time()
+    assert first == {
+        "event": "run", "seed": 3, "members": [{"slot": 0}], "task": "é\n\u2028\x1b[31m\0<b>",
+    }  # fmt: skip
+    assert second == {"event": "stopped", "reason": None, "fitness": 0.25}
+    assert path.read_bytes().count(b"\n") == 2
+    assert path.read_bytes().isascii()
+
+
+def test_an_appended_event_is_readable_while_the_journal_is_open(path):
+    journal = Journal(path)
+    assert read_journal(path) == []
+    journal.append("run")
+    assert kinds(path) == ["run"]
+    journal.close()
+    journal.close()
+    with pytest.raises(ValueError, match="closed"):
+        journal.append("step")
+
+
+def test_reopening_goes_on_where_it_stopped(path):
+    for event in ("run", "resumed"):
+        with Journal(path) as journal:
+            journal.append(event)
+    assert kinds(path) == ["run", "resumed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"loss": float("nan")}, r"step\.loss is nan.*pass None"),
+        ({"members": [{"kl": float("-inf")}]}, r"step\.members\[0\]\.kl is -inf"),
+        ({"members": {0: 1}}, "keys are text"),
+        ({"index": np.int64(3)}, "step.index is a int64"),
+        ({"time": 3.0}, "'time' is set by the journal"),
+    ],
+)
+def test_what_is_not_strict_json_is_refused_and_nothing_is_written(path, fields, words):
+    with Journal(path) as journal:
+        journal.append("run")
+        with pytest.raises(ValueError, match=words):
+            journal.append("step", **fields)
+        journal.append("stopped")
+    assert kinds(path) == ["run", "stopped"]
+
+
+def test_a_list_that_contains_itself_is_refused(path):
+    endless: list = []
+    endless.append(endless)
+    with Journal(path) as journal, pytest.raises(ValueError, match="contains itself"):
+        journal.append("step", members=endless)
+
+
+def test_a_kill_at_any_byte_of_the_last_line_costs_only_that_event(path):
+    with Journal(path) as journal:
+        journal.append("run", seed=1)
+        journal.append("generation", generation=1)
+        before = path.read_bytes()
+        journal.append("generation", generation=2, text="x{}\"'")
+    whole = path.read_bytes()
+    for length in range(len(before), len(whole) + 1):
+        path.write_bytes(whole[:length])
+        survived = length >= len(whole) - 1  # only the newline is missing: the event is whole
+        assert kinds(path) == ["run", "generation", "generation"][: 3 if survived else 2]
+        with Journal(path) as journal:
+            journal.append("resumed", generation=1)
+        assert kinds(path) == ["run", "generation", *(["generation"] if survived else []), "resumed"]
+
+
+def test_a_kill_at_any_byte_of_the_first_line(path):
+    with Journal(path) as journal:
+        journal.append("run", seed=1)
+    whole = path.read_bytes()
+    for length in range(len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert read_journal(path) == []
+        with Journal(path) as journal:
+            journal.append("run", seed=2)
+        assert [event["seed"] for event in read_journal(path)] == [2]
+
+
+@pytest.mark.parametrize("tail", [b"\0" * 300, b"\xff\xfe", b'{"event": "step", "loss": NaN}', b"[1]"])
+def test_any_rubbish_after_the_last_newline_is_a_torn_line(path, tail):
+    with Journal(path) as journal:
+        journal.append("run")
+    with path.open("ab") as file:
+        file.write(tail)
+    assert kinds(path) == ["run"]
+    with Journal(path) as journal:
+        journal.append("resumed")
+    assert kinds(path) == ["run", "resumed"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "rubbish", "[]", '"run"', "{}", '{"event": 3}', '{"event": "step", "loss": NaN}', '{"event": "step"} {}',
+     '{"event": "step", "a": 1e999}', '{"event": "a", "event": "b"}', "[" * 100_000, "\udcff"],
+)  # fmt: skip
+def test_a_corrupt_line_with_a_newline_is_an_error_that_names_the_line(path, line):
+    path.parent.mkdir()
+    content = '{"event": "run"}\n' + line + '\n{"event": "stopped"}\n'
+    path.write_bytes(content.encode("utf-8", "surrogateescape"))
+    with pytest.raises(JournalError, match=r"line 2 of .*journal\.jsonl is not an event"):
+        read_journal(path)
+
+
+def test_a_file_that_is_no_journal_is_left_alone(path):
+    path.parent.mkdir()
+    path.write_text("my notes, without a last newline")
+    with pytest.raises(JournalError, match="is not a journal"):
+        Journal(path)
+    assert path.read_text() == "my notes, without a last newline"
+
+
+def test_a_missing_journal_says_so(path):
+    with pytest.raises(JournalError, match="name the folder of a run"):
+        read_journal(path)
+
+
+def test_a_full_disk_leaves_the_journal_as_it_was(path, monkeypatch):
+    journal = Journal(path)
+    journal.append("run")
+    real = os.write
+
+    def writes_half(descriptor, content):
+        if len(content) < 30:
+            raise OSError(28, "No space left on device")
+        return real(descriptor, content[: len(content) // 2])
+
+    monkeypatch.setattr(os, "write", writes_half)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        journal.append("step", reward=0.5)
+    monkeypatch.undo()
+    journal.append("stopped")
+    assert kinds(path) == ["run", "stopped"]
+
+
+def test_the_later_generation_wins():
+    events = [
+        {"event": "generation", "generation": 1, "best": 0},
+        {"event": "step", "generation": 2},
+        {"event": "generation", "generation": 2, "best": 1},
+        {"event": "resumed", "generation": 1},
+        {"event": "generation", "generation": 2, "best": 2},
+    ]
+    assert [(event["generation"], event["best"]) for event in latest_generations(events)] == [(1, 0), (2, 2)]
+
+
+def test_generations_that_a_resume_gave_up_do_not_count():
+    written = [{"event": "generation", "generation": number} for number in (1, 2, 3)]
+    events = [*written, {"event": "resumed", "generation": 1}]
+    assert [event["generation"] for event in latest_generations(events)] == [1]
+
+
+@pytest.mark.parametrize("number", [None, "2", 2.0, True])
+def test_a_generation_has_a_whole_number(number):
+    with pytest.raises(JournalError, match="whole number"):
+        latest_generations([{"event": "generation", "generation": number}])
+
+
+def test_reading_a_journal_does_not_load_torch(path):
+    with Journal(path) as journal:
+        journal.append("run")
+    code = (
+        "import sys; from evogrpo.storage.journal import read_journal;"
+        f"assert read_journal({json.dumps(str(path))});"
+        "assert 'torch' not in sys.modules"
+    )
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(root)})
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "pipe", "folder"])
+def test_what_leads_elsewhere_is_no_journal(tmp_path, kind):
+    path, elsewhere = tmp_path / "journal.jsonl", tmp_path / "elsewhere"
+    if kind == "link":
+        elsewhere.write_text('{"event": "run"}\n')
+    if kind in ("link", "dangling"):
+        path.symlink_to(elsewhere)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.mkdir()
+    before = elsewhere.read_text() if elsewhere.exists() else None
+    for act in (Journal, read_journal):
+        with pytest.raises(JournalError, match="is no plain file"):
+            act(path)
+    assert (elsewhere.read_text() if elsewhere.exists() else None) == before
