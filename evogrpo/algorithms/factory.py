@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from gymnasium import spaces
 from peft import LoraConfig, PeftModel
-from torch import nn
+from torch import jit, nn
 from transformers import PreTrainedModel
 
 from evogrpo.algorithms.learning.advantages import check_usable
@@ -237,6 +237,11 @@ def open_members(
         return _open_networks(size, given, actor_network, pad_token_id, options)
     if isinstance(actor_network, type) and issubclass(actor_network, nn.Module):
         raise ValueError(f"actor_network must be a module, got its class. Pass {actor_network.__name__}(...).")
+    if wordless:
+        raise ValueError(
+            f"actor_network must be a torch module, got {type(actor_network).__name__}. Leave it out for the "
+            "default network, whose layers are network=NetworkConfig(hidden=(64, 64))."
+        )
     raise ValueError(
         f"actor_network must be a transformers model, got {type(actor_network).__name__}. Load one with "
         "evogrpo.load_base(...).model, or pass observation_space and action_space to train small networks."
@@ -254,6 +259,8 @@ def _check_wrapped(network: object) -> None:
         remedy = "a compiled model. Pass the model that was given to torch.compile."
     elif isinstance(getattr(network, "module", None), PreTrainedModel):
         remedy = f"a model wrapped in {type(network).__name__}. Pass the model inside it: actor_network.module."
+    elif isinstance(network, nn.DataParallel | jit.ScriptModule):
+        remedy = f"a {type(network).__name__}. Pass the plain module that it was made from."
     if remedy:
         raise ValueError(f"actor_network is {remedy}")
 

@@ -12,10 +12,11 @@ from typing import NoReturn
 
 import evogrpo
 from evogrpo.cli.commands import FAILED, IN_WORDS, INTERRUPTED, USAGE, declare
-from evogrpo.config.synonyms import close_match
+from evogrpo.config.synonyms import close_match, hint
 from evogrpo.text import printable, shorten
 
 _WRONG_CHOICE = re.compile(r"argument COMMAND: invalid choice: '?(.*?)'? \(choose from (.*)\)$", re.DOTALL)
+_CONFIGURED = ("evogrpo.cli.train:train", "evogrpo.cli.train:demo")  # commands that take any setting
 _NAME, _OPTION = re.compile(r"[\w-]+"), re.compile(r"(?<!\w)--[\w-]+")
 
 
@@ -99,9 +100,20 @@ def _refuse(chosen: argparse.Namespace, typed: str) -> NoReturn:
         parser.error(f"one argument too many: {typed!r}")
     option, _, value = typed.partition("=")
     near = _meant(option, _OPTION.findall(parser.format_help()))
-    if not near and "overrides" in chosen:
-        near = f"; settings are written without dashes, such as {option.strip('-') or 'seed'}={value or 'VALUE'}"
+    if not near and chosen.command in _CONFIGURED:
+        near = _setting(option.strip("-").replace("-", "_"), value or "VALUE")
     parser.error(f"there is no option {option}{near or f'; `{parser.prog} --help` lists them'}")
+
+
+def _setting(name: str, value: str) -> str:
+    """Return how to write a setting that was given as an option; empty if there is none of that name."""
+    from evogrpo.training.configuration.reading import setting_called
+
+    place = name if "." in name else setting_called(name)
+    if place is not None:
+        return f"; write {place}={value}"
+    advice = hint(name, ())
+    return "" if advice is None else f": {advice}"
 
 
 def _meant(typed: str, names: Sequence[str]) -> str:

@@ -53,6 +53,10 @@ def train(chosen: argparse.Namespace) -> int:
             "train needs a configuration, a YAML file, before any KEY=VALUE; or --env ID, or --parallel-env MODULE"
         )
     path = Path(words[0])
+    if not path.exists() and re.search(r"-v\d+$", words[0]):
+        raise ValueError(f"{path} is no file. To train on an environment write --env {path}")
+    if not path.exists() and path.with_suffix(".yaml").exists():
+        raise ValueError(f"{path} is no file: did you mean {path.with_suffix('.yaml')}?")
     return _begin(partial(load_config, path, words[1:]), chosen, path.stem)
 
 

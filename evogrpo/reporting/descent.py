@@ -109,7 +109,10 @@ def found_schedule(events: Sequence[Mapping[str, Any]]) -> FoundSchedule:
         raise ValueError(f"a schedule needs every generation from 1 on, but the journal has {numbers}: restore it")
     member = winner_of(generations)
     if member is None:
-        raise ValueError("no member was evaluated yet, so there is no best one: let the run finish a generation")
+        raise ValueError(
+            "the journal holds no evaluated member: the run has not finished a generation, or its journal was lost. A "
+            "best member that was stored still loads: evogrpo.GRPO.load('RUN_DIR/best')"
+        )
     lengths = _lengths(generations)
     samples = _samples(events, latest)
     line = line_of(generations, member)

@@ -235,6 +235,6 @@ def verdict(test: TestReport, words: Words) -> str | None:
     if test.beyond_noise:
         return None
     return (
-        f"The best member cannot be told from the {words.untrained}: they differ by less than two standard errors of "
-        f"the paired difference. Train longer, or test on more {words.questions}."
+        f"No significant improvement over the {words.untrained}: the paired difference is less than two standard "
+        f"errors. Train longer, or test on more {words.questions}."
     )

@@ -153,6 +153,8 @@ def resume(
             the environment is another one.
     """
     refuse_unknown("limit of a resumed run", limits, [*LIMITS, *_RESUME])
+    if not isinstance(run_dir, str | Path):
+        raise ValueError(f"resume takes the run directory first: resume(run_dir, env), got {type(run_dir).__name__}.")
     console = console_for(progress)
     saved = open_run(run_dir, go_on=True)
     for error in saved.skipped:

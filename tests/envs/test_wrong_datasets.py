@@ -1,6 +1,7 @@
 """Wrong datasets, conversations, networks and arguments are refused before anything is trained."""
 
 import json
+import re
 
 import gymnasium
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, MultiTurnGym, evolve, load_base
+from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, MultiTurnGym, evolve, load_base, resume
 from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask
+from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.configuration.user_code import read_rows
 from tests.tiny_models import tiny_tokenizer
@@ -129,6 +131,48 @@ def test_a_network_that_returns_a_tuple_is_refused():
         GRPO(BOX, LEFT_RIGHT, Pair())
 
 
+@pytest.mark.parametrize("wrap", [torch.jit.script, nn.DataParallel])
+def test_a_wrapped_network_is_refused_with_what_to_pass(wrap):
+    with pytest.raises(ValueError, match="plain module"):
+        GRPO(BOX, LEFT_RIGHT, wrap(nn.Linear(4, 2)))
+
+
+@pytest.mark.parametrize("network", ["MlpPolicy", lambda x: x, [64, 64]])
+def test_what_is_no_network_is_answered_with_the_default_one(network):
+    with pytest.raises(ValueError, match=r"actor_network.*NetworkConfig"):
+        GRPO(BOX, LEFT_RIGHT, network)
+
+
+@pytest.mark.parametrize("act", ["predict", "get_action"])
+def test_an_observation_with_info_is_refused(act):
+    agent = step_agent()
+    with pytest.raises(ValueError, match=r"observation, info = env\.reset\(\)"):
+        getattr(agent, act)(gymnasium.make("CartPole-v1").reset())
+
+
+@pytest.mark.parametrize("observation", [None, "left", {"observation": [0.0] * 4}])
+def test_what_is_no_observation_is_named(observation):
+    with pytest.raises(ValueError, match=re.escape(repr(observation))):
+        step_agent().predict(observation)
+
+
+@pytest.mark.parametrize("prompts", [None, 3])
+def test_prompts_that_are_no_list_are_refused(prompts):
+    with pytest.raises(ValueError, match="prompts"):
+        tiny_agent().generate(prompts)
+
+
+@pytest.mark.parametrize("ids", [["1"], [1.5], [None]])
+def test_token_ids_that_are_no_whole_numbers_are_refused(ids):
+    with pytest.raises(ValueError, match="eos_token_ids must be an integer"):
+        tiny_agent(eos_token_ids=ids)
+
+
+def test_a_run_directory_comes_first():
+    with pytest.raises(ValueError, match=r"resume\(run_dir, env\)"):
+        resume(cart_pole(), "run")
+
+
 def test_several_agents_are_sent_to_their_class():
     with pytest.raises(ValueError, match="MultiAgentGRPO"):
         GRPO(BOX, gymnasium.spaces.Dict({"a": LEFT_RIGHT, "b": LEFT_RIGHT}))
@@ -177,3 +221,24 @@ def test_swapped_arguments_of_evolve_are_refused():
 def test_a_dataset_of_which_nothing_is_left_says_why():
     with pytest.raises(ValueError, match="too long"):
         tiny_env(max_prompt_length=1)
+
+
+def test_a_file_that_is_no_parquet_is_named(tmp_path):
+    (tmp_path / "rows.parquet").write_text("question,answer")
+    with pytest.raises(ValueError, match=r"rows\.parquet"):
+        read_rows(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "keys"),
+    [
+        ("population", 4, "size"),
+        ("task", "CartPole-v1", "env"),
+        ("schedule", [3], "generations"),
+        ("evolve", {"lr": [1e-5, 1e-3]}, "min, max"),
+        ("agent", {"network": [64, 64]}, "hidden"),
+    ],
+)
+def test_a_section_that_is_no_mapping_is_refused_with_its_keys(section, value, keys):
+    with pytest.raises(ValueError, match=f"{section}.* must be a mapping of .*{keys}"):
+        parse_config({"task": {"env": "CartPole-v1"}, section: value})

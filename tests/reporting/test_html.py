@@ -283,6 +283,6 @@ def test_a_best_member_that_the_test_cannot_tell_from_the_base_is_said_to_be_so(
     """The journal's standard error is 0.1: what lies within two of them proves nothing."""
     event = journals.outcome(0, gain=gain)
     text = Page(html_page(summarise([*read_journal(fake_run(tmp_path) / "journal.jsonl"), event]))).text
-    assert ("cannot be told from the untrained base" in text) is not told
+    assert ("No significant improvement over the untrained base" in text) is not told
     assert f"difference, question by question {score_text(gain, 0.1)}" in " ".join(text.split())
     assert (verdict(TestReport.from_json(event), LANGUAGE) is None) is told

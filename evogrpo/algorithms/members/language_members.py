@@ -325,6 +325,8 @@ class LanguageMembers:
 
     def generate(self, learner: Learner, asked: TextRequest) -> list[str]:
         """Answer texts with texts; see `GRPO.generate`."""
+        if not hasattr(asked.prompts, "__len__"):
+            raise ValueError(f"prompts must be a list of texts or of conversations, got {type(asked.prompts).__name__}")
         if not len(asked.prompts):
             return []
         tokenizer = asked.tokenizer or self._tokenizer

@@ -35,13 +35,17 @@ def as_arrays(space: spaces.Space[Any], observation: Any) -> tuple[Any, int | No
         given = flatten(space, observation)
     except (KeyError, TypeError, IndexError) as error:
         raise ValueError(f"an observation must have the form of {space}, got {type(observation).__name__}") from error
+    reset = isinstance(observation, tuple) and len(observation) == 2 and isinstance(observation[1], Mapping)
+    if reset and not isinstance(space, spaces.Tuple):
+        raise ValueError("an observation must be given without info. Unpack it: observation, info = env.reset()")
     leaves, counts = [], set[int | None]()
     for leaf, value in zip(leaf_spaces(space), given, strict=True):
         array = _array(value)
         shape: tuple[int, ...] = leaf.shape or ()
         if array.shape != shape and array.shape[1:] != shape:
             raise ValueError(
-                f"an observation of {leaf} must have the shape {shape}, or [batch, ...] of it, got {array.shape}"
+                f"an observation must have the shape {shape}, or [batch, ...] of it, got "
+                f"{f'the shape {array.shape}' if array.ndim else f'{observation!r:.80}'}"
             )
         single = array.shape == shape
         counts.add(None if single else len(array))

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from evogrpo.config.checks import whole_number
 from evogrpo.distributed import ProcessError
 
 
@@ -109,7 +109,9 @@ def check_token_ids(model: PreTrainedModel, ids: Sequence[int], name: str) -> No
         ValueError: If one is negative or too large.
     """
     size = vocabulary_of(model)
-    beyond = [token for token in ids if not (isinstance(token, Integral) and 0 <= token < size)]
+    for token in ids:
+        whole_number(name, token)
+    beyond = [token for token in ids if not 0 <= token < size]
     if beyond:
         raise ValueError(
             f"{name} must lie in the vocabulary of {type(model).__name__}, ids 0 to {size - 1}, got {beyond[0]!r}: the "

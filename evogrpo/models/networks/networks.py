@@ -374,7 +374,8 @@ class ModuleNetwork:
             with torch.no_grad():
                 tried = self._member(self._first, zero_observation(space))
         except Exception as error:
-            raise ValueError(f"{self.name} cannot take an observation of {space}: {error}") from error
+            kind = f"{type(space).__name__}{space.shape or ''}"
+            raise ValueError(f"{self.name} cannot take an observation of {kind}: {error}") from error
         if tuple(tried.shape) != (1, outputs):
             raise ValueError(
                 f"{self.name} must return [batch, {outputs}] for this action space, "

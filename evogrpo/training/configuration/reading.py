@@ -88,6 +88,13 @@ def _place_of(error: UnknownKeyError) -> str | None:
     return next((inside(*place) for place in passed if counterpart(error.name, [place[1]]) is not None), None)
 
 
+def setting_called(name: str) -> str | None:
+    """Return the dotted path of the setting that is called so, here or in another library, or None."""
+    own = [field.name for field in dataclasses.fields(Config)]
+    found = name if name in own else counterpart(name, own)
+    return found or _place_of(UnknownKeyError(name, "", own))
+
+
 def _sections() -> Iterator[tuple[str, Sequence[str]]]:
     """Yield the path and the keys of every section that is read without torch."""
     sections = {"hyperparameters": Hyperparameters, "schedule": Schedule, "population": PopulationConfig}
@@ -138,7 +145,7 @@ def _parsed(values: Mapping[str, Any]) -> AnyConfig:
         parsed["fitness"] = _refused("fitness", lambda: FitnessConfig.of(values["fitness"]))
     if values.get("strategy") is not None:
         given = values["strategy"]
-        strategy = {"name": given} if isinstance(given, str) else mapping(given, "strategy")
+        strategy = {"name": given} if isinstance(given, str) else mapping(given, "strategy", ("name", "its settings"))
         parsed["strategy"] = _refused("strategy", lambda: named_strategy({"name": "tournament", **strategy}))
     from evogrpo.training.kinds.registry import kind_of, parse_task
 

@@ -115,7 +115,7 @@ def build(kind: type[T], values: object, where: str) -> T:
     """
     assert dataclasses.is_dataclass(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
-    values = mapping({} if values is None else values, where)
+    values = mapping({} if values is None else values, where, fields)
     refuse_unknown_keys(values, fields, where)
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -159,10 +159,11 @@ def refuse_unknown_keys(values: Mapping[str, Any], valid: Mapping[str, Any] | Se
             raise UnknownKeyError(name, where, valid)
 
 
-def mapping(value: object, where: str) -> Mapping[str, Any]:
-    """Return a mapping with text keys, or raise ValueError naming `where`."""
+def mapping(value: object, where: str, keys: Iterable[str] = ()) -> Mapping[str, Any]:
+    """Return a mapping with text keys, or raise ValueError naming `where`, and the keys that it may have."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"{where} must be a mapping of keys to values, got {value!r:.80}")
+        known = ", ".join(keys) or "keys to values"
+        raise ValueError(f"{where} must be a mapping of {known}, got {value!r:.80}")
     return value
 
 
@@ -211,7 +212,7 @@ def _one_of(arguments: Sequence[Any], value: object, where: str) -> Any:
             errors.append(error)
     if len(errors) == 1:
         raise errors[0]
-    raise ValueError(" or ".join(str(error) for error in errors))
+    raise ValueError(" or ".join(dict.fromkeys(str(error) for error in errors)))
 
 
 def _sequence(arguments: Sequence[Any], value: object, where: str) -> tuple[Any, ...]:

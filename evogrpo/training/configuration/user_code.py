@@ -129,7 +129,10 @@ def _read_parquet(path: Path) -> Sequence[Any]:
         raise ValueError(f"reading {path} needs the package datasets: {extra_command('datasets')}") from None
     if not path.is_file():
         raise _absent(path)
-    rows: Sequence[Any] = Dataset.from_parquet(str(path))
+    try:
+        rows: Sequence[Any] = Dataset.from_parquet(str(path))
+    except Exception as error:  # of several libraries
+        raise ValueError(f"{path} is not a .parquet file that can be read: {error}") from error
     return rows
 
 

@@ -27,7 +27,7 @@ def parse_task(values: object, where: str = "task") -> TaskSection:
     Raises:
         ValueError: If the section names no task or several, or a key or a value is refused.
     """
-    section = mapping(values, where)
+    section = mapping(values, where, _TASKS)
     chosen = [key for key in _TASKS if section.get(key) is not None]
     if len(chosen) != 1:
         known = {field.name for task in _TASKS.values() for field in fields(task)}
