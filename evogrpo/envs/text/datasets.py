@@ -233,7 +233,21 @@ class QuestionGroups:
     @property
     def longest_prompt(self) -> int:
         """The most tokens of a prompt."""
-        return max(len(ids) for questions in self._splits.values() for ids in questions.prompts)
+        return self._longest[0]
+
+    @property
+    def longest_at(self) -> str:
+        """The split and the row of its dataset that the longest prompt comes from."""
+        _, split, row = self._longest
+        return f"The prompt of row {row} ({split})"
+
+    @property
+    def _longest(self) -> tuple[int, str, int]:
+        return max(
+            (len(ids), split, row)
+            for split, questions in self._splits.items()
+            for ids, row in zip(questions.prompts, questions.rows, strict=True)
+        )
 
     def at_step(self, step: int, most: int) -> None:
         """Take note of how far training has come, for reward functions that ask for the `trainer_state`."""

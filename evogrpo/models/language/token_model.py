@@ -267,11 +267,11 @@ class TokenModel(Protocol[P]):
         ...
 
 
-def check_context(context: int | None, width: int) -> None:
+def check_context(context: int | None, width: int, longest: str = "The longest prompt") -> None:
     """Refuse with a ValueError sequences of more tokens than the model's context; None = no limit."""
     if context is not None and width > context:
         raise ValueError(
-            f"The longest prompt and completion take {width} tokens, but the model's context is {context}. Lower "
+            f"{longest} and its completion take {width} tokens, but the model's context is {context}. Lower "
             "max_output_tokens, or set max_prompt_length to leave long prompts out. The config sets the context: "
             "max_position_embeddings, or original_max_position_embeddings (longrope), or floor_scale (Llama 4)."
         )

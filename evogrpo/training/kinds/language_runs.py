@@ -195,7 +195,7 @@ class LanguageKind:
         trial = _tried(env)
         check_token_ids(outline.model, [env.largest_token], "tokens of prompts")
         check_token_ids(outline.model, config.agent.eos_token_ids or (), "eos_token_ids")
-        check_context(context, env.longest_prompt + config.agent.max_output_tokens)
+        check_context(context, env.longest_prompt + config.agent.max_output_tokens, env.longest_at)
         precision = processes().led(choose_precision(config.precision, outline.model, device))
         return PreparedLanguage(
             trial=trial,
