@@ -1,6 +1,6 @@
 """An environment of two turns that an outsider might write: a digit is guessed, and told to be higher or lower first.
 
-It is built on nothing but the protocol: `GroupEnvironment` opens `Conversations`.
+It is built on nothing but the protocol: `GroupEnvironment` opens `PromptBatch`.
 """
 
 import string

@@ -41,7 +41,7 @@ SEAMS = {
     "evogrpo.models.language.loading": ("load_base", "BaseModel"),
     "evogrpo.models.bank": ("Sampler", "PolicyBank"),
     "evogrpo.models.language.token_model": ("TokenModel", "Weights"),
-    "evogrpo.envs.protocol": ("Fingerprinted", "Tried", "Paced"),
+    "evogrpo.envs.protocol": ("SupportsFingerprint", "SupportsPreflight", "SupportsProgress"),
     "evogrpo.algorithms.members.policy_set": ("Members",),
     "evogrpo.training.kinds.run_kind": ("RunKind",),
 }  # fmt: skip

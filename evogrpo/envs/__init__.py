@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 __all__ = [
     "SPLITS",
     "TASKS",
-    "Conversations",
     "Filtered",
     "GroupEnvironment",
     "HuggingFaceGym",
     "MultiTurnGym",
+    "PromptBatch",
     "RewardError",
     "Scores",
     "Split",
@@ -22,7 +22,7 @@ __all__ = [
 _HOMES = {
     "SPLITS": "protocol",
     "TASKS": "text.tasks",
-    "Conversations": "protocol",
+    "PromptBatch": "protocol",
     "Filtered": "text.splits",
     "GroupEnvironment": "protocol",
     "HuggingFaceGym": "text.huggingface_gym",
@@ -36,7 +36,7 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from evogrpo.envs.protocol import SPLITS, Conversations, GroupEnvironment, Scores, Split, deal_starts
+    from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, deal_starts
     from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
     from evogrpo.envs.text.multi_turn_gym import MultiTurnGym
     from evogrpo.envs.text.reward_functions import RewardError

@@ -14,7 +14,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, Modul
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from evogrpo.envs.protocol import Fingerprinted, GroupEnvironment
+from evogrpo.envs.protocol import GroupEnvironment, SupportsFingerprint
 from evogrpo.warnings import warn
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -239,12 +239,12 @@ def _bindings(source: str) -> dict[str, str]:
 
 def fingerprint_of(env: GroupEnvironment) -> dict[str, str] | None:
     """Return what an environment says it is; None where it cannot say."""
-    if not isinstance(env, Fingerprinted):
+    if not isinstance(env, SupportsFingerprint):
         return None
     return {str(name): str(value) for name, value in env.fingerprint().items()}
 
 
-def check_same_data(stored: Mapping[str, str] | None, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
+def check_fingerprint(stored: Mapping[str, str] | None, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
     """Refuse to go on in another environment than the run began in, or say how it differs.
 
     Args:

@@ -53,7 +53,7 @@ REPLY = ">>> "
 
 
 @runtime_checkable
-class Conversations(Protocol):
+class PromptBatch(Protocol):
     """Opened questions, about each of which any number of conversations are held and scored.
 
     Members and the environment take turns: a completion, a reply, the next completion. Where `max_turns` is 1 there is
@@ -78,7 +78,7 @@ class Conversations(Protocol):
         What is replied to a conversation depends on it alone, not on which others are asked about in the same call.
 
         Args:
-            transcripts: Conversations that wait for a reply, at most once after each completion; any order.
+            transcripts: PromptBatch that wait for a reply, at most once after each completion; any order.
 
         Returns:
             For each of them the token ids to go on after, which nobody learns from, or None where it is over.
@@ -141,13 +141,13 @@ class GroupEnvironment(Protocol):
         """Open rows at the given initial states, each in [0, size(split)); the same start may occur repeatedly.
 
         Returns:
-            `Conversations`, or for environments that are played step by step something with their `play`, such as
+            `PromptBatch`, or for environments that are played step by step something with their `play`, such as
             `evogrpo.envs.control.gymnasium_groups.StepEpisodes`.
         """
 
 
 @runtime_checkable
-class Fingerprinted(Protocol):
+class SupportsFingerprint(Protocol):
     """A group environment that can say what it is, so that a run goes on only where it began."""
 
     def fingerprint(self) -> Mapping[str, str]:
@@ -168,15 +168,15 @@ class Excluding(Protocol):
 
 
 @runtime_checkable
-class Paced(Protocol):
+class SupportsProgress(Protocol):
     """A group environment whose rewards may depend on how far training has come."""
 
-    def at_step(self, step: int, most: int) -> None:
+    def set_progress(self, step: int, most: int) -> None:
         """Take note of how many learning steps were taken, of how many in all; 0 where that is not known."""
 
 
 @runtime_checkable
-class Tried(Protocol):
+class SupportsPreflight(Protocol):
     """A group environment that can try what the user has given it before a run does anything expensive."""
 
     def preflight(self) -> object:

@@ -11,7 +11,7 @@ from torch import nn
 from evogrpo.algorithms.agent import Agent
 from evogrpo.algorithms.population import Population
 from evogrpo.config.checks import lists_options, refuse_unknown
-from evogrpo.envs.protocol import GroupEnvironment, Tried
+from evogrpo.envs.protocol import GroupEnvironment, SupportsPreflight
 from evogrpo.evolution.fitness import FitnessBy, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
 from evogrpo.evolution.strategies import Strategy, Tournament
@@ -100,7 +100,7 @@ def evolve(
     measured = FitnessConfig.of(fitness)
     chosen = Tournament() if strategy is None else chosen_strategy(strategy)
     _check_memory(population, env, planned, chosen, shared, allowed=allow_memory)
-    if isinstance(env, Tried):
+    if isinstance(env, SupportsPreflight):
         env.preflight()
     run = Evolution(
         population,

@@ -15,7 +15,7 @@ from evogrpo.algorithms.multi_agent import algorithm_class
 from evogrpo.algorithms.population import KeptStates, Population
 from evogrpo.config.checks import declared_fields, unknown_name_error
 from evogrpo.distributed import processes
-from evogrpo.envs.fingerprint import check_same_data
+from evogrpo.envs.fingerprint import check_fingerprint
 from evogrpo.envs.protocol import GroupEnvironment
 from evogrpo.evolution.fitness import Fitness, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience, shared_experience
@@ -69,13 +69,13 @@ class Saved:
         return shared
 
     def check_data(self, env: GroupEnvironment, *, allowed: bool) -> tuple[str, ...]:
-        """Refuse to go on in another environment than the run began in, or say how it differs; see `check_same_data`.
+        """Refuse to go on in another environment than the run began in, or say how it differs; see `check_fingerprint`.
 
         Before anything was measured, nothing could be compared with it.
         """
         if self.record["progress"]["baseline"] is None:
             return ()
-        return check_same_data(self.record["data"], env, allowed=allowed)
+        return check_fingerprint(self.record["data"], env, allowed=allowed)
 
     @property
     def schedule(self) -> Schedule:

@@ -1,6 +1,6 @@
 """What every GroupEnvironment promises: subclass the test case of its kind, say how to build one, inherit every test.
 
-`AskedEnvironmentTestCase` is for environments that open `Conversations`, which language models hold;
+`AskedEnvironmentTestCase` is for environments that open `PromptBatch`, which language models hold;
 `PlayedEnvironmentTestCase` for those that are played step by step, with `SoloEnvironmentTestCase` where `play` returns
 `Played` and `JointEnvironmentTestCase` where it returns `JointPlayed`.
 """
@@ -19,7 +19,7 @@ from evogrpo.envs.control.action_noise import AgentDraws, StepDraws
 from evogrpo.envs.control.actions import mask_sizes
 from evogrpo.envs.control.observations import flatten
 from evogrpo.envs.control.policy_mapping import assign
-from evogrpo.envs.protocol import SPLITS, Conversations, Fingerprinted, GroupEnvironment, Scores, Split
+from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Scores, Split, SupportsFingerprint
 from evogrpo.randomness import generator
 from tests.envs.actors import Scrambler
 
@@ -81,7 +81,7 @@ class GroupEnvironmentTestCase(ABC):
         assert len({self.make_env(seed).deal(0, 8, 8) for seed in range(4)}) > 1
 
     def test_a_fingerprint_tells_environments_apart_and_equal_ones_have_the_same(self, env):
-        if not isinstance(env, Fingerprinted):
+        if not isinstance(env, SupportsFingerprint):
             pytest.skip("it has no fingerprint(), so nothing is compared when a run is resumed")
         told = dict(env.fingerprint())
         assert told
@@ -113,7 +113,7 @@ class GroupEnvironmentTestCase(ABC):
 
 
 class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
-    """The contract of environments that open `Conversations`. What is said should make the environment reply."""
+    """The contract of environments that open `PromptBatch`. What is said should make the environment reply."""
 
     @abstractmethod
     def say(self, env: Any, rng: np.random.Generator) -> Sequence[int]:
@@ -126,7 +126,7 @@ class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
     def hold(
         self,
         env: Any,
-        opened: Conversations,
+        opened: PromptBatch,
         start_of_row: Sequence[int],
         rows: Sequence[int],
         *,
@@ -161,7 +161,7 @@ class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
                     break
         return held
 
-    def held(self, env: Any) -> tuple[Conversations, list[Conversation]]:
+    def held(self, env: Any) -> tuple[PromptBatch, list[Conversation]]:
         """Open starts and hold three conversations about each."""
         opened = env.open("train", range(4))
         start_of_row = [start for start in range(4) for _ in range(3)]
@@ -170,7 +170,7 @@ class AskedEnvironmentTestCase(GroupEnvironmentTestCase):
 
     def test_prompts_are_token_ids_and_questions_words(self, env):
         opened = env.open("train", self.looked_at(env, "train"))
-        assert isinstance(opened, Conversations)
+        assert isinstance(opened, PromptBatch)
         assert len(opened.prompts) == len(opened.questions) == len(self.looked_at(env, "train"))
         assert all(len(prompt) > 0 and all(isinstance(token, int) for token in prompt) for prompt in opened.prompts)
         assert all(tuple(prompt) in env.observation_space for prompt in opened.prompts)

@@ -10,18 +10,18 @@ import time
 import numpy as np
 import pytest
 
-from evogrpo.envs.text.reward_functions import Answers, RewardError, make_rewards, make_runner
-from evogrpo.envs.text.scoring import evaluate
+from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_reward_runner, make_rewards
+from evogrpo.envs.text.scoring import compute_rewards
 
 
 def earned(*functions, texts=("a", "bb"), form="trl", timeout=None, on_error="raise", times=1):
     rewards = make_rewards(None, list(functions), None) if form == "trl" else make_rewards(*functions, None, None)
-    runner = make_runner(rewards, timeout, None)
+    runner = make_reward_runner(rewards, timeout, None)
     rows = [{"prompt": "p", "question": "q", "answer": "a"}] * len(texts)
-    given = Answers(rows=rows, texts=texts, token_ids=[[1]] * len(texts))
+    given = RewardInputs(rows=rows, texts=texts, token_ids=[[1]] * len(texts))
     try:
         for _ in range(times):
-            result = evaluate(rewards, given, on_error, runner)
+            result = compute_rewards(rewards, given, on_error, runner)
         return result
     finally:
         runner.close()

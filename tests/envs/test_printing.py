@@ -10,7 +10,7 @@ from rich.live import Live
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.text.reward_calls import LONGEST_LINE, pass_on, visible, visible_prints
+from evogrpo.envs.text.reward_calls import MAX_LINE_LENGTH, escaped_prints, forward_output, visible
 from tests.envs.conftest import build
 from tests.envs.test_conversations import CLOSED
 
@@ -91,16 +91,16 @@ def test_replies_are_visible_text_too(capsys):
 
 @pytest.mark.parametrize("ending", ["", "\n"])
 def test_what_another_process_prints_is_visible_text(capsys, tmp_path, ending):
-    text = f"héllo {STEERING[:-1]}\nsecond {'x' * (2 * LONGEST_LINE)}{ending}"
+    text = f"héllo {STEERING[:-1]}\nsecond {'x' * (2 * MAX_LINE_LENGTH)}{ending}"
     (tmp_path / "printed").write_bytes(text.encode())
-    pass_on((tmp_path / "printed").open("rb", buffering=0))
+    forward_output((tmp_path / "printed").open("rb", buffering=0))
     assert capsys.readouterr().err == visible(text)
 
 
 def test_a_stream_that_cannot_write_a_letter_gets_its_number():
     raw = io.BytesIO()
     target = io.TextIOWrapper(raw, encoding="ascii")
-    with contextlib.redirect_stdout(target), visible_prints():
+    with contextlib.redirect_stdout(target), escaped_prints():
         print("é")
     target.flush()
     assert raw.getvalue() == b"\\xe9\n"

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from evogrpo.envs.text.reward_functions import Answers, RewardError, make_rewards
-from evogrpo.envs.text.scoring import evaluate
+from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
+from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.step_rewards import StepRewards
 from evogrpo.envs.text.verifier_worker import plain
 
@@ -20,11 +20,11 @@ TEXT_ROWS = [{"prompt": "p", "level": 1}, {"prompt": "q", "level": 2}]
 
 
 def answers(texts=("one", "two"), rows=TEXT_ROWS):
-    return Answers(rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts])
+    return RewardInputs(rows=rows, texts=texts, token_ids=[[ord(c) for c in text] for text in texts])
 
 
 def trl(function, *more, weights=None, on_error="raise", **given):
-    return evaluate(make_rewards(None, [function, *more], weights), answers(**given), on_error)
+    return compute_rewards(make_rewards(None, [function, *more], weights), answers(**given), on_error)
 
 
 def returning(value):
@@ -69,7 +69,7 @@ def test_agilerl_functions_see_completion_answer_question_in_this_order():
     (reward,) = make_rewards(
         lambda completion, answer, question: float((completion, answer, question) == ("b", "b", "b?")), None, None
     )
-    assert evaluate([reward], answers(("b", "b"), rows), "raise").rewards.tolist() == [0.0, 1.0]
+    assert compute_rewards([reward], answers(("b", "b"), rows), "raise").rewards.tolist() == [0.0, 1.0]
 
 
 def test_weights_multiply_and_none_is_left_out():
@@ -144,7 +144,7 @@ def test_an_exception_in_the_row_form_names_the_completion():
     rows = [{"question": "", "answer": "7"}, {"question": "", "answer": "7"}]
     (reward,) = make_rewards(lambda completion, answer, question: float(int(completion) == int(answer)), None, None)
     with pytest.raises(RewardError, match=r"raised ValueError.*for the completion 'seven'"):
-        evaluate([reward], answers(("7", "seven"), rows), "raise")
+        compute_rewards([reward], answers(("7", "seven"), rows), "raise")
 
 
 def test_completions_are_shown_escaped_and_short():
@@ -274,9 +274,9 @@ def test_whatever_comes_out_of_a_function_is_a_reward_error(case, plain_function
     function = odd if plain_function else waiting
     rewards, given = make_rewards(function, None, None), answers(("x",), [{"question": "q", "answer": "a"}])
     with pytest.raises(RewardError, match=re.escape(message)):
-        evaluate(rewards, given, "raise")
+        compute_rewards(rewards, given, "raise")
     with pytest.warns(UserWarning, match="1 of 1 completions excluded"):
-        earned = evaluate(rewards, given, "exclude")
+        earned = compute_rewards(rewards, given, "exclude")
     assert np.isnan(earned.rewards).all()
     plain(make())  # what a worker process would send back is JSON
     json.dumps(plain(make()))

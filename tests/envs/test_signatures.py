@@ -10,8 +10,8 @@ from transformers import TrainerState
 
 from evogrpo import HuggingFaceGym
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.text.reward_functions import Answers, RewardError, make_rewards
-from evogrpo.envs.text.scoring import evaluate
+from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_rewards
+from evogrpo.envs.text.scoring import compute_rewards
 from tests.envs.verifier_functions import single
 
 QA = [{"question": f"{n}?", "answer": str(n)} for n in range(12)]
@@ -26,8 +26,8 @@ def defined(parameters, body="return 1.0", **scope):
 
 def asked(function):
     """Return what a function of AgileRL's form is given."""
-    answers = Answers(rows=[{"question": "q", "answer": "a"}], texts=["c"], token_ids=[[1]])
-    return evaluate(make_rewards(function, None, None), answers, "raise")
+    answers = RewardInputs(rows=[{"question": "q", "answer": "a"}], texts=["c"], token_ids=[[1]])
+    return compute_rewards(make_rewards(function, None, None), answers, "raise")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_training_offers_goes_to_those_that_ask(plain_tokenizer):
         return [0.0 for _ in completions]
 
     env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=[wants, takes_all, narrow])
-    env.at_step(7, 20)
+    env.set_progress(7, 20)
     ids = plain_tokenizer(["ab", "c", "def"])["input_ids"]
     scores = env.open("train", [0, 1]).score(single_turn_conversations([0, 1, 1], ids))
     offered = {"trainer_state", "log_extra", "log_metric"}
@@ -141,7 +141,7 @@ def test_what_cannot_be_logged_is_refused(plain_tokenizer, name, value):
         return [0.0 for _ in completions]
 
     env = HuggingFaceGym(PROMPTS, None, plain_tokenizer, reward_funcs=reward)
-    with pytest.raises(RewardError, match="log_metric takes"):
+    with pytest.raises(RewardError, match="log_metric"):
         env.preflight()
 
 

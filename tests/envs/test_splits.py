@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from evogrpo.envs.protocol import SPLITS
 from evogrpo.envs.text.datasets import check_table
-from evogrpo.envs.text.splits import HELD_OUT, RESERVE, Content, Filtered, Tokenized, make_splits
+from evogrpo.envs.text.splits import HELD_OUT_FRACTION, RESERVE_FACTOR, Filtered, RowHashes, Tokenized, make_splits
 
 NONE = {"validation": None, "test": None}
 
@@ -23,7 +23,7 @@ def rows(*questions):
 def tokens(split, table):
     return Tokenized(
         prompts=[array("i", map(ord, row["question"])) for row in table],
-        contents=[Content.of(row["question"], row) for row in table],
+        contents=[RowHashes.of(row["question"], row) for row in table],
     )
 
 
@@ -78,8 +78,8 @@ def test_each_reason_is_counted_once_and_told_once():
 def test_validation_is_drawn_from_train_and_never_from_test():
     tables = {"train": rows(*map(str, range(50))), "test": rows("x", "y")}
     parts, _ = split(tables)
-    places = [content.place(0) for content in (Content.of(str(n), {}) for n in range(50))]
-    drawn = sum(place > 1 - HELD_OUT for place in places)  # a fifth, give or take
+    places = [content.place(0) for content in (RowHashes.of(str(n), {}) for n in range(50))]
+    drawn = sum(place > 1 - HELD_OUT_FRACTION for place in places)  # a fifth, give or take
     assert 5 <= drawn <= 15
     assert {name: len(part.rows) for name, part in parts.items()} == {
         "train": 50 - drawn,
@@ -112,12 +112,12 @@ def test_rows_that_are_added_move_no_question_between_splits(first, added, sizes
     assert {home.get(question, "train") for question in questions(before["train"])} == {"train"}
     for name in ("validation", "test"):
         # By its place; where there is none within reach, the one that comes nearest is taken.
-        held = [question for question in questions(before[name]) if depth(name, question) < HELD_OUT]
+        held = [question for question in questions(before[name]) if depth(name, question) < HELD_OUT_FRACTION]
         assert {home.get(question, name) for question in held if sizes[name] is None} <= {name}
 
 
 def depth(name, question):
-    place = Content.of(question, {}).place(0)
+    place = RowHashes.of(question, {}).place(0)
     return place if name == "test" else 1 - place
 
 
@@ -126,8 +126,8 @@ def test_what_is_next_in_line_for_a_held_out_split_is_not_trained_on(more):
     sizes = {"validation": 20, "test": 20}
     before, filtered = split({"train": rows(*map(str, range(1000)))}, sizes=sizes)
     after, _ = split({"train": rows(*map(str, range(1000 + more)))}, sizes=sizes)
-    assert filtered["train"].reserve == 2 * (RESERVE - 1) * 20
-    assert len(before["train"].rows) == 1000 - 2 * RESERVE * 20
+    assert filtered["train"].reserve == 2 * (RESERVE_FACTOR - 1) * 20
+    assert len(before["train"].rows) == 1000 - 2 * RESERVE_FACTOR * 20
     trained = set(questions(after["train"]))
     for name, other in (("validation", "test"), ("test", "validation")):
         assert trained.isdisjoint(questions(before[name]))

@@ -10,7 +10,7 @@ import pytest
 
 from evogrpo import HuggingFaceGym, MultiTurnGym
 from evogrpo.envs.protocol import SPLITS
-from evogrpo.envs.text.datasets import split_tables
+from evogrpo.envs.text.datasets import tables_by_split
 
 ROWS = [{"question": f"{n}?", "answer": n, "hint": None if n % 2 else [n, n + 1]} for n in range(20)]
 SIZES = {"validation_size": 2, "test_size": 3}
@@ -78,9 +78,9 @@ def test_what_a_frame_lacks_is_missing_and_refused_with_its_row(tokenizer):
     frame = pd.DataFrame([*ROWS[:5], {"answer": 3}])
     with pytest.raises(ValueError, match="row 5 of train_dataset must have a question, got None"):
         HuggingFaceGym(frame, None, tokenizer, reward_fn=reward)
-    ((first, second),) = [split_tables(pd.DataFrame({"x": [1.5, math.nan]}), None, None)["train"]]
+    ((first, second),) = [tables_by_split(pd.DataFrame({"x": [1.5, math.nan]}), None, None)["train"]]
     assert (first, second) == ({"x": 1.5}, {"x": None})
-    (row,) = split_tables(pd.DataFrame({"x": [np.array([[1, 2]])]}), None, None)["train"]
+    (row,) = tables_by_split(pd.DataFrame({"x": [np.array([[1, 2]])]}), None, None)["train"]
     assert row == {"x": [[1, 2]]}
 
 

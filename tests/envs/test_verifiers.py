@@ -17,8 +17,8 @@ import pytest
 
 from evogrpo.data.rollout import single_turn_conversations
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.text.reward_functions import Answers, RewardError, make_rewards, make_runner
-from evogrpo.envs.text.scoring import evaluate
+from evogrpo.envs.text.reward_functions import RewardError, RewardInputs, make_reward_runner, make_rewards
+from evogrpo.envs.text.scoring import compute_rewards
 from evogrpo.envs.text.verifier_pool import VerifierPool
 from evogrpo.training.configuration.user_code import load_named
 from tests.envs import verifier_functions as functions
@@ -32,14 +32,14 @@ class Verified:
 
     def __init__(self, *given, form="trl", timeout=None, workers=2):
         self.rewards = make_rewards(None, list(given), None) if form == "trl" else make_rewards(*given, None, None)
-        self.runner = make_runner(self.rewards, timeout, workers)
+        self.runner = make_reward_runner(self.rewards, timeout, workers)
         assert isinstance(self.runner, VerifierPool)
         self.runner.check()
 
     def __call__(self, *texts, on_error="raise", columns=None):
         rows = [{"prompt": "p", "question": "q", "answer": "a", **(columns or {})}] * len(texts)
-        given = Answers(rows=rows, texts=texts, token_ids=[[1, 2]] * len(texts))
-        return evaluate(self.rewards, given, on_error, self.runner)
+        given = RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * len(texts))
+        return compute_rewards(self.rewards, given, on_error, self.runner)
 
 
 @pytest.fixture
@@ -76,8 +76,10 @@ def test_every_kind_of_reward_survives_the_journey(verified):
     texts = [str(number) for number in range(len(functions.KINDS))]
     earned = verified(functions.kinds)(*texts)
     rows = [{"prompt": "p"}] * len(texts)
-    here = evaluate(
-        make_rewards(None, [functions.kinds], None), Answers(rows=rows, texts=texts, token_ids=[[1, 2]] * 8), "raise"
+    here = compute_rewards(
+        make_rewards(None, [functions.kinds], None),
+        RewardInputs(rows=rows, texts=texts, token_ids=[[1, 2]] * 8),
+        "raise",
     )
     np.testing.assert_array_equal(earned.rewards, here.rewards)
     assert earned.steps == here.steps
@@ -252,7 +254,7 @@ def test_functions_that_no_other_process_can_find_are_refused_up_front():
 
     for function in (inner, lambda **_: [], functools.partial(inner)):
         with pytest.raises(ValueError, match=r"cannot be sent to a worker process .*at the top level of a module"):
-            make_runner(make_rewards(None, [function], None), None, 1)
+            make_reward_runner(make_rewards(None, [function], None), None, 1)
 
 
 def test_functions_of_a_file_are_found_again(verified, tmp_path):
@@ -304,15 +306,15 @@ def test_columns_that_cannot_be_sent_are_reported(verified):
 )
 def test_settings_that_cannot_work_are_refused(function, timeout, workers, message):
     with pytest.raises(ValueError, match=message):
-        make_runner(make_rewards(None, [function], None), timeout, workers)
+        make_reward_runner(make_rewards(None, [function], None), timeout, workers)
 
 
 def test_a_timeout_brings_workers_for_functions_that_cannot_be_stopped_otherwise():
-    runner = make_runner(make_rewards(None, [functions.batched], None), 5.0, None)
+    runner = make_reward_runner(make_rewards(None, [functions.batched], None), 5.0, None)
     assert isinstance(runner, VerifierPool)
     runner.close()
     for function, timeout in ((functions.batched, None), (functions.patient, 5.0)):
-        runner = make_runner(make_rewards(None, [function], None), timeout, None)
+        runner = make_reward_runner(make_rewards(None, [function], None), timeout, None)
         assert not isinstance(runner, VerifierPool)
         runner.close()
 
@@ -351,8 +353,8 @@ PROGRAM = """
 import os, signal, sys, time, warnings
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs the tests may ignore Ctrl-C, which is inherited
 from evogrpo.envs import HuggingFaceGym
-from evogrpo.envs.text.reward_functions import Answers, make_rewards, make_runner
-from evogrpo.envs.text.scoring import evaluate
+from evogrpo.envs.text.reward_functions import RewardInputs, make_rewards, make_reward_runner
+from evogrpo.envs.text.scoring import compute_rewards
 
 def reward(completions, **_):
     if completions[0] == "hang":
@@ -362,10 +364,10 @@ def reward(completions, **_):
 
 def main(text, timeout):
     rewards = make_rewards(None, [reward], None)
-    runner = make_runner(rewards, timeout, 1)
+    runner = make_reward_runner(rewards, timeout, 1)
     runner.check()
-    given = Answers(rows=[{"prompt": "p"}], texts=[text], token_ids=[[1]])
-    print(evaluate(rewards, given, "raise", runner).rewards.tolist(), flush=True)
+    given = RewardInputs(rows=[{"prompt": "p"}], texts=[text], token_ids=[[1]])
+    print(compute_rewards(rewards, given, "raise", runner).rewards.tolist(), flush=True)
 """
 
 

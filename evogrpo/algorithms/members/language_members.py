@@ -36,7 +36,7 @@ from evogrpo.algorithms.rollout.multi_turn import Conversed, converse
 from evogrpo.algorithms.rollout.requests import HELD_OUT, Answered, Asked, Collected, Observed, Wanted
 from evogrpo.config.search_space import HyperparameterConfig
 from evogrpo.data import Experience, SamplingBatch
-from evogrpo.envs.protocol import Conversations, GroupEnvironment, Scores, Split
+from evogrpo.envs.protocol import GroupEnvironment, PromptBatch, Scores, Split
 from evogrpo.models.bank import Sampler
 from evogrpo.models.devices import USUAL_TOKENS
 from evogrpo.models.language.adapter_files import StoredAdapter
@@ -189,9 +189,9 @@ class LanguageMembers:
         at = getattr(env, "longest_at", "The longest prompt")
         check_context(self.bank.base.context, longest + self.settings.max_output_tokens, at)
 
-    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> Conversations:
+    def _open(self, env: Any, split: Split, starts: Sequence[int]) -> PromptBatch:
         opened = env.open(split, starts)
-        if not isinstance(opened, Conversations):
+        if not isinstance(opened, PromptBatch):
             raise ValueError(
                 f"language models answer prompts, but {type(env).__name__} is played step by step: use HuggingFaceGym, "
                 "or make members for it with its observation_space and action_space and without a language model"
@@ -273,12 +273,12 @@ class LanguageMembers:
         ]
         return torch.from_numpy(np.concatenate(parts)).repeat(len(asked.slots), 1)
 
-    def _scored(self, opened: Conversations, conversed: Conversed) -> Scores:
+    def _scored(self, opened: PromptBatch, conversed: Conversed) -> Scores:
         """Let the environment reward what was said."""
         Tally("rewarding", len(conversed.transcripts), "completions")
         return opened.score(conversed.transcripts)
 
-    def _room(self, opened: Conversations) -> int | None:
+    def _room(self, opened: PromptBatch) -> int | None:
         """Return the most tokens after a prompt: what the settings allow and the model's context leaves."""
         bounds = [self.settings.max_episode_tokens]
         if self.bank.base.context is not None:
@@ -295,7 +295,7 @@ class LanguageMembers:
         return self.sampler
 
     def _rows(
-        self, opened: Conversations, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
+        self, opened: PromptBatch, start_ids: Tensor, member_ids: Tensor, temperature: Tensor, uniforms: Tensor
     ) -> SamplingBatch:
         return SamplingBatch(
             prompts=tuple(tuple(map(int, prompt)) for prompt in opened.prompts),

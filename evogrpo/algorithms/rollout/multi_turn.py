@@ -10,7 +10,7 @@ from torch import Tensor
 
 from evogrpo.data import Conversation, Rollout, SamplingBatch
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.protocol import Beforehand, Conversations
+from evogrpo.envs.protocol import Beforehand, PromptBatch
 from evogrpo.finished import heard_by
 from evogrpo.models.bank import Sampler
 
@@ -43,7 +43,7 @@ class Handover:
 
 @dataclass(frozen=True, kw_only=True)
 class Conversed:
-    """Conversations in the order of their rows.
+    """PromptBatch in the order of their rows.
 
     Attributes:
         rollout: `[n, t]` everything after the prompts; what was heard is present, but does not count as action. A
@@ -81,7 +81,7 @@ class _Talk:
 
 def converse(
     sampler: Sampler,
-    opened: Conversations,
+    opened: PromptBatch,
     rows: SamplingBatch,
     *,
     draws: Callable[[int], Tensor | None],
@@ -141,7 +141,7 @@ def converse(
 
 
 @contextmanager
-def _handed_over(opened: Conversations, rows: SamplingBatch) -> Iterator[None]:
+def _handed_over(opened: PromptBatch, rows: SamplingBatch) -> Iterator[None]:
     """Let whole groups be rewarded from when they are finished, where somebody can do that meanwhile."""
     if not (isinstance(opened, Beforehand) and opened.begins):
         yield
@@ -169,7 +169,7 @@ def _record(talks: Sequence[_Talk], speaking: Sequence[int], said: Rollout) -> N
 
 
 def _answered(
-    opened: Conversations, rows: SamplingBatch, talks: Sequence[_Talk], waiting: Sequence[int], room: int | None
+    opened: PromptBatch, rows: SamplingBatch, talks: Sequence[_Talk], waiting: Sequence[int], room: int | None
 ) -> list[int]:
     """Ask for replies, and return the rows that go on: those that got one and have room for a further turn."""
     if not waiting:

@@ -99,7 +99,7 @@ class SeededGroups(ABC):
         return self._starts.size(split)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return which starts there are and in which environment; see `evogrpo.envs.protocol.Fingerprinted`."""
+        """Return which starts there are and in which environment; see `evogrpo.envs.protocol.SupportsFingerprint`."""
         sizes = {f"{split} starts": str(self.size(split)) for split in SPLITS}
         return {**sizes, "seed": str(self.seed), **self._identity()}
 

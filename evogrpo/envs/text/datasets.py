@@ -10,9 +10,16 @@ import gymnasium
 from evogrpo.config.checks import refuse_unknown, whole_between, whole_number
 from evogrpo.envs.fingerprint import canonical, code_hash, short_hash
 from evogrpo.envs.protocol import SPLITS, Split, deal_starts
-from evogrpo.envs.text.reward_functions import Advance, Answers, Logged, OnRewardError, Reward, make_runner
-from evogrpo.envs.text.scoring import MADE_UP, Preflight, tried
-from evogrpo.envs.text.splits import Content, Questions, Table, Tokenized, make_splits
+from evogrpo.envs.text.reward_functions import (
+    OnRewardError,
+    Reward,
+    RewardInputs,
+    RewardLog,
+    TrainingProgress,
+    make_reward_runner,
+)
+from evogrpo.envs.text.scoring import SAMPLE_COMPLETIONS, Preflight, try_rewards
+from evogrpo.envs.text.splits import PromptSplit, RowHashes, Table, Tokenized, make_splits
 from evogrpo.envs.text.templates import (
     Message,
     Options,
@@ -29,7 +36,7 @@ AnyTable = Any
 """A `datasets.Dataset`, a data frame of pandas or polars, a table of pyarrow, or any sequence of mappings."""
 
 
-def split_tables(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
+def tables_by_split(train: Any, validation: Any, test: Any) -> dict[Split, Any]:
     """Return the dataset of each split, as rows by number; None where it is not given.
 
     Args:
@@ -120,8 +127,8 @@ TEMPLATE_OPTIONS = "chat_template_kwargs"
 """The column in which a row may bring keyword arguments of the chat template of its own, as in TRL."""
 
 
-class QuestionGroups:
-    """Questions of a dataset and reward functions; subclasses say what is opened at them.
+class PromptEnvironment:
+    """PromptSplit of a dataset and reward functions; subclasses say what is opened at them.
 
     Args:
         tables: The given datasets; "train" is required.
@@ -134,7 +141,7 @@ class QuestionGroups:
         max_prompt_length: Longest prompt used, in tokens; None keeps all.
         on_reward_error: "raise" or "exclude".
         reward_timeout: Seconds that one call of a reward function may take; None = no limit.
-        reward_workers: Processes in which rewards are computed; see `make_runner`.
+        reward_workers: Processes in which rewards are computed; see `make_reward_runner`.
         seed: Seed of the training order and of drawn splits.
 
     Raises:
@@ -174,10 +181,10 @@ class QuestionGroups:
         self._on_reward_error: OnRewardError = on_reward_error
         self._rewards, self._template, self._columns = rewards, template, tuple(columns)
         self._options = check_options(chat_template_kwargs, TEMPLATE_OPTIONS)
-        self._runner = make_runner(rewards, reward_timeout, reward_workers)
+        self._runner = make_reward_runner(rewards, reward_timeout, reward_workers)
         for reward in rewards:
             reward.check_here(here=self._runner.here)
-        self._pace = Advance()
+        self._pace = TrainingProgress()
         given = {split: table for split, table in tables.items() if table is not None}
         for split, table in given.items():
             present = check_table(table, self._columns, f"{split}_dataset")
@@ -209,7 +216,7 @@ class QuestionGroups:
         return deal_starts(self.seed, self.size("train"), step, count, block)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return what the questions, the prompts and the reward functions are; see `Fingerprinted`."""
+        """Return what the questions, the prompts and the reward functions are; see `SupportsFingerprint`."""
         told = {f"{split} questions": _identity(self._splits[split]) for split in SPLITS}
         for reward in self._rewards:
             told[f"reward {reward.name}"] = f"weight {reward.weight:g}, code {code_hash(reward.function)}"
@@ -249,7 +256,7 @@ class QuestionGroups:
             for ids, row in zip(questions.prompts, questions.rows, strict=True)
         )
 
-    def at_step(self, step: int, most: int) -> None:
+    def set_progress(self, step: int, most: int) -> None:
         """Take note of how far training has come, for reward functions that ask for the `trainer_state`."""
         self._pace.step, self._pace.most = step, most
 
@@ -263,16 +270,16 @@ class QuestionGroups:
         """
         questions = self._splits["train"]
         row, prompt = questions.table[questions.rows[0]], questions.prompts[0].tolist()
-        answers = Answers(
+        answers = RewardInputs(
             rows=[row, row],
-            texts=list(MADE_UP),
-            token_ids=self.tokenizer(list(MADE_UP), add_special_tokens=False)["input_ids"],
-            training=Logged().offered(self._pace, here=self._runner.here) if self._rewards[0].batched else {},
+            texts=list(SAMPLE_COMPLETIONS),
+            token_ids=self.tokenizer(list(SAMPLE_COMPLETIONS), add_special_tokens=False)["input_ids"],
+            training=RewardLog().offered(self._pace, here=self._runner.here) if self._rewards[0].batched else {},
         )
         return Preflight(
             prompt=str(self.tokenizer.decode(prompt)),
             tokens=tuple(prompt),
-            rewards=tried(self._rewards, answers, self._on_reward_error, self._runner),
+            rewards=try_rewards(self._rewards, answers, self._on_reward_error, self._runner),
         )
 
     def close(self) -> None:
@@ -280,7 +287,7 @@ class QuestionGroups:
         self._runner.close()
 
     def _opened(self, split: Split, starts: Sequence[int]) -> dict[str, Any]:
-        """Return the fields of `OpenedPrompts` for questions of a split, or say which does not exist."""
+        """Return the fields of `SingleTurnBatch` for questions of a split, or say which does not exist."""
         if split not in SPLITS:
             raise ValueError(f"split must be one of {list(SPLITS)}, got {split!r}")
         questions = self._splits[split]
@@ -298,11 +305,11 @@ class QuestionGroups:
         }
 
     def _tokens(self, split: Split, table: Table) -> Tokenized:
-        contents: list[Content] = []
+        contents: list[RowHashes] = []
         prompts = tokenize(self._prompts(table, f"{split}_dataset", contents), self.tokenizer, f"{split}_dataset")
         return Tokenized(prompts=prompts, contents=contents)
 
-    def _prompts(self, table: Table, where: str, contents: list[Content]) -> Iterator[tuple[Prompt, Options]]:
+    def _prompts(self, table: Table, where: str, contents: list[RowHashes]) -> Iterator[tuple[Prompt, Options]]:
         """Yield the prompts of a table's rows and how to render them; notes what the rows hold on the way."""
         columns, asks = set(table[0]), self._columns[0]
         for number in range(len(table)):
@@ -321,7 +328,7 @@ class QuestionGroups:
                     raise ValueError(
                         f"row {number} of {where} must have an answer, got {row[name]!r}: leave the row out"
                     )
-            contents.append(Content.of(asked, row))
+            contents.append(RowHashes.of(asked, row))
             yield self._prompt(row, f"prompt {number} of {where}"), self._template_options(row, number, where)
 
     def _prompt(self, row: Mapping[str, Any], where: str) -> Prompt:
@@ -347,6 +354,6 @@ def _missing(value: object) -> bool:
     return value is None or blank or (isinstance(value, float) and math.isnan(value))
 
 
-def _identity(questions: Questions) -> str:
+def _identity(questions: PromptSplit) -> str:
     """Return how many questions there are and what they hold, in their order."""
     return f"{len(questions.rows)}, content {short_hash(*(content.row for content in questions.contents))}"

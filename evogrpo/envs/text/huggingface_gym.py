@@ -12,10 +12,10 @@ from torch import Tensor
 
 from evogrpo.config.checks import names_unknown, whole_between, whole_number
 from evogrpo.data.rollout import single_turn_conversations
-from evogrpo.envs.protocol import SPLITS, Conversations, GroupEnvironment, Paced, Split, deal_starts
-from evogrpo.envs.text.datasets import AnyTable, QuestionGroups, split_tables
-from evogrpo.envs.text.prompt_batch import OpenedPrompts
-from evogrpo.envs.text.reasoning import reasoning_tables
+from evogrpo.envs.protocol import SPLITS, GroupEnvironment, PromptBatch, Split, SupportsProgress, deal_starts
+from evogrpo.envs.text.datasets import AnyTable, PromptEnvironment, tables_by_split
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.envs.text.reasoning import reasoning_gym_tables
 from evogrpo.envs.text.reward_functions import OnRewardError, RewardFn, RewardFunc, make_rewards
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_template
 
@@ -31,7 +31,7 @@ class _Place:
     seed: int
     step: int = 0
     starts: tuple[int, ...] = ()
-    opened: Conversations | None = None
+    opened: PromptBatch | None = None
 
 
 class Facade:
@@ -121,8 +121,8 @@ class Facade:
             for row in group.tolist()
         ]
         shape = (len(opened.prompts), group_size)
-        if isinstance(self._environment, Paced) and self.split == "train":
-            self._environment.at_step(self._place.step, 0)
+        if isinstance(self._environment, SupportsProgress) and self.split == "train":
+            self._environment.set_progress(self._place.step, 0)
         scores = opened.score(single_turn_conversations([n // group_size for n in range(len(rows))], rows))
         texts = [list(scores.completions[i * group_size : (i + 1) * group_size]) for i in range(shape[0])]
         self._place = self._opened(replace(self._place, step=self._place.step + 1))
@@ -186,7 +186,7 @@ class Facade:
         return completion
 
 
-class HuggingFaceGym(QuestionGroups):
+class HuggingFaceGym(PromptEnvironment):
     """A prompt dataset and reward functions as an environment: one completion answers one prompt.
 
     Rewards come in exactly one of two forms. AgileRL's: columns `question` and `answer`, and
@@ -211,14 +211,14 @@ class HuggingFaceGym(QuestionGroups):
     Args:
         train_dataset: A `datasets.Dataset`, a data frame (pandas, polars) or any sequence of mappings with the same
             keys; or several by split, "train" and perhaps "validation" and "test", such as a `datasets.DatasetDict`.
-        test_dataset: Questions for the final report; None draws them from the training dataset.
+        test_dataset: PromptSplit for the final report; None draws them from the training dataset.
         tokenizer: A transformers tokenizer; with a chat template where prompts are messages.
         reward_fn: Reward in AgileRL's form.
         reward_funcs: One or several rewards in TRL's form.
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
         conversation_template: Messages with the fields {question} and {answer}, for AgileRL's form. None asks the
             question as the one user message, or as plain text where the tokenizer has no chat template.
-        validation_dataset: Questions for selection; None draws them from the training dataset.
+        validation_dataset: PromptSplit for selection; None draws them from the training dataset.
         validation_size: How many to draw; None means 64, or a fifth of the training questions if that is fewer.
         test_size: How many to draw; None means 256, or a fifth of the training questions if that is fewer.
         chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}; a
@@ -276,7 +276,7 @@ class HuggingFaceGym(QuestionGroups):
             )
         asked = reward_fn is not None
         super().__init__(
-            split_tables(train_dataset, validation_dataset, test_dataset),
+            tables_by_split(train_dataset, validation_dataset, test_dataset),
             tokenizer,
             rewards=make_rewards(reward_fn, reward_funcs, reward_weights),
             template=_template(conversation_template, tokenizer, asked=asked),
@@ -316,7 +316,7 @@ class HuggingFaceGym(QuestionGroups):
         Args:
             name: A task of reasoning-gym, e.g. "chain_sum".
             tokenizer: A transformers tokenizer with a chat template.
-            sizes: Questions generated per split, before duplicates are left out: 2000 train, 64 validation and 256
+            sizes: PromptSplit generated per split, before duplicates are left out: 2000 train, 64 validation and 256
                 test unless given.
             seed: Seed of the questions and of the training order.
             system_prompt: Text of a system message before each question.
@@ -328,7 +328,7 @@ class HuggingFaceGym(QuestionGroups):
             ValueError: If the task or one of its settings is unknown.
             ImportError: If reasoning-gym is not installed.
         """
-        tables, reward = reasoning_tables(
+        tables, reward = reasoning_gym_tables(
             name, sizes=sizes, seed=seed, system_prompt=system_prompt, answer_tag=answer_tag, task_options=task_options
         )
         return cls(
@@ -345,13 +345,13 @@ class HuggingFaceGym(QuestionGroups):
         """Return the number of questions of the split being served: train, unless inside `eval_mode`."""
         return self.size(self._facade.split)
 
-    def open(self, split: Split, starts: Sequence[int]) -> OpenedPrompts:
+    def open(self, split: Split, starts: Sequence[int]) -> SingleTurnBatch:
         """Open questions of a split, each in [0, size(split)).
 
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        return OpenedPrompts(**self._opened(split, starts))
+        return SingleTurnBatch(**self._opened(split, starts))
 
     def reset(
         self,

@@ -8,11 +8,11 @@ from evogrpo.config.checks import names_unknown, whole_number
 from evogrpo.data import Conversation
 from evogrpo.envs.fingerprint import code_hash
 from evogrpo.envs.protocol import Split
-from evogrpo.envs.text.datasets import TEMPLATE_OPTIONS, AnyTable, QuestionGroups, split_tables
-from evogrpo.envs.text.prompt_batch import OpenedPrompts
-from evogrpo.envs.text.reward_calls import torch_settings_kept, visible_prints
+from evogrpo.envs.text.datasets import TEMPLATE_OPTIONS, AnyTable, PromptEnvironment, tables_by_split
+from evogrpo.envs.text.prompt_batch import SingleTurnBatch
+from evogrpo.envs.text.reward_calls import escaped_prints, restored_torch_settings
 from evogrpo.envs.text.reward_functions import OnRewardError, RewardFunc, as_messages, make_rewards
-from evogrpo.envs.text.scoring import MADE_UP, Preflight
+from evogrpo.envs.text.scoring import SAMPLE_COMPLETIONS, Preflight
 from evogrpo.envs.text.templates import Message, Options, Tokenizer, check_messages
 
 Reply = Callable[[Mapping[str, Any], list[Message]], str | None]
@@ -72,8 +72,8 @@ class TurnMarkers:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OpenedConversations(OpenedPrompts):
-    """Opened prompts that are talked about: `Conversations` of several turns.
+class MultiTurnBatch(SingleTurnBatch):
+    """Opened prompts that are talked about: `PromptBatch` of several turns.
 
     Attributes:
         reply: What the user says next.
@@ -85,7 +85,7 @@ class OpenedConversations(OpenedPrompts):
     _replies: dict[tuple[int, ...], str] = field(default_factory=dict, init=False)
 
     def respond(self, transcripts: Sequence[Conversation]) -> list[tuple[int, ...] | None]:
-        """Let the user's function reply; see `Conversations.respond`.
+        """Let the user's function reply; see `PromptBatch.respond`.
 
         Raises:
             ValueError: If there are no conversations, one names a start that is not open, or a reply is no text.
@@ -96,7 +96,7 @@ class OpenedConversations(OpenedPrompts):
     def _reply(self, transcript: Conversation) -> tuple[int, ...] | None:
         row = self.rows[transcript.start]
         prompt = check_messages(row["prompt"], "prompt")
-        with visible_prints(), torch_settings_kept():
+        with escaped_prints(), restored_torch_settings():
             said = self.reply(row, [*prompt, *as_messages(self._spoken(transcript))])
         if said is None:
             return None
@@ -118,7 +118,7 @@ class OpenedConversations(OpenedPrompts):
         return spoken
 
 
-class MultiTurnGym(QuestionGroups):
+class MultiTurnGym(PromptEnvironment):
     """A prompt dataset whose questions are talked about: completions and replies take turns, then rewards are given.
 
     The dataset has a column `prompt` of messages. After each completion but the last that `max_turns` allows,
@@ -133,13 +133,13 @@ class MultiTurnGym(QuestionGroups):
 
     Args:
         train_dataset: As for `HuggingFaceGym`.
-        test_dataset: Questions for the final report; None draws them from the training dataset.
+        test_dataset: PromptSplit for the final report; None draws them from the training dataset.
         tokenizer: A transformers tokenizer with a chat template.
         reply: What the user says next.
         max_turns: Most completions in one conversation, at least 2.
         reward_funcs: One or several rewards.
         reward_weights: Factor of each of `reward_funcs` in the sum; None means 1 each.
-        validation_dataset: Questions for selection; None draws them from the training dataset.
+        validation_dataset: PromptSplit for selection; None draws them from the training dataset.
         validation_size: How many to draw; see `HuggingFaceGym`.
         test_size: How many to draw; see `HuggingFaceGym`.
         chat_template_kwargs: Keyword arguments of the tokenizer's chat template, such as {"enable_thinking": False}; a
@@ -186,7 +186,7 @@ class MultiTurnGym(QuestionGroups):
             raise ValueError(f"max_turns must be at least 2, got {max_turns}: HuggingFaceGym asks for one completion")
         if not callable(reply):
             raise ValueError(f"reply must be a function of a row and messages, got {reply!r:.200}")
-        tables = split_tables(train_dataset, validation_dataset, test_dataset)
+        tables = tables_by_split(train_dataset, validation_dataset, test_dataset)
         super().__init__(
             tables,
             tokenizer,
@@ -210,34 +210,34 @@ class MultiTurnGym(QuestionGroups):
         self._markers = TurnMarkers(tokenizer=self.tokenizer, options=self._options)
 
     def fingerprint(self) -> dict[str, str]:
-        """Return also who replies; see `Fingerprinted`."""
+        """Return also who replies; see `SupportsFingerprint`."""
         return {**super().fingerprint(), "reply": code_hash(self._reply), "max_turns": str(self._max_turns)}
 
     def preflight(self) -> Preflight:
-        """Try the reward functions, see `QuestionGroups.preflight`, and one reply.
+        """Try the reward functions, see `PromptEnvironment.preflight`, and one reply.
 
         Raises:
             RewardError: If a reward function fails, or returns something that is no reward.
             ValueError: If `reply` fails, or returns neither a text nor None.
         """
-        tried = super().preflight()
+        try_rewards = super().preflight()
         row = self._splits["train"].table[self._splits["train"].rows[0]]
-        messages = [*check_messages(row["prompt"], "prompt"), {"role": "assistant", "content": MADE_UP[0]}]
+        messages = [*check_messages(row["prompt"], "prompt"), {"role": "assistant", "content": SAMPLE_COMPLETIONS[0]}]
         try:
-            with visible_prints(), torch_settings_kept():
+            with escaped_prints(), restored_torch_settings():
                 said = self._reply(row, messages)
         except Exception as error:
             raise ValueError(f"reply(row, messages) failed on a made-up completion: {error!r:.200}") from error
         if said is not None and not isinstance(said, str):
             raise ValueError(f"reply must return a text, or None to end the conversation, got {said!r:.200}")
-        return tried
+        return try_rewards
 
-    def open(self, split: Split, starts: Sequence[int]) -> OpenedConversations:
+    def open(self, split: Split, starts: Sequence[int]) -> MultiTurnBatch:
         """Open questions of a split, each in [0, size(split)).
 
         Raises:
             ValueError: If the split or a start does not exist.
         """
-        return OpenedConversations(
+        return MultiTurnBatch(
             **self._opened(split, starts), max_turns=self._max_turns, reply=self._reply, markers=self._markers
         )

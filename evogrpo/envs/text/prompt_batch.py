@@ -9,9 +9,17 @@ from numpy.typing import NDArray
 
 from evogrpo.data import Conversation
 from evogrpo.envs.protocol import REPLY, Scores
-from evogrpo.envs.text.reward_calls import Begun, Runner
-from evogrpo.envs.text.reward_functions import Advance, Answers, Logged, OnRewardError, Reward, means, whole_columns
-from evogrpo.envs.text.scoring import Evaluated, evaluate
+from evogrpo.envs.text.reward_calls import PendingJob, RewardRunner
+from evogrpo.envs.text.reward_functions import (
+    OnRewardError,
+    Reward,
+    RewardInputs,
+    RewardLog,
+    TrainingProgress,
+    merge_columns,
+    merge_metrics,
+)
+from evogrpo.envs.text.scoring import RewardResult, compute_rewards
 from evogrpo.envs.text.step_rewards import token_positions
 from evogrpo.envs.text.templates import Tokenizer, check_messages
 
@@ -21,8 +29,8 @@ class _Group:
     """A group that is being rewarded before others are finished."""
 
     transcripts: Sequence[Conversation]
-    logged: Logged
-    begun: Sequence[Begun]
+    logged: RewardLog
+    begun: Sequence[PendingJob]
 
     @property
     def rows(self) -> list[int]:
@@ -30,8 +38,8 @@ class _Group:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OpenedPrompts:
-    """Opened prompts, each answered by any number of completions: `Conversations` of one turn.
+class SingleTurnBatch:
+    """Opened prompts, each answered by any number of completions: `PromptBatch` of one turn.
 
     Attributes:
         prompts: Token ids per opened start.
@@ -48,10 +56,10 @@ class OpenedPrompts:
     prompts: Sequence[Sequence[int]]
     rows: Sequence[Mapping[str, Any]]
     rewards: Sequence[Reward]
-    runner: Runner
+    runner: RewardRunner
     tokenizer: Tokenizer
     on_reward_error: OnRewardError
-    pace: Advance = field(default_factory=Advance)
+    pace: TrainingProgress = field(default_factory=TrainingProgress)
     max_turns: int = 1
     held_out: bool = False
     _groups: list[_Group] = field(default_factory=list, init=False, repr=False)
@@ -76,7 +84,7 @@ class OpenedPrompts:
         return [
             reward
             for reward in self.rewards
-            if self.runner.aside(reward.name) and not (self.held_out and reward.batched)
+            if self.runner.runs_in_background(reward.name) and not (self.held_out and reward.batched)
         ]
 
     def begin(self, transcripts: Sequence[Conversation]) -> None:
@@ -86,7 +94,7 @@ class OpenedPrompts:
             ValueError: If there is none, or one names a start that is not open.
         """
         self._check(transcripts)
-        logged = Logged()
+        logged = RewardLog()
         answers, group = self._answers(transcripts, logged), range(len(transcripts))
         jobs = [job for reward in self._beforehand for job in reward.jobs(answers, group, 1)]
         named = [replace(job, rows=tuple(transcripts[place].row for place in job.rows)) for job in jobs]
@@ -107,7 +115,7 @@ class OpenedPrompts:
         return groups
 
     def score(self, transcripts: Sequence[Conversation]) -> Scores:
-        """Reward whole conversations; see `Conversations.score`.
+        """Reward whole conversations; see `PromptBatch.score`.
 
         Raises:
             ValueError: If there are none, one names a start that is not open, or one that was begun is another now.
@@ -119,10 +127,12 @@ class OpenedPrompts:
             raise ValueError(
                 "what was begun must be scored as it was, in the order of its rows, got other conversations"
             )
-        groups, logged = self._begun_groups(), Logged()
+        groups, logged = self._begun_groups(), RewardLog()
         answers = self._answers(transcripts, logged)
         begun = [each for group in groups for each in group.begun]
-        evaluated = evaluate(self.rewards, answers, self.on_reward_error, self.runner, again=self.held_out, begun=begun)
+        evaluated = compute_rewards(
+            self.rewards, answers, self.on_reward_error, self.runner, again=self.held_out, begun=begun
+        )
         count = len(transcripts)
         parts = [*((group.rows, group.logged) for group in groups), (range(count), logged)]
         return Scores(
@@ -131,15 +141,15 @@ class OpenedPrompts:
             completions=tuple(map(_shown, answers.turns or ())),
             weights=tuple(reward.weight for reward in self.rewards),
             step_rewards=self._step_rewards(evaluated, answers, transcripts) if evaluated.steps else None,
-            columns=whole_columns(parts, count),
-            metrics=means(parts),
+            columns=merge_columns(parts, count),
+            metrics=merge_metrics(parts),
         )
 
-    def _answers(self, transcripts: Sequence[Conversation], logged: Logged) -> Answers:
+    def _answers(self, transcripts: Sequence[Conversation], logged: RewardLog) -> RewardInputs:
         """Return what reward functions may see of conversations, and where they may log to."""
         token_ids = [list(transcript.tokens) for transcript in transcripts]
         texts = tuple(self._text(ids) for ids in token_ids)
-        return Answers(
+        return RewardInputs(
             rows=[self.rows[transcript.start] for transcript in transcripts],
             texts=texts,
             token_ids=token_ids,
@@ -158,7 +168,7 @@ class OpenedPrompts:
             raise ValueError(f"starts must lie in [0, {len(self.prompts) - 1}], got {starts}")
 
     def _step_rewards(
-        self, evaluated: Evaluated, answers: Answers, transcripts: Sequence[Conversation]
+        self, evaluated: RewardResult, answers: RewardInputs, transcripts: Sequence[Conversation]
     ) -> NDArray[np.float64]:
         """Return [n, t] what was earned at each token said; a whole conversation's reward stands at the last one."""
         table = np.full((len(answers.texts), max(1, *map(len, answers.token_ids))), np.nan)

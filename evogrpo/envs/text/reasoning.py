@@ -23,7 +23,7 @@ def is_installed() -> bool:
     return True
 
 
-def reasoning_tables(
+def reasoning_gym_tables(
     name: str,
     *,
     sizes: Mapping[Split, int] | None,
@@ -36,7 +36,7 @@ def reasoning_tables(
 
     Args:
         name: A task of reasoning-gym.
-        sizes: Questions per split; missing splits have their default size.
+        sizes: PromptSplit per split; missing splits have their default size.
         seed: Seed of the questions.
         system_prompt: Text of a system message before each question, or None.
         answer_tag: Tag whose last content is scored, or None for the whole completion.
@@ -76,11 +76,11 @@ def reasoning_tables(
             {"prompt": [*system, {"role": "user", "content": entry["question"]}], **entry} for entry in entries
         ]
         first += wanted[split]
-    return tables, TaskReward(__name__=name, task=task, answer_tag=answer_tag)
+    return tables, ReasoningReward(__name__=name, task=task, answer_tag=answer_tag)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskReward:
+class ReasoningReward:
     """A task's own rule as a reward function in TRL's form; an object, so that it can be sent to worker processes.
 
     Attributes:

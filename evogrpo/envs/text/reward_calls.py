@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol, TextIO
 
 from evogrpo.interruption import Interrupted, answered_here, exits_answered, give_way
 
-LONGEST_LINE = 2**16  # characters that wait for their end
+MAX_LINE_LENGTH = 2**16  # characters that wait for their end
 
 
 def visible(text: str) -> str:
@@ -26,7 +26,7 @@ def visible(text: str) -> str:
     )
 
 
-class VisibleText(io.TextIOBase):
+class EscapingStream(io.TextIOBase):
     """A text stream that passes on what can be seen, and spells out the rest.
 
     Args:
@@ -64,25 +64,25 @@ class VisibleText(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def visible_prints() -> Iterator[None]:
+def escaped_prints() -> Iterator[None]:
     """Let whatever is printed inside a `with` be seen and do nothing else."""
     with contextlib.ExitStack() as stack:
         # A program without a console has no streams.
-        if sys.stdout is not None and not isinstance(sys.stdout, VisibleText):
-            stack.enter_context(contextlib.redirect_stdout(VisibleText(sys.stdout)))
-        if sys.stderr is not None and not isinstance(sys.stderr, VisibleText):
-            stack.enter_context(contextlib.redirect_stderr(VisibleText(sys.stderr)))
+        if sys.stdout is not None and not isinstance(sys.stdout, EscapingStream):
+            stack.enter_context(contextlib.redirect_stdout(EscapingStream(sys.stdout)))
+        if sys.stderr is not None and not isinstance(sys.stderr, EscapingStream):
+            stack.enter_context(contextlib.redirect_stderr(EscapingStream(sys.stderr)))
         yield
 
 
-def pass_on(pipe: IO[bytes]) -> None:
+def forward_output(pipe: IO[bytes]) -> None:
     """Pass what another process prints on to this one's standard error until it ends, line by line."""
     decoder, rest = codecs.getincrementaldecoder("utf-8")("replace"), ""
     with contextlib.suppress(OSError, ValueError), pipe:
         while new := pipe.read(65536):
             whole, newline, rest = (rest + decoder.decode(new)).rpartition("\n")
             _show(whole + newline)
-            if len(rest) > LONGEST_LINE:
+            if len(rest) > MAX_LINE_LENGTH:
                 _show(rest)
                 rest = ""
     _show(rest)
@@ -91,7 +91,7 @@ def pass_on(pipe: IO[bytes]) -> None:
 def _show(text: str) -> None:
     if text and sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
-            VisibleText(sys.stderr).write(text)
+            EscapingStream(sys.stderr).write(text)
             sys.stderr.flush()
 
 
@@ -103,7 +103,7 @@ GRACE_SECONDS = 1.0  # between asking a call to end and giving up on what does n
 
 
 @contextlib.contextmanager
-def torch_settings_kept() -> Iterator[None]:
+def restored_torch_settings() -> Iterator[None]:
     """Restore torch's default data type and device, and whether gradients are computed, after user code."""
     torch: Any = sys.modules.get("torch")
     if torch is None:
@@ -151,7 +151,7 @@ Outcome = list[Any] | CallFailedError | None
 
 
 @dataclass(eq=False)
-class Begun:
+class PendingJob:
     """A job that was handed to a runner.
 
     Attributes:
@@ -178,7 +178,7 @@ class Begun:
         return isinstance(self.outcome, CallFailedError)
 
 
-class Runner(Protocol):
+class RewardRunner(Protocol):
     """Runs jobs; whatever happens inside a function, it comes back as an outcome and in a bounded time."""
 
     @property
@@ -189,19 +189,19 @@ class Runner(Protocol):
     def shares(self) -> int:
         """Into how many jobs the completions of one reward function are best divided."""
 
-    def aside(self, name: str) -> bool:
+    def runs_in_background(self, name: str) -> bool:
         """Whether calls of a function that are begun are made beside whatever this thread does then."""
 
-    def begin(self, jobs: Sequence[Job]) -> list[Begun]:
+    def begin(self, jobs: Sequence[Job]) -> list[PendingJob]:
         """Begin jobs, as far as that does not keep this thread busy."""
 
     def proceed(self) -> None:
         """Go on with what was begun and still waits for others, likewise."""
 
-    def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
+    def finish(self, begun: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
         """Return the jobs' outcomes once all are done; with `stop_at_first` some may not be run once one has failed."""
 
-    def abandon(self, begun: Sequence[Begun]) -> None:
+    def abandon(self, begun: Sequence[PendingJob]) -> None:
         """Give up what is not done of these jobs."""
 
     def close(self) -> None:
@@ -213,7 +213,7 @@ def is_async(function: Function) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
-def call_plain(function: Function, calls: Sequence[Call], *, stop_at_first: bool = False) -> list[Any]:
+def call_sync(function: Function, calls: Sequence[Call], *, stop_at_first: bool = False) -> list[Any]:
     """Return a value or an exception per call, one call after another."""
     values: list[Any] = []
     for args, keywords in calls:
@@ -326,7 +326,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
         loop.run_forever()
 
 
-class InProcess:
+class InProcessRunner:
     """Runs reward functions in this process: plain ones in the calling thread, async ones in an event loop meanwhile.
 
     Args:
@@ -341,20 +341,20 @@ class InProcess:
         self._functions, self._timeout = dict(functions), timeout
         self._loop = EventLoop()
         self._prints = contextlib.ExitStack()
-        self._under_way: set[Begun] = set()
+        self._under_way: set[PendingJob] = set()
 
-    def aside(self, name: str) -> bool:
-        """Return whether a function is async; see `Runner.aside`."""
+    def runs_in_background(self, name: str) -> bool:
+        """Return whether a function is async; see `RewardRunner.runs_in_background`."""
         return is_async(self._functions[name])
 
-    def begin(self, jobs: Sequence[Job]) -> list[Begun]:
-        """Submit the calls of async functions; see `Runner.begin`."""
+    def begin(self, jobs: Sequence[Job]) -> list[PendingJob]:
+        """Submit the calls of async functions; see `RewardRunner.begin`."""
         if not self._under_way:
-            self._prints.enter_context(visible_prints())
-        begun = [Begun(job) for job in jobs]
+            self._prints.enter_context(escaped_prints())
+        begun = [PendingJob(job) for job in jobs]
         self._under_way.update(begun)
         for each in begun:
-            if self.aside(each.job.name):
+            if self.runs_in_background(each.job.name):
                 calls = call_async(self._functions[each.job.name], each.job.calls, self._timeout)
                 each.future = self._loop.submit(calls)
         return begun
@@ -362,10 +362,10 @@ class InProcess:
     def proceed(self) -> None:
         """Do nothing: async functions wait for nobody."""
 
-    def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
-        """Make the calls of plain functions, and wait for the others; see `Runner.finish`."""
+    def finish(self, begun: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
+        """Make the calls of plain functions, and wait for the others; see `RewardRunner.finish`."""
         try:
-            with exits_answered(), torch_settings_kept():
+            with exits_answered(), restored_torch_settings():
                 for each in sorted(begun, key=lambda each: each.future is not None):
                     each.ended(self._outcome(each, stop_at_first=stop_at_first))
                     if stop_at_first and each.failed:
@@ -374,13 +374,13 @@ class InProcess:
         finally:
             self.abandon(begun)
 
-    def _outcome(self, begun: Begun, *, stop_at_first: bool) -> Outcome:
+    def _outcome(self, begun: PendingJob, *, stop_at_first: bool) -> Outcome:
         if begun.future is not None:
             return self._loop.result(begun.future, self._timeout)
-        return call_plain(self._functions[begun.job.name], begun.job.calls, stop_at_first=stop_at_first)
+        return call_sync(self._functions[begun.job.name], begun.job.calls, stop_at_first=stop_at_first)
 
-    def abandon(self, begun: Sequence[Begun]) -> None:
-        """Cancel what is not done of these jobs; see `Runner.abandon`."""
+    def abandon(self, begun: Sequence[PendingJob]) -> None:
+        """Cancel what is not done of these jobs; see `RewardRunner.abandon`."""
         for each in begun:
             if each.future is not None:
                 each.future.cancel()

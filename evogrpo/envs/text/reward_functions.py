@@ -12,16 +12,16 @@ from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
 from evogrpo.config.checks import finite_number, whole_number
-from evogrpo.envs.text.reward_calls import Call, InProcess, Job, Runner, is_async
+from evogrpo.envs.text.reward_calls import Call, InProcessRunner, Job, RewardRunner, is_async
 from evogrpo.envs.text.step_rewards import StepRewards
 from evogrpo.envs.text.verifier_pool import VerifierPool
 
-TAKEN = ("slot", "index")
+RESERVED_NAMES = ("slot", "index")
 """What stands beside metrics in a journal."""
 
 
 @dataclass(kw_only=True)
-class Advance:
+class TrainingProgress:
     """How far training has come: what `trainer_state` is made of.
 
     Attributes:
@@ -41,7 +41,7 @@ class Advance:
 
 
 @dataclass(kw_only=True)
-class Logged:
+class RewardLog:
     """What reward functions log about one batch of completions.
 
     Attributes:
@@ -63,13 +63,13 @@ class Logged:
             ValueError: If the name is taken, or the value is no number.
         """
         value = value.tolist() if hasattr(value, "tolist") else value
-        if str(name) in TAKEN:
-            raise ValueError(f"log_metric takes any name but {', '.join(TAKEN)}, got {name!r}: choose another one")
+        if str(name) in RESERVED_NAMES:
+            raise ValueError(f"log_metric must not use the name {name!r}: choose another one")
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise ValueError(f"log_metric takes a finite number, got {value!r:.80} for {name!r:.80}")
         self.values.setdefault(str(name), []).append(float(value))
 
-    def offered(self, pace: Advance, *, here: bool) -> Mapping[str, Any]:
+    def offered(self, pace: TrainingProgress, *, here: bool) -> Mapping[str, Any]:
         """Return the arguments; in another process there is nowhere to log to."""
         if not here:
             return {"trainer_state": pace.state(plain=True)}
@@ -80,11 +80,11 @@ class Logged:
         }
 
 
-Part = tuple[Sequence[int], Logged]
+Part = tuple[Sequence[int], RewardLog]
 """Numbers of completions, and what was logged about them."""
 
 
-def whole_columns(parts: Sequence[Part], count: int) -> dict[str, tuple[Any, ...]]:
+def merge_columns(parts: Sequence[Part], count: int) -> dict[str, tuple[Any, ...]]:
     """Return the columns that hold one value for each of `count` completions."""
     found: dict[str, tuple[Any, ...]] = {}
     for name in dict.fromkeys(name for _, logged in parts for name in logged.columns):
@@ -97,7 +97,7 @@ def whole_columns(parts: Sequence[Part], count: int) -> dict[str, tuple[Any, ...
     return found
 
 
-def means(parts: Sequence[Part]) -> dict[str, float]:
+def merge_metrics(parts: Sequence[Part]) -> dict[str, float]:
     """Return the mean of each metric: a number counts as often as there are completions that it is about."""
     found: dict[str, float] = {}
     for name in dict.fromkeys(name for _, logged in parts for name in logged.values):
@@ -108,11 +108,11 @@ def means(parts: Sequence[Part]) -> dict[str, float]:
     return found
 
 
-SINGLE = ("completion", "answer", "question")
+AGILERL_ARGUMENTS = ("completion", "answer", "question")
 """Arguments of AgileRL's form, in their order."""
-BATCHED = ("prompts", "completions", "completion_ids")
+TRL_ARGUMENTS = ("prompts", "completions", "completion_ids")
 """Arguments of TRL's form that are always there, beside the columns."""
-TRAINER = ("trainer_state", "log_extra", "log_metric")
+TRAINER_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's form that training gives."""
 
 
@@ -167,7 +167,7 @@ class Signature:
         return True
 
 
-def single_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | None:
+def agilerl_argument_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | None:
     """Return the names under which a function in AgileRL's form is given its arguments; None = by place.
 
     Where all it needs are `completion`, `answer` and `question`, or some of them, they are given by name, in whatever
@@ -179,24 +179,24 @@ def single_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | N
     signature = Signature.of(function)
     if signature is None:
         return None
-    known = tuple(each for each in SINGLE if each in signature.names)
+    known = tuple(each for each in AGILERL_ARGUMENTS if each in signature.names)
     if {"completions", "prompts"}.intersection(signature.names):
         raise ValueError(
             f"reward function {name!r} asks for {', '.join(signature.names)}, as TRL's form does: give it as "
             "reward_funcs=[...] (form: trl), or let it take (completion, answer, question)"
         )
-    if (known or signature.anything) and set(signature.required) <= set(SINGLE):
-        chosen = SINGLE if signature.anything else known
+    if (known or signature.anything) and set(signature.required) <= set(AGILERL_ARGUMENTS):
+        chosen = AGILERL_ARGUMENTS if signature.anything else known
         if signature.takes(**dict.fromkeys(chosen)):
             return chosen
     asks = f"reward function {name!r} takes ({', '.join(dict.fromkeys((*signature.places, *signature.names)))})"
-    if not signature.takes(*SINGLE):
+    if not signature.takes(*AGILERL_ARGUMENTS):
         raise ValueError(
             f"{asks}, but is called with three arguments, completion, answer and question: let it take these three, "
             "by these names in any order, or by other names in this one (further columns go to functions in TRL's form)"
         )
-    for place, own in enumerate(signature.places[: len(SINGLE)]):
-        if own in SINGLE and SINGLE[place] != own:
+    for place, own in enumerate(signature.places[: len(AGILERL_ARGUMENTS)]):
+        if own in AGILERL_ARGUMENTS and AGILERL_ARGUMENTS[place] != own:
             raise ValueError(
                 f"{asks}, but is given completion, answer and question in this order, as not all of its parameters are "
                 "named so: use these three names, then any order serves"
@@ -204,7 +204,7 @@ def single_names(name: str, function: Callable[..., Any]) -> tuple[str, ...] | N
     return None
 
 
-def check_batched(name: str, function: Callable[..., Any], columns: Collection[str], where: str) -> None:
+def check_trl_arguments(name: str, function: Callable[..., Any], columns: Collection[str], where: str) -> None:
     """Refuse a function in TRL's form that cannot be given what it asks for, all by name.
 
     Args:
@@ -216,7 +216,7 @@ def check_batched(name: str, function: Callable[..., Any], columns: Collection[s
     Raises:
         ValueError: If it needs an argument that there is not.
     """
-    offered = tuple(dict.fromkeys((*BATCHED, *columns, *TRAINER)))
+    offered = tuple(dict.fromkeys((*TRL_ARGUMENTS, *columns, *TRAINER_ARGUMENTS)))
     signature = Signature.of(function)
     if signature is None:
         return
@@ -227,7 +227,7 @@ def check_batched(name: str, function: Callable[..., Any], columns: Collection[s
             remedy = "give a function of a single completion as reward_fn (form: agilerl)"
         raise ValueError(
             f"reward function {name!r} asks for {', '.join(missing)}, but {where} has the columns {sorted(columns)}, "
-            f"beside which there are {', '.join((*BATCHED, *TRAINER))}: {remedy}"
+            f"beside which there are {', '.join((*TRL_ARGUMENTS, *TRAINER_ARGUMENTS))}: {remedy}"
         )
     chosen = offered if signature.anything else [each for each in offered if each in signature.names]
     if not chosen or not signature.takes(**dict.fromkeys(chosen)):
@@ -245,7 +245,7 @@ RewardFunc = Callable[..., Sequence[Value | None] | Awaitable[Sequence[Value | N
 F = TypeVar("F", bound=Callable[..., Any])
 
 _TRL_OWN = ("prompt", "completion", "completion_ids")
-MOST_WORKERS = 8  # when their number is not given
+MAX_WORKERS = 8  # when their number is not given
 
 
 class RewardError(ValueError):
@@ -253,7 +253,7 @@ class RewardError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
+class RewardInputs:
     """What reward functions may see, one entry per completion.
 
     Attributes:
@@ -271,9 +271,9 @@ class Answers:
     turns: Sequence[Sequence[str]] | None = None
     training: Mapping[str, Any] = field(default_factory=dict)
 
-    def only(self, positions: Sequence[int]) -> "Answers":
+    def only(self, positions: Sequence[int]) -> "RewardInputs":
         """Return the answers at the given positions."""
-        return Answers(
+        return RewardInputs(
             rows=[self.rows[position] for position in positions],
             texts=[self.texts[position] for position in positions],
             token_ids=[self.token_ids[position] for position in positions],
@@ -301,7 +301,7 @@ class Reward:
     @functools.cached_property
     def asked_by_name(self) -> tuple[str, ...] | None:
         """In AgileRL's form, the names under which it takes its arguments; None = by place."""
-        return single_names(self.name, self.function)
+        return agilerl_argument_names(self.name, self.function)
 
     @functools.cached_property
     def signature(self) -> Signature | None:
@@ -311,7 +311,7 @@ class Reward:
     def check(self, columns: Collection[str], where: str) -> None:
         """Refuse with a ValueError a function that asks for what a dataset with these columns cannot give."""
         if self.batched:
-            check_batched(self.name, self.function, columns, where)
+            check_trl_arguments(self.name, self.function, columns, where)
         else:
             _ = self.asked_by_name
 
@@ -326,7 +326,7 @@ class Reward:
                 "process: leave out reward_workers and reward_timeout, or give the parameter a default"
             )
 
-    def jobs(self, answers: Answers, rows: Sequence[int], shares: int) -> list[Job]:
+    def jobs(self, answers: RewardInputs, rows: Sequence[int], shares: int) -> list[Job]:
         """Return the calls that reward the given rows; completions that one call takes are divided into `shares`."""
         if self.batched or is_async(self.function):
             size = max(1, -(-len(rows) // shares))
@@ -335,7 +335,7 @@ class Reward:
             parts = [(row,) for row in rows]
         return [Job(name=self.name, rows=part, calls=self._calls(answers.only(part))) for part in parts]
 
-    def _calls(self, answers: Answers) -> tuple[Call, ...]:
+    def _calls(self, answers: RewardInputs) -> tuple[Call, ...]:
         if not self.batched:
             return tuple(self._call(text, row) for text, row in zip(answers.texts, answers.rows, strict=True))
         prompts = [row["prompt"] for row in answers.rows]
@@ -410,7 +410,7 @@ def make_rewards(
     return tuple(made.values())
 
 
-def make_runner(rewards: Sequence[Reward], timeout: float | None, workers: int | None) -> Runner:
+def make_reward_runner(rewards: Sequence[Reward], timeout: float | None, workers: int | None) -> RewardRunner:
     """Return what calls the reward functions.
 
     Args:
@@ -423,11 +423,11 @@ def make_runner(rewards: Sequence[Reward], timeout: float | None, workers: int |
         ValueError: If a number is out of range, a plain function is to be stopped without a process of its own, or a
             function cannot be sent to another process.
     """
-    check_limits(timeout, workers)
+    check_worker_limits(timeout, workers)
     functions = {reward.name: reward.function for reward in rewards}
     plain = [name for name, function in functions.items() if not is_async(function)]
     if workers is None:
-        workers = min(MOST_WORKERS, os.cpu_count() or 1) if timeout is not None and plain else 0
+        workers = min(MAX_WORKERS, os.cpu_count() or 1) if timeout is not None and plain else 0
     if workers > 0:
         return VerifierPool(functions, workers=workers, timeout=timeout)
     if timeout is not None and plain:
@@ -435,10 +435,10 @@ def make_runner(rewards: Sequence[Reward], timeout: float | None, workers: int |
             f"reward_timeout needs reward_workers of at least 1 for {plain[0]!r}, got 0: a function that is not async "
             "can only be stopped together with a process of its own"
         )
-    return InProcess(functions, timeout)
+    return InProcessRunner(functions, timeout)
 
 
-def check_limits(timeout: float | None, workers: int | None) -> None:
+def check_worker_limits(timeout: float | None, workers: int | None) -> None:
     """Refuse a time limit or a number of worker processes that is out of range."""
     number = isinstance(timeout, Real) and not isinstance(timeout, bool)
     if timeout is not None and not (number and timeout > 0 and math.isfinite(timeout)):

@@ -9,14 +9,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.envs.text.reward_calls import Begun, CallFailedError, InProcess, Job, Outcome, Runner, said, shown
-from evogrpo.envs.text.reward_functions import Answers, OnRewardError, Reward, RewardError
-from evogrpo.envs.text.step_rewards import LARGEST, StepRewards, learnable
+from evogrpo.envs.text.reward_calls import (
+    CallFailedError,
+    InProcessRunner,
+    Job,
+    Outcome,
+    PendingJob,
+    RewardRunner,
+    said,
+    shown,
+)
+from evogrpo.envs.text.reward_functions import OnRewardError, Reward, RewardError, RewardInputs
+from evogrpo.envs.text.step_rewards import MAX_REWARD, StepRewards, fits_float32
 from evogrpo.warnings import warn
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Evaluated:
+class RewardResult:
     """What completions have earned.
 
     Attributes:
@@ -30,15 +39,15 @@ class Evaluated:
     steps: dict[str, list[StepRewards | None]] = field(default_factory=dict)
 
 
-def evaluate(
+def compute_rewards(
     rewards: Sequence[Reward],
-    answers: Answers,
+    answers: RewardInputs,
     on_error: OnRewardError,
-    runner: Runner | None = None,
+    runner: RewardRunner | None = None,
     *,
     again: bool = False,
-    begun: Sequence[Begun] = (),
-) -> Evaluated:
+    begun: Sequence[PendingJob] = (),
+) -> RewardResult:
     """Reward completions.
 
     Args:
@@ -54,7 +63,7 @@ def evaluate(
             takes too long, ends its process, or returns something other than a finite number, StepRewards or None.
             Shows the function and the (escaped) completion.
     """
-    runner = runner or InProcess({reward.name: reward.function for reward in rewards})
+    runner = runner or InProcessRunner({reward.name: reward.function for reward in rewards})
     outcomes = _outcomes(rewards, answers, runner, begun, stop_at_first=on_error == "raise")
     if again and on_error == "exclude":
         _retry(rewards, answers, runner, outcomes)
@@ -78,20 +87,25 @@ def evaluate(
     weights = np.array([reward.weight for reward in rewards])[:, None]
     total = np.where(np.isnan(table).all(axis=0), np.nan, np.nansum(weights * table, axis=0))
     total[list(failures)] = np.nan
-    if (np.abs(total) > LARGEST).any():
+    if (np.abs(total) > MAX_REWARD).any():
         row = int(np.nanargmax(np.abs(total)))
         raise RewardError(
-            f"rewards times their weights must add up to at most {LARGEST:g}, got {total[row]:g} for the completion "
+            f"rewards times their weights must add up to at most {MAX_REWARD:g}, got {total[row]:g} for the completion "
             f"{_shown(answers.texts[row])}: lower reward_weights, or what the functions return"
         )
     if failures:
         first = failures[min(failures)]
         warn(f"{len(failures)} of {len(total)} completions excluded; the first: {first}", rank_zero_only=False)
-    return Evaluated(rewards=total, components=components, steps=steps)
+    return RewardResult(rewards=total, components=components, steps=steps)
 
 
 def _outcomes(
-    rewards: Sequence[Reward], answers: Answers, runner: Runner, begun: Sequence[Begun], *, stop_at_first: bool
+    rewards: Sequence[Reward],
+    answers: RewardInputs,
+    runner: RewardRunner,
+    begun: Sequence[PendingJob],
+    *,
+    stop_at_first: bool,
 ) -> dict[str, dict[int, Any]]:
     """Return, by function and row, a value or the exception that stands in for it."""
     by_name = {reward.name: reward for reward in rewards}
@@ -119,7 +133,9 @@ def _outcomes(
     return values
 
 
-def _retry(rewards: Sequence[Reward], answers: Answers, runner: Runner, outcomes: dict[str, dict[int, Any]]) -> None:
+def _retry(
+    rewards: Sequence[Reward], answers: RewardInputs, runner: RewardRunner, outcomes: dict[str, dict[int, Any]]
+) -> None:
     """Make the calls that failed once more, one by one, and note what comes out of them."""
     by_name = {reward.name: reward for reward in rewards}
     failed = [
@@ -153,7 +169,7 @@ def _spread(job: Job, outcome: Outcome, values: dict[int, Any], *, batched: bool
     return None
 
 
-def _checked_value(name: str, value: Any, answers: Answers, row: int) -> tuple[float, StepRewards | None]:
+def _checked_value(name: str, value: Any, answers: RewardInputs, row: int) -> tuple[float, StepRewards | None]:
     text = answers.texts[row]
     if isinstance(value, BaseException):
         raise _failed(name, value, text)
@@ -180,11 +196,11 @@ def _checked_value(name: str, value: Any, answers: Answers, row: int) -> tuple[f
 
 
 def _checked_number(name: str, value: Any, text: str) -> float:
-    if not learnable(value):
+    if not fits_float32(value):
         shown = f"{float(value)}" if isinstance(value, float) else _shown(value)
         raise RewardError(
             f"reward function {name!r} must return finite numbers, got {shown} for the completion {_shown(text)}: "
-            f"return None where it does not apply, and nothing beyond {LARGEST:g}"
+            f"return None where it does not apply, and nothing beyond {MAX_REWARD:g}"
         )
     return float(value)
 
@@ -215,12 +231,12 @@ def _shown(value: object) -> str:
     return shown(value)
 
 
-MADE_UP = ("This is a made-up completion: 42.", "This is another made-up completion.")
+SAMPLE_COMPLETIONS = ("This is a made-up completion: 42.", "This is another made-up completion.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preflight:
-    """What was tried.
+    """Results of trying the rewards.
 
     Attributes:
         prompt: The first training prompt as the model reads it; untrusted text.
@@ -233,8 +249,8 @@ class Preflight:
     rewards: dict[str, float | None]
 
 
-def tried(
-    rewards: Sequence[Reward], answers: Answers, on_error: OnRewardError, runner: Runner
+def try_rewards(
+    rewards: Sequence[Reward], answers: RewardInputs, on_error: OnRewardError, runner: RewardRunner
 ) -> dict[str, float | None]:
     """Return what each reward function gives for the first made-up completion.
 
@@ -250,7 +266,7 @@ def tried(
     earned: dict[str, float | None] = {}
     for reward in rewards:
         try:
-            value = float(evaluate([reward], answers, "raise", runner).rewards[0])
+            value = float(compute_rewards([reward], answers, "raise", runner).rewards[0])
         except RewardError as error:
             if on_error == "exclude" and error.__cause__ is not None:
                 earned[reward.name] = None

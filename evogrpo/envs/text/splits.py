@@ -11,10 +11,10 @@ from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.warnings import warn
 
 DEFAULT_SIZES: Mapping[Split, int] = {"validation": 64, "test": 256}
-HELD_OUT = 0.2
+HELD_OUT_FRACTION = 0.2
 """Part of all questions that a held-out split is drawn from."""
-RESERVE = 4
-"""Questions next in line for a held-out split are not trained on either, up to this many times its size."""
+RESERVE_FACTOR = 4
+"""PromptSplit next in line for a held-out split are not trained on either, up to this many times its size."""
 
 
 class Table(Protocol):
@@ -48,7 +48,7 @@ class Filtered:
 
 
 @dataclass(frozen=True)
-class Content:
+class RowHashes:
     """What a row holds, as hashes.
 
     Attributes:
@@ -60,7 +60,7 @@ class Content:
     row: bytes
 
     @classmethod
-    def of(cls, asked: object, row: Mapping[str, Any]) -> "Content":
+    def of(cls, asked: object, row: Mapping[str, Any]) -> "RowHashes":
         """Hash a row."""
         texts = (canonical(part).encode("utf-8", "surrogatepass") for part in (asked, dict(row)))
         return cls(*(hashlib.sha256(text).digest()[:16] for text in texts))
@@ -80,11 +80,11 @@ class Tokenized:
     """
 
     prompts: Sequence["array[int]"]
-    contents: Sequence[Content]
+    contents: Sequence[RowHashes]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Questions:
+class PromptSplit:
     """The rows of one split that are used.
 
     Attributes:
@@ -97,9 +97,9 @@ class Questions:
     table: Table
     rows: Sequence[int]
     prompts: Sequence["array[int]"]
-    contents: Sequence["Content"]
+    contents: Sequence["RowHashes"]
 
-    def take(self, positions: Iterable[int]) -> "Questions":
+    def take(self, positions: Iterable[int]) -> "PromptSplit":
         """Return the questions at the given positions, in that order."""
         chosen = list(positions)
         return replace(
@@ -117,26 +117,26 @@ def make_splits(
     max_prompt_length: int | None,
     sizes: Mapping[Split, int | None],
     seed: int,
-) -> tuple[dict[Split, Questions], dict[Split, Filtered]]:
+) -> tuple[dict[Split, PromptSplit], dict[Split, Filtered]]:
     """Return train, validation and test questions that never share a prompt.
 
     Two rows are the same question when the model would read the same tokens. A prompt that occurs in several given
     datasets stays in test first, then in validation.
 
-    A held-out split without a dataset is drawn from the training questions. What a question asks and the seed give it
-    a place in [0, 1), wherever it stands in the dataset and whatever else is there: test begins at 0 and goes up to
-    `HELD_OUT`, validation begins at 1 and goes down as far. Where there are more questions in there than are wanted,
-    the outermost are held out, and those next in line, up to `RESERVE` times the size, are left out altogether. So
-    when rows are added, nothing that was trained on is ever held out; and what was held out is not trained on either,
-    until the dataset has become `RESERVE` times as large. (For sizes beyond `HELD_OUT` the outermost questions of all
-    are taken.)
+    A held-out split without a dataset is drawn from the training questions. A hash of each question and the seed gives
+    it a position in [0, 1), independent of the rest of the dataset. Test takes the lowest positions below
+    `HELD_OUT_FRACTION`, validation the highest positions above 1 - `HELD_OUT_FRACTION`. If these intervals hold more
+    questions than needed, the outermost ones are held out. The next ones, up to `RESERVE_FACTOR` times the size, are
+    left out of training too. When rows are added, no training question becomes a held-out question, and no held-out
+    question a training question until the dataset has grown by `RESERVE_FACTOR`. For sizes beyond the intervals, the
+    outermost questions of all are taken.
 
     Args:
         tables: The given datasets; "train" is required.
         tokens: Returns the prompts of every row of a table.
         max_prompt_length: Longest prompt kept, in tokens; None keeps all.
-        sizes: Questions to draw for a held-out split that is not given; None means 64 for validation and 256 for
-            test, or what there is up to `HELD_OUT` where that is fewer, but at least one.
+        sizes: PromptSplit to draw for a held-out split that is not given; None means 64 for validation and 256 for
+            test, or what there is up to `HELD_OUT_FRACTION` where that is fewer, but at least one.
         seed: Seed of the draw.
 
     Returns:
@@ -145,13 +145,13 @@ def make_splits(
     Raises:
         ValueError: If a split ends up empty.
     """
-    splits: dict[Split, Questions] = {}
+    splits: dict[Split, PromptSplit] = {}
     filtered: dict[Split, Filtered] = {}
     kept_apart: set[bytes] = set()
     for split in (split for split in reversed(SPLITS) if split in tables):  # test first: it keeps what it shares
         table = tables[split]
         read = tokens(split, table)
-        questions = Questions(table=table, rows=range(len(table)), prompts=read.prompts, contents=read.contents)
+        questions = PromptSplit(table=table, rows=range(len(table)), prompts=read.prompts, contents=read.contents)
         splits[split], filtered[split] = _clean(questions, max_prompt_length, kept_apart)
         kept_apart.update(ids.tobytes() for ids in splits[split].prompts)
         if not splits[split].rows:
@@ -175,7 +175,7 @@ def _drawn(split: Split, left: Mapping[int, tuple[float, bytes]], size: int | No
     """Return the positions of questions that a held-out split takes, and of those that are next in line for it."""
     depth = {position: (place if split == "test" else 1.0 - place, row) for position, (place, row) in left.items()}
     order = sorted(depth, key=lambda position: depth[position])
-    near = sum(value < HELD_OUT for value, _ in depth.values())
+    near = sum(value < HELD_OUT_FRACTION for value, _ in depth.values())
     wanted = max(1, min(DEFAULT_SIZES[split], near)) if size is None else size
     if len(order) < 2:
         raise ValueError(
@@ -188,11 +188,13 @@ def _drawn(split: Split, left: Mapping[int, tuple[float, bytes]], size: int | No
             f"pass {split}_dataset, a smaller {split}_size or more training rows"
         )
     # However few there are, half of the others stay.
-    reserved = min(near - wanted, (RESERVE - 1) * wanted, (len(order) - wanted) // 2)
+    reserved = min(near - wanted, (RESERVE_FACTOR - 1) * wanted, (len(order) - wanted) // 2)
     return order[:wanted], order[wanted : wanted + max(0, reserved)]
 
 
-def _clean(questions: Questions, max_prompt_length: int | None, kept_apart: set[bytes]) -> tuple[Questions, Filtered]:
+def _clean(
+    questions: PromptSplit, max_prompt_length: int | None, kept_apart: set[bytes]
+) -> tuple[PromptSplit, Filtered]:
     """Leave out prompts that are too long, kept apart, or seen before; `kept_apart` is only read."""
     counts = {"too_long": 0, "duplicates": 0, "held_out": 0}
     seen: set[bytes] = set()

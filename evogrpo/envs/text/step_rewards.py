@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Unit = Literal["token", "character"]
-LARGEST = 3.4e38
+MAX_REWARD = 3.4e38
 """What rewards may amount to: members learn in float32, in which more than this is infinite."""
 
 
-def learnable(value: Any) -> bool:
+def fits_float32(value: Any) -> bool:
     """Tell whether a number can be learnt from: finite, in float32 too."""
-    return bool(abs(value) <= LARGEST)  # of NaN, and of an integer that no float holds, as well
+    return bool(abs(value) <= MAX_REWARD)  # of NaN, and of an integer that no float holds, as well
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class StepRewards:
                 f"StepRewards needs one position per value, got {len(values)} values and {len(positions)} positions"
             )
         for value in values:
-            if not isinstance(value, numbers.Real) or not learnable(value):
+            if not isinstance(value, numbers.Real) or not fits_float32(value):
                 raise ValueError(f"values of StepRewards must be finite numbers, got {value!r:.80}")
         for position in positions:
             if not isinstance(position, numbers.Integral) or isinstance(position, bool) or position < 0:

@@ -50,8 +50,8 @@ def two_digit_questions(seed: int, validation_size: int, test_size: int) -> dict
 
     Args:
         seed: Seed of the split and of the order of terms.
-        validation_size: Questions in the validation split.
-        test_size: Questions in the test split.
+        validation_size: PromptSplit in the validation split.
+        test_size: PromptSplit in the test split.
 
     Returns:
         Rows with the columns question and answer per split; 8190 in all.
@@ -81,8 +81,8 @@ def sequence_questions(seed: int, validation_size: int, test_size: int) -> dict[
 
     Args:
         seed: Seed of the split.
-        validation_size: Questions in the validation split.
-        test_size: Questions in the test split.
+        validation_size: PromptSplit in the validation split.
+        test_size: PromptSplit in the test split.
 
     Returns:
         Rows with the columns question and answer per split; 1089 in all.
@@ -117,8 +117,8 @@ def two_digit_sums(
 
     Args:
         tokenizer: A transformers tokenizer.
-        validation_size: Questions for selection.
-        test_size: Questions for the final report.
+        validation_size: PromptSplit for selection.
+        test_size: PromptSplit for the final report.
         seed: Seed of the split and of the training order.
         gym_options: Further arguments of HuggingFaceGym, e.g. conversation_template or data_batch_size.
     """

@@ -22,14 +22,14 @@ from typing import Any
 
 from evogrpo.envs.text.reward_calls import (
     GRACE_SECONDS,
-    Begun,
     CallFailedError,
     CallTimeoutError,
     Function,
     Job,
     Outcome,
+    PendingJob,
+    forward_output,
     is_async,
-    pass_on,
 )
 from evogrpo.envs.text.step_rewards import StepRewards
 from evogrpo.interruption import give_way
@@ -102,7 +102,7 @@ def request_message(job: Job) -> bytes:
     return pickle.dumps((job.name, job.calls))
 
 
-class NoValue:
+class InvalidReward:
     """What a worker says of a result that cannot be a reward; its repr is that of the result."""
 
     def __init__(self, text: str) -> None:
@@ -121,7 +121,7 @@ def read_message(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
-def outcome_of(line: bytes) -> Outcome:
+def parse_reply(line: bytes) -> Outcome:
     """Return what a reply says; None where it cannot be read."""
     message = read_message(line)
     if message is None:
@@ -138,7 +138,7 @@ def _value(value: Any) -> Any:
     if isinstance(value, list):
         return [_value(item) for item in value]
     if not isinstance(value, dict):
-        return NoValue(f"{value!r:.240}") if isinstance(value, str) else value
+        return InvalidReward(f"{value!r:.240}") if isinstance(value, str) else value
     if "failed" in value:
         return CallFailedError(escaped(value["failed"]))
     if "raised" in value:
@@ -146,7 +146,7 @@ def _value(value: Any) -> Any:
         return CallFailedError(f"raised {escaped(kind)}: {str(text)!r:.400}{escaped(where)}")
     if "steps" in value:
         return StepRewards(*value["steps"])
-    return NoValue(str(value.get("other")))
+    return InvalidReward(str(value.get("other")))
 
 
 def escaped(text: object) -> str:
@@ -155,8 +155,8 @@ def escaped(text: object) -> str:
 
 
 SCRIPT = Path(__file__).with_name("verifier_worker.py")
-INSIDE_A_WORKER = "EVOGRPO_VERIFIER"  # set in the environment of workers
-LONGEST_REPLY = 64 * 2**20  # bytes
+WORKER_VARIABLE = "EVOGRPO_VERIFIER"  # set in the environment of workers
+MAX_REPLY_BYTES = 64 * 2**20  # bytes
 
 
 class WorkerProcess:
@@ -178,7 +178,7 @@ class WorkerProcess:
 
     def __init__(self, setup: bytes, inbox: "SimpleQueue[tuple[WorkerProcess, bytes | None]]", deadline: float) -> None:
         # One thread for each worker's libraries: there are many workers, and this process wants its cores back.
-        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, INSIDE_A_WORKER: "1"}
+        environment = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, WORKER_VARIABLE: "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(SCRIPT)],
             stdin=subprocess.PIPE,
@@ -191,12 +191,12 @@ class WorkerProcess:
         )
         self._outbox: SimpleQueue[bytes | None] = SimpleQueue()
         self.ready = False
-        self.job: Begun | None = None
+        self.job: PendingJob | None = None
         self.deadline: float | None = deadline
         self.ending = ""
         assert self._process.stderr is not None
         printed = self._process.stderr
-        for work in (self._write, lambda: self._read(inbox), lambda: pass_on(printed)):
+        for work in (self._write, lambda: self._read(inbox), lambda: forward_output(printed)):
             threading.Thread(target=work, name="evogrpo rewards", daemon=True).start()
         self.send(setup)
 
@@ -237,7 +237,7 @@ class WorkerProcess:
         assert self._process.stdout is not None
         rest = b""
         with self._process.stdout as pipe, contextlib.suppress(OSError):
-            while len(rest) < LONGEST_REPLY and (new := pipe.read(65536)):
+            while len(rest) < MAX_REPLY_BYTES and (new := pipe.read(65536)):
                 *lines, rest = (rest + new).split(b"\n")
                 for line in lines:
                     inbox.put((self, line))
@@ -258,7 +258,7 @@ def _ending(code: int | None) -> str:
 
 
 START_SECONDS = 120.0  # for a worker to import what the functions need
-PATIENCE_SECONDS = 0.5  # that nothing else is looked at while waiting: Ctrl-C wants to be heard
+POLL_SECONDS = 0.5  # that nothing else is looked at while waiting: Ctrl-C wants to be heard
 
 
 class VerifierPool:
@@ -279,7 +279,7 @@ class VerifierPool:
     here = False
 
     def __init__(self, functions: Mapping[str, Function], *, workers: int, timeout: float | None) -> None:
-        if INSIDE_A_WORKER in os.environ:
+        if WORKER_VARIABLE in os.environ:
             raise ValueError(
                 "a script whose reward functions run in worker processes is loaded by each of them: keep what trains "
                 'under `if __name__ == "__main__":`, or put the reward functions into a module of their own'
@@ -294,7 +294,7 @@ class VerifierPool:
         self._setup = setup_message(functions, timeout)
         self._inbox: queue.SimpleQueue[tuple[WorkerProcess, bytes | None]] = queue.SimpleQueue()
         self._workers: list[WorkerProcess] = []
-        self._waiting: deque[Begun] = deque()
+        self._waiting: deque[PendingJob] = deque()
         # At the end of the program, or when the pool is dropped.
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
         self._start()
@@ -319,21 +319,21 @@ class VerifierPool:
         self._waiting.clear()
         _kill_all(self._workers)
 
-    def aside(self, name: str) -> bool:
+    def runs_in_background(self, name: str) -> bool:
         """Return whether a function is not async: those that are wait for many completions at once, a job at a time."""
         return name not in self._async
 
-    def begin(self, jobs: Sequence[Job]) -> list[Begun]:
-        """Hand jobs out to as many workers as there are; see `Runner.begin`."""
+    def begin(self, jobs: Sequence[Job]) -> list[PendingJob]:
+        """Hand jobs out to as many workers as there are; see `RewardRunner.begin`."""
         for worker in [worker for worker in self._workers if worker.job is None and not worker.alive]:
             self._drop(worker)  # it died while nobody asked it anything
-        begun = [Begun(job) for job in jobs]
+        begun = [PendingJob(job) for job in jobs]
         self._waiting.extend(begun)
         self._dispatch()
         return begun
 
     def proceed(self) -> None:
-        """Hand jobs out to workers that have become idle; see `Runner.proceed`.
+        """Hand jobs out to workers that have become idle; see `RewardRunner.proceed`.
 
         Raises:
             ValueError: If a worker cannot load the functions any more.
@@ -342,8 +342,8 @@ class VerifierPool:
             pass
         self._dispatch()
 
-    def finish(self, begun: Sequence[Begun], *, stop_at_first: bool) -> list[Outcome]:
-        """Wait until jobs are done; see `Runner.finish`.
+    def finish(self, begun: Sequence[PendingJob], *, stop_at_first: bool) -> list[Outcome]:
+        """Wait until jobs are done; see `RewardRunner.finish`.
 
         Raises:
             ValueError: If a worker cannot load the functions any more.
@@ -363,8 +363,8 @@ class VerifierPool:
         finally:
             self.abandon(begun)
 
-    def abandon(self, begun: Sequence[Begun]) -> None:
-        """Kill whoever is at one of these jobs, and let nobody begin another of them; see `Runner.abandon`."""
+    def abandon(self, begun: Sequence[PendingJob]) -> None:
+        """Kill whoever is at one of these jobs, and let nobody begin another of them; see `RewardRunner.abandon`."""
         given_up = {each for each in begun if not each.done}
         self._waiting = deque(each for each in self._waiting if each not in given_up)
         for worker in [worker for worker in self._workers if worker.job in given_up]:
@@ -398,7 +398,7 @@ class VerifierPool:
             self._start()
             starting += 1
 
-    def _receive(self, patience: float = PATIENCE_SECONDS) -> bool:
+    def _receive(self, patience: float = POLL_SECONDS) -> bool:
         """Wait for one event and note what it means; tells whether there was one."""
         expected = [worker for worker in self._workers if worker.job is not None or not worker.ready]
         if not expected:
@@ -418,7 +418,7 @@ class VerifierPool:
             self._started(worker, line)
             return True
         begun, worker.job = worker.job, None
-        outcome = None if line is None else outcome_of(line)
+        outcome = None if line is None else parse_reply(line)
         if outcome is None:
             self._drop(worker, patience=1.0)
             outcome = CallFailedError(f"ended its worker process ({worker.ending})")

@@ -39,7 +39,7 @@ def main() -> None:
     except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's modules run)
         _reply(replies, {"refused": f"{type(error).__name__}: {error}{_line(error)}"})
         return
-    from evogrpo.envs.text.reward_calls import call_async, call_plain, is_async
+    from evogrpo.envs.text.reward_calls import call_async, call_sync, is_async
 
     loop = asyncio.new_event_loop()
     _reply(replies, {"ready": True})
@@ -53,7 +53,7 @@ def main() -> None:
         if is_async(functions[name]):
             values = loop.run_until_complete(call_async(functions[name], calls, timeout))
         else:
-            values = call_plain(functions[name], calls)
+            values = call_sync(functions[name], calls)
         _reply(replies, {"values": [plain(value) for value in values]})
 
 

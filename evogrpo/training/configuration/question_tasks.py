@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from evogrpo.config.checks import refuse_unknown
 from evogrpo.envs.protocol import SPLITS, Split
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
-from evogrpo.envs.text.reward_functions import OnRewardError, check_limits
+from evogrpo.envs.text.reward_functions import OnRewardError, check_worker_limits
 from evogrpo.envs.text.tasks import TASKS
 from evogrpo.envs.text.templates import Tokenizer
 from evogrpo.text import counted, number_text
@@ -43,7 +43,7 @@ class QuestionTask(ABC):
     reward_workers: int | None = None
 
     def __post_init__(self) -> None:
-        check_limits(self.reward_timeout, self.reward_workers)
+        check_worker_limits(self.reward_timeout, self.reward_workers)
 
     @property
     @abstractmethod

@@ -8,7 +8,7 @@ from typing import Protocol
 from transformers import PreTrainedModel
 
 from evogrpo.envs.text.huggingface_gym import HuggingFaceGym
-from evogrpo.envs.text.scoring import MADE_UP, Preflight
+from evogrpo.envs.text.scoring import SAMPLE_COMPLETIONS, Preflight
 from evogrpo.evolution.shared_experience import others_at_most
 from evogrpo.models.devices import USUAL_TOKENS
 from evogrpo.models.language.fsdp import fetched_parameters, held_parameters, parts_of
@@ -104,7 +104,7 @@ class LanguageForecast:
         written, form = config.logging.completions, config.logging.completions_format
         return {
             "first prompt": f"{shorten(self.trial.prompt, 400)!r}, {_ids(self.trial.tokens)}",
-            "rewards": f"{_earned(self.trial)} for {MADE_UP[0]!r}",
+            "rewards": f"{_earned(self.trial)} for {SAMPLE_COMPLETIONS[0]!r}",
             "samples": samples_row(config, "completions"),
             "groups": self.rounds.groups_row(),
             "optimizer": f"{steps} per member and learning step, in micro-batches of "

@@ -12,7 +12,7 @@ from evogrpo.algorithms.multi_agent import own_algorithm
 from evogrpo.algorithms.population import Population
 from evogrpo.algorithms.rollout.requests import Collected
 from evogrpo.data import LearnReport
-from evogrpo.envs.protocol import GroupEnvironment, Paced, Split
+from evogrpo.envs.protocol import GroupEnvironment, Split, SupportsProgress
 from evogrpo.evolution.fitness import ROLLOUTS, Fitness, FitnessConfig
 from evogrpo.evolution.shared_experience import SharedExperience
 from evogrpo.interruption import Interrupted, Undo, undone_by
@@ -260,6 +260,6 @@ class Acting:
 
     def _tell_pace(self) -> None:
         """Let the environment know how far training has come."""
-        if isinstance(self._env, Paced):
+        if isinstance(self._env, SupportsProgress):
             generations = self.schedule.generations or 0
-            self._env.at_step(self.progress.step, generations * self.progress.steps_per_generation)
+            self._env.set_progress(self.progress.step, generations * self.progress.steps_per_generation)
