@@ -237,6 +237,8 @@ def open_members(
         return _open_networks(size, given, actor_network, pad_token_id, options)
     if isinstance(actor_network, type) and issubclass(actor_network, nn.Module):
         raise ValueError(f"actor_network must be a module, got its class. Pass {actor_network.__name__}(...).")
+    if actor_network is None and given != (None, None):
+        raise ValueError("observation_space and action_space must both be given to train small networks.")
     if wordless:
         raise ValueError(
             f"actor_network must be a torch module, got {type(actor_network).__name__}. Leave it out for the "
@@ -362,6 +364,8 @@ def check_space(name: str, space: object) -> None:
     if isinstance(space, spaces.Space):
         return
     what = repr(space) if isinstance(space, str) else type(space).__name__
+    if isinstance(space, nn.Module):
+        raise ValueError(f"{name} must be a Gymnasium space, got {what}. Pass a model as actor_network={what}(...).")
     raise ValueError(
         f"{name} must be a Gymnasium space, got {what:.80}: an agent is made for spaces, "
         "GRPO(env.observation_space, env.action_space); to train in an environment write evogrpo.train(env, "

@@ -369,6 +369,7 @@ class EvolvableAlgorithm(AgileRLAgent):
         self.failed = report.failed
         return report
 
+    @names_unknown
     def test(
         self,
         env: "GroupEnvironment | gymnasium.Env[Any, Any]",

@@ -292,6 +292,7 @@ class Population(Sequence[Any]):
             split: "validation" for selection.
             questions: Only the first so many; None = the whole split.
         """
+        self.check(env)
         healthy = [agent.slot for agent in self.healthy]
         earned = self.assess(env, split, slots=healthy, questions=questions).fitness if healthy else {}
         for agent in self.agents:  # only now: an evaluation that is abandoned has changed nothing

@@ -202,7 +202,10 @@ def lists_options(names: Iterable[str], *records: type) -> Callable[[F], F]:
 
 
 def names_unknown(function: F) -> F:
-    """Decorate a function so that an unknown keyword raises a ValueError with a hint."""
+    """Decorate a function, or a record, so that an unknown keyword raises a ValueError with a hint."""
+    if isinstance(function, type):
+        function.__init__ = names_unknown(function.__init__)  # type: ignore[misc]  # of a record
+        return function
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name not in ("self", "cls")]
     title = function.__qualname__.removesuffix(".__init__").split(".")[-1]

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from evogrpo.config.checks import MOST_COUNTED, single_number, whole_between
+from evogrpo.config.checks import MOST_COUNTED, names_unknown, single_number, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.config.loss_types import (
     ADVANTAGES,
@@ -35,6 +35,7 @@ Reference = Literal["base", "snapshot", "old"]
 EntropyReduction = Literal["loss", "mean"]
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """Loss that members minimise; its coefficients are in `Hyperparameters`.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from evogrpo.config.checks import finite_number, single_number, whole_between
+from evogrpo.config.checks import finite_number, names_unknown, single_number, whole_between
 
 __all__ = ["Optimizer", "Schedule"]
 
@@ -12,6 +12,7 @@ Schedule = Literal["constant", "linear", "cosine"]
 """Shape of the learning rate after warm-up."""
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW settings that all members share; the learning rate itself is a hyperparameter.

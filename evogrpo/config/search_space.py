@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
-from evogrpo.config.checks import finite_number, refuse_unknown, single_number, whole_between
+from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown, single_number, whole_between
 from evogrpo.config.hyperparameters import HYPERPARAMETER_NAMES, Hyperparameters, Value, checked_value, is_categorical
 
 __all__ = [
@@ -27,6 +27,7 @@ Scale = Literal["linear", "log"]
 """Scale on which steps in a range are measured."""
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class RLParameter:
     """Values that one hyperparameter may take: a range (`min` and `max`), a ladder of numbers or a set of names.
@@ -252,7 +253,7 @@ def _parameter(value: Any, usual: Scale) -> RLParameter:
         return RLParameter(min=value[0], max=value[1], scale=usual)
     if hasattr(value, "low") and hasattr(value, "high"):  # Optuna's FloatDistribution, IntDistribution
         return RLParameter(min=value.low, max=value.high, scale="log" if getattr(value, "log", False) else "linear")
-    raise ValueError(f"must be an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
+    raise ValueError(f"expected an RLParameter, a pair (min, max) or a list of choices, got {value!r:.80}")
 
 
 class HyperparameterConfig(Mapping[str, RLParameter]):

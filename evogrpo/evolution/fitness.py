@@ -9,7 +9,7 @@ from typing import Any, Literal, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from evogrpo.config.checks import declared_fields, finite_number, flag, refuse_unknown, whole_between
+from evogrpo.config.checks import declared_fields, finite_number, flag, names_unknown, refuse_unknown, whole_between
 
 GREEDY, SAMPLED, ROLLOUTS = "greedy", "sampled", "rollouts"
 MEASURES = (GREEDY, SAMPLED, ROLLOUTS)
@@ -129,6 +129,7 @@ def _mean_and_standard_error(values: Sequence[float]) -> tuple[float, float]:
 FitnessBy = Literal["validation", "rollouts", "both"]
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class FitnessConfig:
     """How fitness is measured, and what it may cost.

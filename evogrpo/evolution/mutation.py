@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from evogrpo.config.checks import finite_number, refuse_unknown
+from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 
@@ -24,6 +24,7 @@ SMALLEST, LARGEST = 0.02, 0.5
 """The smallest step that is inherited, and the largest that is taken: from anywhere it fits one way at least."""
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class Mutation:
     """How a child's hyperparameters differ from its parent's.

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from evogrpo.config.checks import finite_number, refuse_unknown, unknown_name_error
+from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown, unknown_name_error
 from evogrpo.evolution.fitness import Fitness
 from evogrpo.evolution.history import History
 from evogrpo.evolution.plan import Plan
@@ -14,6 +14,7 @@ LearnFrom = Literal["all", "better", "leader"]
 Samplers = Literal["equal", "rank"]
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class SharedExperience:
     """Members learn from each other's samples, so that a population needs fewer of each.

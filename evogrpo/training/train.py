@@ -124,9 +124,10 @@ def train(
 
 def _check_env(env: object, total_timesteps: object) -> None:
     """Refuse what no environments can be made of, with what is meant."""
-    if isinstance(env, str) and (env in _POLICIES or isinstance(total_timesteps, str)):
-        named = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
-        known = "CartPole-v1" if named in _POLICIES else named
+    named = isinstance(total_timesteps, str) and not total_timesteps[:1].isdigit()  # the policy or the environment
+    if isinstance(env, str) and (env in _POLICIES or named):
+        known = total_timesteps if env in _POLICIES and isinstance(total_timesteps, str) else env
+        known = "CartPole-v1" if known in _POLICIES else known
         raise ValueError(
             f"train takes an environment and a number of steps, got {env!r} and {total_timesteps!r:.80}: the network "
             f"follows from the spaces, so write train({known!r}, total_timesteps=100_000)"

@@ -320,6 +320,7 @@ def test_a_module_of_ones_own_can_be_inspected_and_made_again():
 
 
 def test_frozen_parameters_of_a_module_stay_as_they_are():
+    torch.manual_seed(0)
     module = OwnNetwork()
     module.first.requires_grad_(False)
     agent = step_agent(actor_network=module, lr=0.1)

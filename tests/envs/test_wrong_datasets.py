@@ -9,13 +9,29 @@ import pytest
 import torch
 from torch import nn
 
-from evogrpo import GRPO, GymnasiumGroups, HuggingFaceGym, MultiTurnGym, evolve, load_base, resume
+from evogrpo import (
+    GRPO,
+    FitnessConfig,
+    GymnasiumGroups,
+    HuggingFaceGym,
+    MultiTurnGym,
+    NetworkConfig,
+    Objective,
+    Optimizer,
+    RLParameter,
+    Tournament,
+    evolve,
+    load_base,
+    resume,
+    train,
+)
+from evogrpo.evolution import Mutation
 from evogrpo.training.configuration.question_tasks import DatasetFiles, DatasetTask
 from evogrpo.training.configuration.reading import parse_config
 from evogrpo.training.configuration.strict_yaml import read_yaml_file
 from evogrpo.training.configuration.user_code import read_rows
 from tests.tiny_models import tiny_tokenizer
-from tests.tiny_steps import cart_pole, step_agent
+from tests.tiny_steps import cart_pole, step_agent, step_population
 from tests.tiny_training import QUESTIONS, tiny_agent, tiny_env, tiny_population, variety
 
 
@@ -88,9 +104,21 @@ def test_an_unknown_split_is_refused(split):
         (lambda: tiny_agent().generate(["1+1"], max_new_tokens=4), "max_output_tokens"),
         (lambda: load_base("smollm2-135m", dtyp="float32"), "dtype"),
         (lambda: talking(max_turn=3), "max_turns"),
+        (lambda: RLParameter(low=1e-5, high=1e-3), "min"),
+        (lambda: Tournament(tournament_size=3), "size"),
+        (lambda: Mutation(rl_hp=0.2), "probability"),
+        (lambda: Objective(scale_rewards=False), "advantage"),
+        (lambda: Optimizer(lr=1e-3), "GRPO"),
+        (lambda: NetworkConfig(net_arch=[64]), "hidden"),
+        (lambda: FitnessConfig(metric="accuracy"), "maximised"),
+        (lambda: step_agent().test(cart_pole(), n_eval_episodes=5), "validation_size"),
+        (lambda: GRPO(BOX), "action_space"),
+        (lambda: GRPO(nn.Linear(4, 2)), "actor_network"),
+        (lambda: step_population(2).evaluate("CartPole-v1"), "GymnasiumGroups"),
+        (lambda: train("CartPole-v1", total_timesteps="1e4"), "total_timesteps must be"),
     ],
 )
-def test_an_unknown_argument_is_answered_with_the_one_meant(call, name):
+def test_an_argument_that_does_not_fit_is_answered_with_the_one_meant(call, name):
     with pytest.raises(ValueError, match=name):
         call()
 

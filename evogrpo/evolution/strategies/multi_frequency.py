@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.config.checks import flag, whole_between
+from evogrpo.config.checks import flag, names_unknown, whole_between
 from evogrpo.config.hyperparameters import Hyperparameters
 from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
@@ -21,6 +21,7 @@ from evogrpo.evolution.strategies.strategy import Stateless
 QUARTER = 0.25
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class MultiFrequency(Stateless):
     """Let sub-populations evolve every so many generations each; migrants bring weights, and to the faster all.

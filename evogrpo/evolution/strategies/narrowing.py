@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.config.checks import finite_number, whole_between
+from evogrpo.config.checks import finite_number, names_unknown, whole_between
 from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
 from evogrpo.evolution.mutation import Mutation
@@ -15,6 +15,7 @@ from evogrpo.evolution.selection import Choice, stagnates, truncation
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class Narrowing(Stateless):
     """Halve the population at every rung until few are left, and let those that remain evolve.

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from evogrpo.config.checks import refuse_unknown, whole_between
+from evogrpo.config.checks import names_unknown, refuse_unknown, whole_between
 from evogrpo.evolution.history import Generation, History
 from evogrpo.evolution.plan import Plan
 from evogrpo.evolution.selection import Choice, healthy_slots
@@ -15,6 +15,7 @@ from evogrpo.evolution.strategies.strategy import Stateless
 Grow = Literal["steps_per_generation", "samples_per_step"]
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class SuccessiveHalving(Stateless):
     """Keep the better of the members at every rung, until one is left; all rungs cost the same.

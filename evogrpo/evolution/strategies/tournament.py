@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.config.checks import finite_number, flag, whole_between
+from evogrpo.config.checks import finite_number, flag, names_unknown, whole_between
 from evogrpo.evolution.backtracking import backtracked
 from evogrpo.evolution.children import Draw, Perturbation, checked_perturbation, perturbation_to_json, proposals
 from evogrpo.evolution.history import History
@@ -15,6 +15,7 @@ from evogrpo.evolution.selection import Choice, best_slot, stagnates, tournament
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class Tournament(Stateless):
     """Replace members that a challenger beats beyond the noise by a mutated clone of it; keep everyone else.

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from evogrpo.config.checks import finite_number, flag
+from evogrpo.config.checks import finite_number, flag, names_unknown
 from evogrpo.config.hyperparameters import Hyperparameters, Value, is_categorical, is_integer
 from evogrpo.config.search_space import HyperparameterConfig, RLParameter
 from evogrpo.evolution.backtracking import backtracked
@@ -18,6 +18,7 @@ from evogrpo.evolution.selection import truncation
 from evogrpo.evolution.strategies.strategy import Stateless
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class TruncationPBT(Stateless):
     """Replace the worst by clones of the best, each with all its hyperparameters perturbed, whatever the noise.

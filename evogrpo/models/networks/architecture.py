@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from evogrpo.config.checks import finite_number, refuse_unknown, whole_between, whole_number
+from evogrpo.config.checks import finite_number, names_unknown, refuse_unknown, whole_between, whole_number
 
 Activation = Literal["tanh", "relu", "elu"]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
@@ -27,6 +27,7 @@ MOST_LAYERS, MOST_UNITS = 64, 65_536  # more is a slip, and memory runs out
 TANH_SCALE = 0.25  # tanh(x / 4) * 4 is x to 2 % at |x| = 1
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class NetworkConfig:
     """The architecture of one member's network.
@@ -84,6 +85,7 @@ class NetworkConfig:
         return cls.from_json(values)
 
 
+@names_unknown
 @dataclass(frozen=True, kw_only=True)
 class ArchitectureLimits:
     """What changes of architecture may lead to.
